@@ -1,0 +1,37 @@
+# `make demo` and `make test` set up everything they need in .venv; nothing else has to be run first.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/
+
+.PHONY: help demo test lint matrix bench clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and predictions in runs/digits
+	$(RUN)python examples/digits.py
+
+test: $(VENV)/.ready lint  ## check style and types, then run all tests
+	$(RUN)pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.ready
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)pyright
+
+matrix:  ## run the tests on every Python of 3.11 to 3.13 that is here
+	@bash scripts/matrix
+
+bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
+	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
+	@for file in benchmarks/*.py; do echo "== $$file"; $(RUN)python $$file || exit 1; done
+
+clean:  ## remove the environments and what was made
+	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlax needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@

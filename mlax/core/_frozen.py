@@ -1,0 +1,161 @@
+"""frozen: turn a class into a description, a frozen dataclass of hashable values that is equal by value."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+C = TypeVar("C", bound=type)
+D = TypeVar("D")
+DType = str | type | np.dtype | None  # a field annotated so takes whatever jnp.dtype takes, and holds its name
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def frozen(cls: C) -> C:
+    """Make `cls` a description: a frozen dataclass whose fields are hashable values and nothing else.
+
+    Equal descriptions are equal, hash equal and share their bound methods, so that `jax.jit(a.fwd)` and
+    `jax.jit(b.fwd)` are one compilation when `a == b`. Fields are equal when they have one type and one
+    value: 1, 1.0 and True are three values. An array or an unhashable field is refused, by name.
+    """
+    described: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    init = described.__init__
+
+    @functools.wraps(init)
+    def settled_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "__dataclass_fields__" not in vars(type(self)):
+            raise TypeError(f"{type(self).__name__} is no description yet; put @mlax.frozen above the class.")
+        init(self, *args, **kwargs)
+        if type(self) is described:  # a subclass settles once, when all of its fields are there
+            _settle(self)
+
+    described.__init__ = settled_init
+    described.__eq__ = _equal
+    described.__hash__ = _hash
+    described.__reduce__ = _reduce
+    if "__repr__" not in vars(cls):
+        described.__repr__ = _repr
+    for name, value in list(vars(described).items()):
+        if isinstance(value, types.FunctionType) and not name.startswith("__"):
+            setattr(described, name, _SharedMethod(value))
+    return described
+
+
+def fields_of(description: Any) -> dict[str, Any]:
+    """The fields of a description by name, in order."""
+    return {field.name: getattr(description, field.name) for field in dataclasses.fields(description)}
+
+
+def with_fields(description: D, **changes: Any) -> D:
+    """A copy of a description with some fields changed, checked like a new one."""
+    values = fields_of(description)
+    unknown = changes.keys() - values.keys()
+    if unknown:
+        raise TypeError(f"{description} has no field {', '.join(sorted(unknown))}; it has {', '.join(values)}.")
+    return _rebuild(type(description), {**values, **changes})
+
+
+class _SharedMethod:
+    """A method whose bound form is one and the same object for all equal descriptions.
+
+    Python compares bound methods by the identity of `self`, and JAX holds what it compiled only as long as
+    the callable lives; so the bound form is kept here, for as many of them as JAX itself keeps compilations.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, description: Any, owner: type | None = None) -> Any:
+        return self.function if description is None else _bound(self.function, description)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(function: Callable[..., Any], description: Any) -> types.MethodType:
+    return types.MethodType(function, description)
+
+
+def _settle(self: Any) -> None:
+    for field in dataclasses.fields(self):
+        value = getattr(self, field.name)
+        if value is not None and (field.type is DType or field.type == "DType"):
+            object.__setattr__(self, field.name, _dtype_name(self, field.name, value))
+    key = tuple(_key(self, name, value) for name, value in fields_of(self).items())
+    object.__setattr__(self, "_key", key)
+    object.__setattr__(self, "_hash", hash((type(self), key)))
+
+
+def _dtype_name(self: Any, name: str, value: Any) -> str:
+    try:
+        return jnp.dtype(value).name
+    except TypeError:
+        raise TypeError(
+            f"{type(self).__name__}: field `{name}` is {value!r}, which is no dtype; "
+            "pass a name such as 'bfloat16' or a dtype such as jnp.float32."
+        ) from None
+
+
+def _key(self: Any, name: str, value: Any) -> Any:
+    """What stands for one field's value in comparisons; refuses what a description cannot hold."""
+    if isinstance(value, tuple):
+        return type(value), tuple(_key(self, name, item) for item in value)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(
+            f"{type(self).__name__}: field `{name}` is an array ({type(value).__name__}), but a description "
+            "holds plain Python values only; pass a number or a tuple, or make the array in `init`."
+        )
+    if isinstance(value, float):
+        return float, value.hex()  # tells -0.0 from 0.0, and nan is itself
+    try:
+        hash(value)
+    except TypeError:
+        advice = {list: "pass a tuple", dict: "pass a tuple of pairs", set: "pass a frozenset"}
+        raise TypeError(
+            f"{type(self).__name__}: field `{name}` is a {type(value).__name__}, which is not hashable; "
+            f"{advice.get(type(value), 'pass a hashable value')}."
+        ) from None
+    return type(value), value
+
+
+def _equal(self: Any, other: object) -> Any:
+    if self is other:
+        return True
+    if type(self) is not type(other):
+        return NotImplemented
+    return self._hash == other._hash and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _hash(self: Any) -> int:
+    return self._hash
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    return _rebuild, (type(self), fields_of(self))  # hashes differ from process to process: never pickled
+
+
+def _rebuild(cls: type, values: dict[str, Any]) -> Any:
+    self: Any = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(self, name, value)
+    if hasattr(self, "__post_init__"):
+        self.__post_init__()
+    _settle(self)
+    return self
+
+
+def _repr(self: Any) -> str:
+    """As one would write it: required fields by position, the rest by name where they are not the default."""
+    words: list[str] = []
+    for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True):
+        value = getattr(self, field.name)
+        shown = value.__qualname__ if isinstance(value, types.FunctionType) else repr(value)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            words.append(shown)
+        elif field.default_factory is dataclasses.MISSING and value != field.default:
+            words.append(f"{field.name}={shown}")
+    return f"{type(self).__name__}({', '.join(words)})"

@@ -1,0 +1,185 @@
+"""Initialisers: frozen descriptions of how a variable's first value is made."""
+
+import abc
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core._chunks import drawn
+from mlax.core._frozen import frozen
+
+
+@frozen
+class Initializer(abc.ABC):
+    """A description of a variable's first value: `initializer(rng, shape, dtype)` gives the array.
+
+    `in_axis` and `out_axis` tell which axes of a kernel count its inputs and outputs; the others are the window.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self, rng: jax.Array, shape: tuple[int, ...], dtype: Any, *, in_axis: int = -2, out_axis: int = -1
+    ) -> jax.Array: ...
+
+
+@frozen
+class Constant(Initializer):
+    """One number everywhere."""
+
+    value: float
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return jnp.full(shape, self.value, dtype)
+
+
+@frozen
+class Zeros(Initializer):
+    """Zero everywhere."""
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return jnp.zeros(shape, dtype)
+
+
+@frozen
+class Ones(Initializer):
+    """One everywhere."""
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return jnp.ones(shape, dtype)
+
+
+@frozen
+class Normal(Initializer):
+    """Drawn from the normal distribution of mean 0 and standard deviation `std`."""
+
+    std: float = 0.01
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return drawn(jax.random.normal, rng, shape, dtype, self.std)
+
+
+@frozen
+class TruncatedNormal(Initializer):
+    """Drawn from the normal distribution of mean 0 and deviation `std`, as far as it lies within two of them."""
+
+    std: float = 0.01
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return drawn(_truncated, rng, shape, dtype, self.std)
+
+
+@frozen
+class Uniform(Initializer):
+    """Drawn evenly from -`limit` to `limit`."""
+
+    limit: float = 0.01
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        return drawn(_symmetric, rng, shape, dtype, self.limit)
+
+
+@frozen
+class VarianceScaling(Initializer):
+    """Drawn with the variance `scale` / fan, the fan being the number of inputs, of outputs, or their mean.
+
+    The truncated normal distribution is widened so that what is left of it has that variance.
+    """
+
+    scale: float = 1.0
+    fan: Literal["in", "out", "mean"] = "in"
+    distribution: Literal["normal", "truncated", "uniform"] = "truncated"
+
+    def __post_init__(self) -> None:
+        if self.fan not in ("in", "out", "mean"):
+            raise ValueError(f"{type(self).__name__}: fan is {self.fan!r}, but must be in, out or mean.")
+        if self.distribution not in ("normal", "truncated", "uniform"):
+            raise ValueError(
+                f"{type(self).__name__}: distribution is {self.distribution!r}, "
+                "but must be normal, truncated or uniform."
+            )
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        if len(shape) < 2:
+            raise ValueError(
+                f"{self}: the shape {shape} has fewer than two axes, so it has no inputs and outputs to count; "
+                "use Normal or Uniform."
+            )
+        window = math.prod(shape) / max(1, shape[in_axis] * shape[out_axis])
+        fan_in, fan_out = shape[in_axis] * window, shape[out_axis] * window
+        fan = {"in": fan_in, "out": fan_out, "mean": (fan_in + fan_out) / 2}[self.fan]
+        std = math.sqrt(self.scale / max(1.0, fan))
+        match self.distribution:
+            case "normal":
+                return drawn(jax.random.normal, rng, shape, dtype, std)
+            case "truncated":
+                return drawn(_truncated, rng, shape, dtype, std / TRUNCATED_STD)
+            case "uniform":
+                return drawn(_symmetric, rng, shape, dtype, std * math.sqrt(3))
+
+
+def lecun(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
+    """Variance 1 / inputs. LeCun and others 1998, section 4.6 of http://yann.lecun.com/exdb/publis/pdf/lecun-98b.pdf."""
+    return VarianceScaling(1.0, "in", distribution)
+
+
+def he(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
+    """Variance 2 / inputs, for layers before a relu. Equation 10 of https://arxiv.org/abs/1502.01852."""
+    return VarianceScaling(2.0, "in", distribution)
+
+
+def glorot(distribution: Literal["normal", "truncated", "uniform"] = "uniform") -> VarianceScaling:
+    """Variance 2 / (inputs + outputs). Equation 16 of https://proceedings.mlr.press/v9/glorot10a.html."""
+    return VarianceScaling(1.0, "mean", distribution)
+
+
+@frozen
+class Orthogonal(Initializer):
+    """Orthonormal rows or columns, whichever are fewer, times `scale`; the output axis against all others.
+
+    Drawn and factored in float32 or wider, since no narrower QR exists. https://arxiv.org/abs/1312.6120
+    """
+
+    scale: float = 1.0
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        if len(shape) < 2:
+            raise ValueError(f"{self}: the shape {shape} has fewer than two axes; use Normal.")
+        outputs = shape[out_axis]
+        others = math.prod(shape) // max(1, outputs)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        draws = drawn(jax.random.normal, rng, (max(others, outputs), min(others, outputs)), wide, 1.0)
+        q, r = jnp.linalg.qr(draws)
+        q = q * jnp.sign(jnp.diagonal(r))  # makes the distribution uniform over orthogonal matrices
+        q = (q.T if others < outputs else q) * self.scale  # (others, outputs)
+        rest = [size for axis, size in enumerate(shape) if axis != out_axis % len(shape)]
+        return jnp.moveaxis(q.reshape(*rest, outputs), -1, out_axis).astype(dtype)
+
+
+@frozen
+class Identity(Initializer):
+    """The identity matrix times `scale`, in the middle of the window if there is one."""
+
+    scale: float = 1.0
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        if len(shape) < 2:
+            raise ValueError(f"{self}: the shape {shape} has fewer than two axes; use Ones.")
+        axes = {in_axis % len(shape), out_axis % len(shape)}
+        middle = tuple(slice(None) if axis in axes else size // 2 for axis, size in enumerate(shape))
+        eye = jnp.eye(shape[in_axis], shape[out_axis], dtype=dtype) * self.scale
+        if out_axis % len(shape) < in_axis % len(shape):
+            eye = eye.T
+        return jnp.zeros(shape, dtype).at[middle].set(eye)
+
+
+TRUNCATED_STD = 0.87962566103423978  # of the normal distribution cut at two deviations
+
+
+def _truncated(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.truncated_normal(rng, -2.0, 2.0, shape, dtype)
+
+
+def _symmetric(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.uniform(rng, shape, dtype, -1.0, 1.0)

@@ -1,0 +1,76 @@
+"""Repeat: one layer n times in a row, over one stacked set of variables."""
+
+from typing import Any, Literal, get_args
+
+import jax
+from jax import lax
+
+from mlax.core._frozen import frozen
+from mlax.core._layer import Tree
+from mlax.core._notes import located, signature
+from mlax.core._remat import Remat
+from mlax.core._wrapper import Wrapper
+
+Mode = Literal["scan", "remat", "unroll"]
+
+
+@frozen
+class Repeat(Wrapper):
+    """Apply `layer` `times` times, each time to the output of the time before, with variables of its own.
+
+    Output like input. Variables: those of `layer`, each with a leading axis of `times`, in every mode:
+    - "scan" compiles the layer once, whatever `times` is;
+    - "remat" is a scan that stores only each layer's input for the backward pass;
+    - "unroll" writes the layer out `times` times, which compiles longer and may run faster.
+    """
+
+    times: int
+    mode: Mode = "scan"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.times, int) or self.times < 1:
+            raise ValueError(f"Repeat: times is {self.times!r}, but must be a whole number of at least 1.")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"Repeat: mode is {self.mode!r}, but must be one of {', '.join(get_args(Mode))}.")
+
+    def init(self, rng, x):
+        return jax.vmap(lambda key: self.layer.init(key, x))(jax.random.split(rng, self.times))
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
+
+        def step(x: Any, own: tuple[Tree, Tree, jax.Array | None]) -> tuple[Any, Tree]:
+            trainables, non_trainables, key = own
+            y, new = layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)
+            if signature(y) != signature(x):
+                raise ValueError(
+                    f"{self}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with the "
+                    "output of the time before; its output must be like its input."
+                )
+            return y, new
+
+        keys = None if rng is None else jax.random.split(rng, self.times)
+        stacked = (trainables, non_trainables, keys)
+        if self.mode != "unroll":
+            return lax.scan(step, x, stacked, length=self.times)
+        news = []
+        for time, own in enumerate(_unstacked(stacked, self.times)):
+            with located(str(time), x):
+                x, new = step(x, own)
+                news.append(new)
+        return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *news)
+
+    def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
+        for leaf in jax.tree.leaves((trainables, non_trainables)):
+            if leaf.shape[:1] != (self.times,):
+                raise ValueError(
+                    f"{self}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
+                    f"{self.times}; pass what init returned for this layer."
+                )
+
+
+def _unstacked(stacked: Any, times: int) -> list[Any]:
+    """The slices along the leading axis; their gradient is one concatenation, where indexing's is a sum of n."""
+    leaves, treedef = jax.tree.flatten(stacked)
+    columns = [[lax.squeeze(piece, (0,)) for piece in lax.split(leaf, (1,) * times)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)] or [stacked] * times

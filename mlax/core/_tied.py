@@ -1,0 +1,62 @@
+"""Tied: a layer in which some leaves are others of its leaves, stored once."""
+
+from typing import Any
+
+from mlax.core._frozen import frozen
+from mlax.core._layer import Layer, variables_like
+from mlax.core._paths import flat, nested, no_such
+from mlax.core._wrapper import Wrapper
+
+
+@frozen
+class Tie:
+    """The trainable at path `leaf` is the one at path `to`, transposed if `transpose`."""
+
+    leaf: str
+    to: str
+    transpose: bool = False
+
+
+@frozen
+class Tied(Wrapper):
+    """Compute `layer` with tied leaves: `Tied(model, Tie("head/kernel", to="embed/table", transpose=True))`.
+
+    Variables: those of `layer` less the tied leaves. A gradient gathers what all uses of its leaf add to it.
+    """
+
+    ties: tuple[Tie, ...]
+
+    def __init__(self, layer: Layer, *ties: Tie):
+        object.__setattr__(self, "layer", layer)
+        object.__setattr__(self, "ties", ties)
+
+    def init(self, rng, x):
+        leaves = flat(variables_like(self.layer, x)[0])
+        for tie in self.ties:
+            self._check(tie, leaves)
+        trainables, non_trainables = self.layer.init(rng, x)
+        tied = {tie.leaf for tie in self.ties}
+        kept = nested((path, leaf) for path, leaf in flat(trainables).items() if path not in tied)
+        return kept, non_trainables
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        leaves = flat(trainables)
+        for tie in self.ties:
+            if tie.to not in leaves:
+                raise ValueError(f"{self}: trainables lacks the leaf {no_such(tie.to, leaves)}")
+            leaves[tie.leaf] = leaves[tie.to].T if tie.transpose else leaves[tie.to]
+        return self.layer.fwd(x, nested(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode)
+
+    def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
+        for path in (tie.leaf, tie.to):
+            if path not in leaves:
+                raise ValueError(f"{self}: no leaf of the layer is called so: {no_such(path, leaves)}")
+        shape = leaves[tie.to].shape[::-1] if tie.transpose else leaves[tie.to].shape
+        if leaves[tie.leaf].shape != shape:
+            raise ValueError(
+                f"{self}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give {shape}; "
+                f"pass transpose={not tie.transpose}, or tie leaves that fit."
+            )
+
+    def __repr__(self) -> str:
+        return f"Tied({', '.join(map(repr, (self.layer, *self.ties)))})"

@@ -1,0 +1,186 @@
+"""audit: the operations of a function that leave its declared dtype, found in its jaxpr."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """One operation that takes in or gives out a floating dtype other than the declared one."""
+
+    path: str  # of the layer, like "blocks/mlp/up"; "" outside of any
+    primitive: str
+    inputs: tuple[str, ...]  # dtypes of all operands, in order
+    outputs: tuple[str, ...]
+    declared: str
+    source: str  # like "model.py:31 (wire)"; "" where JAX kept no line of the user's
+
+    def __str__(self):
+        layer = f"{self.path}: " if self.path else ""
+        inputs = f"{', '.join(self.inputs)} " if self.inputs else ""
+        line = f", at {self.source}" if self.source else ""
+        return f"{layer}{self.primitive} {inputs}-> {', '.join(self.outputs)}, declared {self.declared}{line}"
+
+
+class DtypeDeparture(TypeError):
+    """Raised by `check`: an operation left the declared dtype."""
+
+
+def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> tuple[Departure, ...]:
+    """List the operations of `function(*args, **kwargs)` that leave `dtype`, in the order they run.
+
+    Arrays and `jax.ShapeDtypeStruct`s anywhere in the arguments are traced; every other leaf is static.
+    `dtype=None` declares the one floating dtype that the traced arguments have. Nothing is computed, and
+    only what the jaxpr holds is seen: audit `jax.grad(loss)` to see the backward pass too.
+
+    An operation departs when any operand or result is floating or complex and not of the declared dtype.
+    Two things are allowed: a cast *to* the declared dtype, since it is how values come back, and weakly
+    typed scalars, since they are Python's numbers, and to round 0.999 to bfloat16 would be the mistake.
+    """
+    jaxpr = _trace(function, args, kwargs)
+    declared = _only_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
+    return tuple(_departures(jaxpr, declared))
+
+
+def check(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> None:
+    """Raise `DtypeDeparture` with the first operation that `audit` lists, if it lists any."""
+    departures = audit(function, *args, dtype=dtype, **kwargs)
+    if departures:
+        first, *rest = departures
+        more = f" (and {len(rest)} more, listed by audit)" if rest else ""
+        raise DtypeDeparture(
+            f"{first}{more}; compute in the dtype of the input, "
+            "or declare the override (accum_dtype, param_dtype, Mixed)."
+        )
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _trace(function, args, kwargs) -> core.ClosedJaxpr:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def call(*arrays):
+        remaining = iter(arrays)
+        filled = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return function(*args, **kwargs)
+
+    return jax.make_jaxpr(call)(*(leaf for leaf in leaves if isinstance(leaf, _ARRAYS)))
+
+
+def _only_dtype(avals) -> np.dtype:
+    floats = {aval.dtype for aval in avals if _is_float(aval)}
+    if len(floats) != 1:
+        found = ", ".join(sorted(set(_dtype_names(avals)))) or "no arrays"
+        raise TypeError(f"The arguments have {found} but the audit needs one floating dtype; pass dtype=.")
+    return floats.pop()
+
+
+def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
+    for equation in jaxpr.eqns:
+        nest = (*enclosing, equation)
+        bodies = tuple(_bodies(equation))
+        for body in bodies:
+            yield from _departures(body, declared, nest)
+
+        inputs = [operand.aval for operand in equation.invars]
+        outputs = [result.aval for result in equation.outvars]
+        is_return = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
+        is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
+        if is_foreign and not is_return and not bodies:
+            yield Departure(
+                path=_path(nest),
+                primitive=equation.primitive.name,
+                inputs=_dtype_names(inputs),
+                outputs=_dtype_names(outputs),
+                declared=str(declared),
+                source=_source(nest),
+            )
+
+
+def _bodies(holder) -> Iterator[Any]:
+    """Find the jaxprs in an equation's params: bare, traced, in a tuple, or in a primitive with params."""
+    if isinstance(holder, (core.Jaxpr, core.ClosedJaxpr)):
+        yield holder
+    elif isinstance(holder, jax.stages.Traced):
+        yield holder.jaxpr
+    elif isinstance(params := getattr(holder, "params", None), dict):
+        # A scatter's update is the scalar rule of one operation, cached with the source line of another.
+        yield from _bodies([value for name, value in params.items() if name != "update_jaxpr"])
+    elif isinstance(holder, (tuple, list)):
+        for item in holder:
+            yield from _bodies(item)
+
+
+def _is_float(aval) -> bool:
+    # Random keys have a dtype that is no number's, and tokens have none.
+    is_inexact = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return is_inexact and not (getattr(aval, "weak_type", False) and aval.ndim == 0)
+
+
+def _dtype_names(avals) -> tuple[str, ...]:
+    return tuple(str(getattr(aval, "dtype", aval)) for aval in avals)
+
+
+def _path(nest) -> str:
+    """Join the names of the layers around an equation, the same in the forward and the backward pass."""
+    # An equation in a body knows only the scopes entered inside of that body.
+    stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
+    stack = _without_repeats([scope for scope in stack if not _is_of_jax(scope)])
+    return "/".join(scope.name for scope in stack if not _is_transformation(scope))
+
+
+def _is_of_jax(scope) -> bool:
+    # einsum enters a scope that is named by its subscripts.
+    return scope.name == "rematted_computation" or "," in scope.name or "->" in scope.name
+
+
+def _is_transformation(scope) -> bool:
+    return type(scope).__name__ == "Transform"  # jvp, transpose, vmap; a layer's is a "Scope"
+
+
+def _without_repeats(stack) -> list:
+    """Drop each run of scopes that comes a second time with a transformation, longest first.
+
+    Where JAX transposes what it linearized by jvp (custom_jvp, remat), it puts a whole stack on top of itself:
+    `transpose(jvp(a))/b/jvp(a)/b` for the layer b in a. Without a transformation, b/b is a layer b in b.
+    """
+    for length in range(len(stack) // 2, 0, -1):
+        for end in range(length, len(stack) - length + 1):
+            again = end + 1 if stack[end].name == "transpose" else end
+            is_repeat = stack[end - length : end] == stack[again : again + length]
+            if is_repeat and any(map(_is_transformation, stack[end - length : again])):
+                return _without_repeats(stack[:end] + stack[again + length :])
+    return stack
+
+
+def _folder(*parts) -> str:
+    return os.path.join(os.path.abspath(os.path.join(*parts)), "")
+
+
+# Frames in these places only pass a call along.
+_MACHINERY = (
+    _folder(jax.__file__, ".."),
+    _folder(jax.__file__, "..", "..", "jaxlib"),
+    _folder(__file__, "..", "..", "core"),
+    __file__,
+)
+
+
+def _source(nest) -> str:
+    # The body of a jit inside JAX keeps no line of the user's; the equation that calls it does.
+    for equation in reversed(nest):
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            if not frame.file_name.startswith(_MACHINERY):
+                name = frame.function_name.rpartition(".")[2]
+                return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
+    return ""
