@@ -1,22 +1,19 @@
 """Composite: a layer made of parts; the author says which parts and how they are wired."""
 
 import abc
-import ast
 import collections
 import dataclasses
-import difflib
 import functools
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
 
 from mlax.core._frozen import fields_of, frozen, with_fields
 from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree, any_key, structs
-from mlax.core._notes import located, signature
+from mlax.core._layer import Layer, Tree, any_key, cached_by_shape, structs
+from mlax.core._notes import brief, located, signature
+from mlax.core._parts import Sub, parts_of
 
 
 @frozen
@@ -34,7 +31,7 @@ class Composite(Layer):
         return {name: value for name, value in fields_of(self).items() if isinstance(value, Layer)}
 
     @abc.abstractmethod
-    def wire(self, sub: "Sub", x: Any) -> Any:
+    def wire(self, sub: Sub, x: Any) -> Any:
         """Compute the output from the input by calling the parts: `sub.name(x)`."""
 
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
@@ -58,9 +55,7 @@ class Composite(Layer):
         def call(name: str, part: Layer, x: Any) -> Any:
             calls[name] += 1
             key = None if rng is None else named_key(rng, name if calls[name] == 1 else f"{name}#{calls[name]}")
-            y, new = part.fwd(
-                x, (trainables or {}).get(name), state.get(name), rng=key, inference_mode=inference_mode
-            )
+            y, new = part.fwd(x, (trainables or {}).get(name), state.get(name), rng=key, inference_mode=inference_mode)
             if new is not None:
                 state[name] = new
             return y
@@ -70,75 +65,20 @@ class Composite(Layer):
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
             if tree is not None and not isinstance(tree, dict):
-                raise TypeError(f"{self}: {what} is {signature(tree)}, but must be a dict of the parts' or None.")
+                raise TypeError(
+                    f"{brief(self)}: {what} is {signature(tree)}, but must be a dict of the parts' or None."
+                )
             extra = [name for name in tree or {} if name not in parts_of(self)]
             if extra:
                 raise ValueError(
-                    f"{self}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
+                    f"{brief(self)}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
                     f"{', '.join(parts_of(self))}. Pass what init returned for this layer."
                 )
 
 
-class Sub:
-    """The parts of one composite during one call of its `wire`: `sub.name(x)` or `sub[name](x)`.
-
-    It hands each part its variables and its key, and collects the part's new state.
-    """
-
-    def __init__(self, composite: Composite, call: Callable[[str, Layer, Any], Any], inference_mode: bool):
-        self._composite = composite
-        self._call = call
-        self.inference_mode = inference_mode
-
-    def __getitem__(self, name: str) -> Callable[[Any], Any]:
-        parts = parts_of(self._composite)
-        if name not in parts:
-            close = difflib.get_close_matches(name, parts, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise AttributeError(
-                f"{self._composite} has no part {name!r}; its parts are {', '.join(parts) or 'none'}.{hint}"
-            )
-
-        def part(x: Any) -> Any:
-            with located(name, x):
-                return self._call(name, parts[name], x)
-
-        return part
-
-    def __getattr__(self, name: str) -> Callable[[Any], Any]:
-        return self[name]
-
-    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
-        return (self[name] for name in parts_of(self._composite))
-
-
-@functools.lru_cache(maxsize=4096)
-def parts_of(composite: Composite) -> Mapping[str, Layer]:
-    """The parts of a composite, edits included, checked once for each distinct description."""
-    _refuse_repeated_names(type(composite))
-    parts = {**composite.parts(), **dict(composite.edits)}
-    for name, part in parts.items():
-        if not name.isidentifier() or name.startswith("_") or name == "inference_mode":
-            raise ValueError(
-                f"{composite}: {name!r} cannot name a part; use an identifier without a leading underscore, "
-                "other than inference_mode, since `wire` calls it as sub.name."
-            )
-        if not isinstance(part, Layer):
-            raise TypeError(
-                f"{composite}: part {name!r} is {part!r}, which is no Layer; wrap a function as mlax.F(function)."
-            )
-    return parts
-
-
+@cached_by_shape
 def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     """What each part is called on when the composite is called on inputs like `x`; nothing is allocated."""
-    leaves, treedef = jax.tree.flatten(structs(x))
-    return _part_inputs(composite, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-
-
-@functools.lru_cache(maxsize=4096)
-def _part_inputs(composite: Composite, treedef: Any, leaves: tuple[tuple[Any, Any], ...]) -> dict[str, Any]:
-    x = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves])
     inputs: dict[str, Any] = {}
     variables: dict[str, Any] = {}
 
@@ -148,7 +88,7 @@ def _part_inputs(composite: Composite, treedef: Any, leaves: tuple[tuple[Any, An
             made = jax.jit(part.init)(rng, x)
             if structs(made) != variables.setdefault(name, structs(made)):
                 raise ValueError(
-                    f"{composite}: part {name!r} is called on {signature(inputs[name])} and on {signature(x)}, "
+                    f"{brief(composite)}: part {name!r} is called on {signature(inputs[name])} and on {signature(x)}, "
                     "which need different variables; make it two parts."
                 )
             inputs.setdefault(name, structs(x))
@@ -163,7 +103,7 @@ def _part_inputs(composite: Composite, treedef: Any, leaves: tuple[tuple[Any, An
     never = [name for name in parts_of(composite) if name not in inputs]
     if never:
         raise ValueError(
-            f"{composite}: wire never calls {', '.join(map(repr, never))}; call it as sub.{never[0]}(x), "
+            f"{brief(composite)}: wire never calls {', '.join(map(repr, never))}; call it as sub.{never[0]}(x), "
             "or leave it out of the parts."
         )
     return inputs
@@ -171,17 +111,3 @@ def _part_inputs(composite: Composite, treedef: Any, leaves: tuple[tuple[Any, An
 
 def _present(variables: dict[str, Tree]) -> Tree:
     return {name: tree for name, tree in variables.items() if tree is not None} or None
-
-
-@functools.cache
-def _refuse_repeated_names(cls: type) -> None:
-    """Refuse a `parts` that writes one name twice: Python would drop the first part without a word."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(cls.parts)))  # pyright: ignore
-    except (OSError, TypeError, SyntaxError):
-        return  # no source to read, as at a prompt
-    for node in ast.walk(source):
-        names = [key.value for key in getattr(node, "keys", []) if isinstance(key, ast.Constant)]
-        for name in names:
-            if isinstance(node, ast.Dict) and names.count(name) > 1:
-                raise ValueError(f"{cls.__name__}: `parts` has two parts named {name!r}; rename one.")

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer
+from mlax.core._notes import brief
 
 
 @frozen
@@ -31,7 +32,7 @@ class F(Layer):
         offered = {"rng": rng, "inference_mode": inference_mode}
         given = {name: value for name, value in offered.items() if name in _parameters(self.function)}
         if rng is None and "rng" in given and "inference_mode" not in given:
-            raise ValueError(f"{self}: the function takes a key and there is none; pass rng= to fwd.")
+            raise ValueError(f"{brief(self)}: the function takes a key and there is none; pass rng= to fwd.")
         return self.function(x, **given), non_trainables
 
 

@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from mlax.core._frozen import frozen
-from mlax.core._notes import signature
+from mlax.core._notes import brief, signature
 from mlax.core._paths import flat
 
+T = TypeVar("T")
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
 
 
@@ -66,15 +67,24 @@ def structs(x: Any) -> Any:
     return jax.tree.map(_struct, x)
 
 
+def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
+    """Compute `function(layer, x)` once for equal layers and inputs of the same shapes and dtypes."""
+
+    @functools.lru_cache(maxsize=4096)
+    def cached(layer: Any, treedef: Any, leaves: tuple[tuple[Any, Any], ...], x64: bool) -> T:
+        return function(layer, jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]))
+
+    @functools.wraps(function)
+    def call(layer: Any, x: Any) -> T:
+        leaves, treedef = jax.tree.flatten(structs(x))
+        return cached(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), jax.config.x64_enabled)
+
+    return call
+
+
+@cached_by_shape
 def variables_like(layer: Layer, x: Any) -> tuple[Tree, Tree]:
     """The shapes and dtypes of the variables that `layer.init` makes for inputs like `x`; nothing is allocated."""
-    leaves, treedef = jax.tree.flatten(structs(x))
-    return _variables_like(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-
-
-@functools.lru_cache(maxsize=4096)
-def _variables_like(layer: Layer, treedef: Any, leaves: tuple[tuple[Any, Any], ...]) -> tuple[Tree, Tree]:
-    x = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves])
     return jax.eval_shape(layer.init, any_key(), x)
 
 
@@ -104,7 +114,7 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
         _check_key(self, rng)
         if rng is None:
-            raise TypeError(f"{self}: init needs a key; pass jax.random.key(0), say.")
+            raise TypeError(f"{brief(self)}: init needs a key; pass jax.random.key(0), say.")
         return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, structs(x)))
 
     return checked
@@ -133,7 +143,7 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
         except jax.errors.TracerBoolConversionError as error:
             if isinstance(inference_mode, Tracer):
                 error.add_note(
-                    f"{self} reads inference_mode, which is traced here; "
+                    f"{brief(self)} reads inference_mode, which is traced here; "
                     'write jax.jit(layer.fwd, static_argnames="inference_mode").'
                 )
             raise
@@ -148,7 +158,7 @@ def _array(leaf: Any) -> Any:
 
 def _pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"{layer}: {method} returned {signature(out)}, but must return a pair {wanted}.")
+        raise TypeError(f"{brief(layer)}: {method} returned {signature(out)}, but must return a pair {wanted}.")
     return out
 
 
@@ -157,7 +167,7 @@ def _check_mode(layer: Layer, mode: Any) -> None:
         return
     if isinstance(mode, Tracer) and mode.dtype == np.bool_ and mode.ndim == 0:
         return  # jitted without static_argnames: fine for as long as no layer reads it
-    raise TypeError(f"{layer}: inference_mode is {mode!r}, but must be True or False.")
+    raise TypeError(f"{brief(layer)}: inference_mode is {mode!r}, but must be True or False.")
 
 
 def _check_key(layer: Layer, rng: Any) -> None:
@@ -165,17 +175,17 @@ def _check_key(layer: Layer, rng: Any) -> None:
         return
     dtype = getattr(rng, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
-        raise TypeError(f"{layer}: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
+        raise TypeError(f"{brief(layer)}: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
 
 
 def _check_names(layer: Layer, what: str, wanted: Tree, got: Tree) -> None:
     if got is not None and not isinstance(got, dict):
-        raise TypeError(f"{layer}: {what} is {signature(got)}, but must be a dict of arrays or None.")
+        raise TypeError(f"{brief(layer)}: {what} is {signature(got)}, but must be a dict of arrays or None.")
     missing, extra = ", ".join(flat(wanted).keys() - flat(got)), ", ".join(flat(got).keys() - flat(wanted))
     if missing or extra:
         faults = [f"lacks {missing}"] * bool(missing) + [f"has extra {extra}"] * bool(extra)
         raise ValueError(
-            f"{layer}: {what} {' and '.join(faults)}; it must hold {', '.join(flat(wanted)) or 'nothing'}. "
+            f"{brief(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(flat(wanted)) or 'nothing'}. "
             "Pass what init returned for this layer."
         )
 
@@ -189,6 +199,6 @@ def _check_dtypes(layer: Layer, x: Any, trainables: Tree) -> None:
             continue
         if dtype != getattr(layer, "param_dtype", None):
             raise TypeError(
-                f"{layer}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is cast "
-                "unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
+                f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
+                "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
             )

@@ -6,6 +6,7 @@ import jax
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Tree
+from mlax.core._notes import brief
 from mlax.core._wrapper import Wrapper
 
 
@@ -30,7 +31,7 @@ class Map(Wrapper):
         size, _ = self._slice(x)
         if self.variables is None and non_trainables is not None:
             raise ValueError(
-                f"{self}: the layer has state, and each of the {size} slices would leave another one; "
+                f"{brief(self)}: the layer has state, and each of the {size} slices would leave another one; "
                 "pass variables=0 to give each slice its own."
             )
 
@@ -46,10 +47,12 @@ class Map(Wrapper):
         sizes: set[int] = set()
         for leaf in jax.tree.leaves(x):
             if not -leaf.ndim <= self.axis < leaf.ndim:
-                raise ValueError(f"{self}: the input has the shape {leaf.shape}, which has no axis {self.axis}.")
+                raise ValueError(f"{brief(self)}: the input has the shape {leaf.shape}, which has no axis {self.axis}.")
             sizes.add(leaf.shape[self.axis])
         if len(sizes) != 1:
-            raise ValueError(f"{self}: axis {self.axis} has the sizes {sorted(sizes)} in the input; it needs one.")
+            raise ValueError(
+                f"{brief(self)}: axis {self.axis} has the sizes {sorted(sizes)} in the input; it needs one."
+            )
 
         def drop(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = list(leaf.shape)

@@ -27,6 +27,12 @@ def located(name: str, x: Any) -> Iterator[None]:
         raise
 
 
+def brief(description: Any) -> str:
+    """A description in a sentence: as it is written, or `Series(...)` where that would fill the line."""
+    written = repr(description)
+    return written if len(written) <= 60 else f"{type(description).__name__}(...)"
+
+
 def signature(x: Any) -> str:
     """Shapes and dtypes of a tree, in short: `float32[8, 16]`, or `(float32[8, 16], int32[8])`."""
     if isinstance(x, dict):

@@ -55,8 +55,7 @@ def no_such(path: str, paths: Iterable[str]) -> str:
 def _regex(pattern: str) -> re.Pattern[str]:
     """What matches a path with a slash after each of its names."""
     names = [
-        "(?:[^/]+/)*" if name == "**" else re.escape(name).replace(r"\*", "[^/]*") + "/"
-        for name in pattern.split("/")
+        "(?:[^/]+/)*" if name == "**" else re.escape(name).replace(r"\*", "[^/]*") + "/" for name in pattern.split("/")
     ]
     return re.compile("".join(names))
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, structs
-from mlax.core._notes import signature
+from mlax.core._notes import brief, signature
 from mlax.core._wrapper import Wrapper
 
 
@@ -37,9 +37,7 @@ class Recurrent(Wrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Cell):
-            raise TypeError(
-                f"Recurrent: {self.layer!r} is no mlax.Cell; it needs `start` beside `init` and `fwd`."
-            )
+            raise TypeError(f"Recurrent: {self.layer!r} is no mlax.Cell; it needs `start` beside `init` and `fwd`.")
 
     def init(self, rng, x):
         carry, x = x if self.carry else (None, x)
@@ -56,20 +54,16 @@ class Recurrent(Wrapper):
 
         def step(before: tuple[Any, Tree], now: tuple[Any, jax.Array | None]) -> tuple[tuple[Any, Tree], Any]:
             carry, state = before
-            out, state = self.layer.fwd(
-                (carry, now[0]), trainables, state, rng=now[1], inference_mode=inference_mode
-            )
+            out, state = self.layer.fwd((carry, now[0]), trainables, state, rng=now[1], inference_mode=inference_mode)
             after, y = out
             if signature(after) != signature(carry):
                 raise ValueError(
-                    f"{self}: the cell turns a carry of {signature(carry)} into {signature(after)}; "
+                    f"{brief(self)}: the cell turns a carry of {signature(carry)} into {signature(after)}; "
                     "it must return one like the one it was given."
                 )
             return (after, state), y
 
-        (carry, state), y = lax.scan(
-            step, (carry, non_trainables), (x, keys), reverse=self.reverse, unroll=self.unroll
-        )
+        (carry, state), y = lax.scan(step, (carry, non_trainables), (x, keys), reverse=self.reverse, unroll=self.unroll)
         y = jax.tree.map(lambda leaf: jax.numpy.moveaxis(leaf, 0, self.axis), y)
         return ((carry, y) if self.carry else y), state
 

@@ -7,7 +7,7 @@ from jax import lax
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Tree
-from mlax.core._notes import located, signature
+from mlax.core._notes import brief, located, signature
 from mlax.core._remat import Remat
 from mlax.core._wrapper import Wrapper
 
@@ -44,7 +44,7 @@ class Repeat(Wrapper):
             y, new = layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)
             if signature(y) != signature(x):
                 raise ValueError(
-                    f"{self}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with the "
+                    f"{brief(self)}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with the "
                     "output of the time before; its output must be like its input."
                 )
             return y, new
@@ -64,7 +64,7 @@ class Repeat(Wrapper):
         for leaf in jax.tree.leaves((trainables, non_trainables)):
             if leaf.shape[:1] != (self.times,):
                 raise ValueError(
-                    f"{self}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
+                    f"{brief(self)}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
                     f"{self.times}; pass what init returned for this layer."
                 )
 

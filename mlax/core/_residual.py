@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 
-from mlax.core._composite import Composite, Sub
+from mlax.core._composite import Composite
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer
-from mlax.core._notes import signature
+from mlax.core._notes import brief, signature
+from mlax.core._parts import Sub
 
 
 @frozen
@@ -23,7 +24,7 @@ class Residual(Composite):
             x = sub.shortcut(x)
         if signature(x) != signature(y):
             raise ValueError(
-                f"{self}: the output is {signature(y)} but what it is added to is {signature(x)}; "
+                f"{brief(self)}: the output is {signature(y)} but what it is added to is {signature(x)}; "
                 "give a shortcut layer that makes them alike."
             )
         return jax.tree.map(lambda a, b: a + b, x, y)

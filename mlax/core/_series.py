@@ -5,9 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
-from mlax.core._composite import Composite, Sub
+from mlax.core._composite import Composite
 from mlax.core._frozen import frozen, with_fields
 from mlax.core._layer import Layer
+from mlax.core._parts import Sub
 
 
 @frozen

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mlax.core._composite import Composite, parts_of
+from mlax.core._composite import Composite
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer
+from mlax.core._parts import parts_of
 from mlax.core._paths import flat, matching, nested, no_such
 from mlax.core._wrapper import Wrapper
 
@@ -59,9 +60,7 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
 
     edited = _rebuilt(model, "", changed)
     if not found:
-        raise ValueError(
-            f"override: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}."
-        )
+        raise ValueError(f"override: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}.")
     return edited
 
 

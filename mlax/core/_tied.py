@@ -4,6 +4,7 @@ from typing import Any
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, variables_like
+from mlax.core._notes import brief
 from mlax.core._paths import flat, nested, no_such
 from mlax.core._wrapper import Wrapper
 
@@ -43,18 +44,18 @@ class Tied(Wrapper):
         leaves = flat(trainables)
         for tie in self.ties:
             if tie.to not in leaves:
-                raise ValueError(f"{self}: trainables lacks the leaf {no_such(tie.to, leaves)}")
+                raise ValueError(f"{brief(self)}: trainables lacks the leaf {no_such(tie.to, leaves)}")
             leaves[tie.leaf] = leaves[tie.to].T if tie.transpose else leaves[tie.to]
         return self.layer.fwd(x, nested(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode)
 
     def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
         for path in (tie.leaf, tie.to):
             if path not in leaves:
-                raise ValueError(f"{self}: no leaf of the layer is called so: {no_such(path, leaves)}")
+                raise ValueError(f"{brief(self)}: no leaf of the layer is called so: {no_such(path, leaves)}")
         shape = leaves[tie.to].shape[::-1] if tie.transpose else leaves[tie.to].shape
         if leaves[tie.leaf].shape != shape:
             raise ValueError(
-                f"{self}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give {shape}; "
+                f"{brief(self)}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give {shape}; "
                 f"pass transpose={not tie.transpose}, or tie leaves that fit."
             )
 

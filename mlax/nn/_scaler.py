@@ -17,9 +17,7 @@ class Scaler(Layer):
     param_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        scale = self.scale_init(
-            named_key(rng, "scale"), shape_over(self, x, self.axes), self.param_dtype or x.dtype
-        )
+        scale = self.scale_init(named_key(rng, "scale"), shape_over(self, x, self.axes), self.param_dtype or x.dtype)
         return {"scale": scale}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
