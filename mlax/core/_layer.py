@@ -71,13 +71,14 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
     """Compute `function(layer, x)` once for equal layers and inputs of the same shapes and dtypes."""
 
     @functools.lru_cache(maxsize=4096)
-    def cached(layer: Any, treedef: Any, leaves: tuple[tuple[Any, Any], ...], x64: bool) -> T:
+    def cached(layer: Any, treedef: Any, leaves: tuple[tuple[Any, Any], ...], widest: np.dtype) -> T:
         return function(layer, jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]))
 
     @functools.wraps(function)
     def call(layer: Any, x: Any) -> T:
         leaves, treedef = jax.tree.flatten(structs(x))
-        return cached(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), jax.config.x64_enabled)
+        widest = jax.dtypes.canonicalize_dtype(np.float64)  # JAX may be told to have float64 or not, at any time
+        return cached(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), widest)
 
     return call
 

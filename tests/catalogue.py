@@ -1,0 +1,205 @@
+"""The catalogue: one row for each public layer. Every promise of the contract is tested over every row."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mlax
+from mlax import dtypes, nn
+from tests.layers import Block, Cell, Count
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A layer, an input for it, the shapes of its variables, and what it should compute."""
+
+    layer: Callable[[str], mlax.Layer]  # of a floating dtype, for the layers that have no floating input to follow
+    shape: Any  # of the input, batch axis first: a tuple, or a tree of tuples
+    variables: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]  # path to shape: trainables, state
+    reference: Callable[..., Any]  # of (x, {path: trainable}) in NumPy float64, in inference mode
+    integers: int = 0  # above 0: the input is whole numbers below this
+    needs_key: bool = False  # to train
+    tolerance: float = 1e-6  # of float32 against the reference, relative
+
+    def x(self, dtype: str, seed: int = 0) -> Any:
+        """An input of that dtype."""
+        draws = np.random.default_rng(seed)
+
+        def draw(shape):
+            if self.integers:
+                return jnp.asarray(draws.integers(0, self.integers, shape), jnp.int32)
+            return jnp.asarray(draws.normal(size=shape), dtype)
+
+        return jax.tree.map(draw, self.shape, is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
+
+    def init(self, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
+        """The layer, an input, and variables for it."""
+        layer, x = self.layer(dtype), self.x(dtype)
+        return layer, x, *layer.init(jax.random.key(0), x)
+
+
+def affine(x, w, name):
+    return x @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+
+
+def normed(x, scale=1.0, shift=0.0, axes=-1):
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-5) * scale + shift
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def elman(x, w):
+    h, out = np.zeros((x.shape[0], 5)), []
+    for t in range(x.shape[1]):
+        h = np.tanh(x[:, t] @ w["kernel"] + h @ w["recurrent"] + w["bias"])
+        out.append(h)
+    return np.stack(out, 1)
+
+
+def block(x, w):
+    h = normed(x, w["norm/scale"], w["norm/shift"])
+    return x + gelu(h @ w["up/kernel"] + w["up/bias"]) @ w["down/kernel"] + w["down/bias"]
+
+
+def repeated(x, w):
+    for time in range(3):
+        x = block(x, {path: leaf[time] for path, leaf in w.items()})
+    return x
+
+
+BLOCK = {
+    "norm/scale": (6,),
+    "norm/shift": (6,),
+    "up/kernel": (6, 12),
+    "up/bias": (12,),
+    "down/kernel": (12, 6),
+    "down/bias": (6,),
+}
+
+ROWS = {
+    # core
+    "Series": Row(
+        lambda dtype: mlax.Series(nn.Linear(8), mlax.F(jnp.tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
+        (4, 6),
+        (
+            {"linear_0/kernel": (6, 8), "linear_0/bias": (8,), "head/kernel": (8, 3), "head/bias": (3,)},
+            {"count_0/calls": ()},
+        ),
+        lambda x, w: affine(np.tanh(affine(x, w, "linear_0")), w, "head"),
+        needs_key=True,
+    ),
+    "Parallel": Row(
+        lambda dtype: mlax.Parallel(nn.Linear(2), mlax.F(jnp.tanh), twice=nn.Linear(3)),
+        (4, 6),
+        ({"linear_0/kernel": (6, 2), "linear_0/bias": (2,), "twice/kernel": (6, 3), "twice/bias": (3,)}, {}),
+        lambda x, w: (affine(x, w, "linear_0"), np.tanh(x), affine(x, w, "twice")),
+    ),
+    "Residual": Row(
+        lambda dtype: mlax.Residual(nn.Linear(5), shortcut=nn.Linear(5, bias=False)),
+        (4, 6),
+        ({"layer/kernel": (6, 5), "layer/bias": (5,), "shortcut/kernel": (6, 5)}, {}),
+        lambda x, w: affine(x, w, "layer") + x @ w["shortcut/kernel"],
+    ),
+    "F": Row(lambda dtype: mlax.F(jnp.tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
+    "Repeat": Row(
+        lambda dtype: mlax.Repeat(Block(6), 3),
+        (4, 6),
+        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        repeated,
+        needs_key=True,
+        tolerance=3e-6,
+    ),
+    "Repeat remat": Row(
+        lambda dtype: mlax.Repeat(Block(6), 3, mode="remat"),
+        (4, 6),
+        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        repeated,
+        needs_key=True,
+        tolerance=3e-6,
+    ),
+    "Repeat unroll": Row(
+        lambda dtype: mlax.Repeat(Block(6), 3, mode="unroll"),
+        (4, 6),
+        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        repeated,
+        needs_key=True,
+        tolerance=3e-6,
+    ),
+    "Recurrent": Row(
+        lambda dtype: mlax.Recurrent(Cell(5)),
+        (4, 7, 3),
+        ({"kernel": (3, 5), "recurrent": (5, 5), "bias": (5,)}, {}),
+        elman,
+    ),
+    "Remat": Row(
+        lambda dtype: mlax.Remat(Block(6)), (4, 6), (BLOCK, {"count/calls": ()}), block, needs_key=True, tolerance=3e-6
+    ),
+    "Map": Row(
+        lambda dtype: mlax.Map(nn.Linear(4), axis=1, variables=0),
+        (5, 3, 6),
+        ({"kernel": (3, 6, 4), "bias": (3, 4)}, {}),
+        lambda x, w: np.einsum("bad,adf->baf", x, w["kernel"]) + w["bias"],
+    ),
+    "Map shared": Row(
+        lambda dtype: mlax.Map(nn.LayerNorm(), axis=-1),
+        (5, 3, 6),
+        ({"scale": (3,), "shift": (3,)}, {}),
+        lambda x, w: normed(x, w["scale"][:, None], w["shift"][:, None], axes=1),
+        tolerance=3e-6,
+    ),
+    "Tied": Row(
+        lambda dtype: mlax.Tied(
+            mlax.Series(up=nn.Linear(8, bias=False), tanh=mlax.F(jnp.tanh), down=nn.Linear(6)),
+            mlax.Tie("down/kernel", to="up/kernel", transpose=True),
+        ),
+        (4, 6),
+        ({"up/kernel": (6, 8), "down/bias": (6,)}, {}),
+        lambda x, w: np.tanh(x @ w["up/kernel"]) @ w["up/kernel"].T + w["down/bias"],
+    ),
+    # dtypes
+    "Mixed": Row(
+        lambda dtype: dtypes.Mixed(Block(6), compute=dtype, output=dtype, param_dtype=dtype),
+        (4, 6),
+        (BLOCK, {"count/calls": ()}),
+        block,
+        needs_key=True,
+        tolerance=3e-6,
+    ),
+    # nn
+    "Linear": Row(
+        lambda dtype: nn.Linear(5),
+        (4, 3, 6),
+        ({"kernel": (6, 5), "bias": (5,)}, {}),
+        lambda x, w: x @ w["kernel"] + w["bias"],
+    ),
+    "Bias": Row(
+        lambda dtype: nn.Bias(axes=(-3, -1)),
+        (4, 3, 2, 6),
+        ({"bias": (3, 1, 6)}, {}),
+        lambda x, w: x + w["bias"],
+    ),
+    "Scaler": Row(lambda dtype: nn.Scaler(), (4, 3, 6), ({"scale": (6,)}, {}), lambda x, w: x * w["scale"]),
+    "Dropout": Row(lambda dtype: nn.Dropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "LayerNorm": Row(
+        lambda dtype: nn.LayerNorm(),
+        (4, 3, 6),
+        ({"scale": (6,), "shift": (6,)}, {}),
+        lambda x, w: normed(x, w["scale"], w["shift"]),
+        tolerance=3e-6,
+    ),
+    "Embed": Row(
+        lambda dtype: nn.Embed(11, 5, param_dtype=dtype),
+        (4, 3),
+        ({"table": (11, 5)}, {}),
+        lambda x, w: w["table"][x],
+        integers=11,
+    ),
+}

@@ -1,0 +1,48 @@
+"""A layer is a frozen, hashable description that is equal by value."""
+
+import copy
+import dataclasses
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax.core._frozen import with_fields
+
+
+def test_equal_descriptions_are_equal_and_hash_equal(row):
+    assert row.layer("float32") == row.layer("float32")
+    assert hash(row.layer("float32")) == hash(row.layer("float32"))
+
+
+def test_a_description_cannot_be_changed(row):
+    layer = row.layer("float32")
+    for field in dataclasses.fields(layer):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(layer, field.name, None)
+
+
+def test_copies_and_pickles_are_equal(row):
+    layer = row.layer("float32")
+    assert copy.deepcopy(layer) == layer
+    assert copy.copy(layer) == layer
+    assert pickle.loads(pickle.dumps(layer)) == layer
+
+
+@pytest.mark.parametrize(
+    "bad", [jnp.ones(2), np.ones(2), np.float32(1), [1], {"a": 1}], ids=lambda bad: type(bad).__name__
+)
+def test_an_array_or_unhashable_field_is_refused_by_name(row, bad):
+    layer = row.layer("float32")
+    for field in dataclasses.fields(layer):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"{type(layer).__name__}: .*{field.name}|{type(layer).__name__}: "
+        ):
+            with_fields(layer, **{field.name: bad})
+
+
+def test_a_description_is_written_as_it_is_built(row):
+    layer = row.layer("float32")
+    assert repr(layer).startswith(type(layer).__name__ + "(")
+    assert "object at 0x" not in repr(layer)

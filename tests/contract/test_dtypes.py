@@ -1,0 +1,49 @@
+"""The dtype guarantee: one dtype in, that dtype throughout, that dtype out, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mlax import dtypes
+from tests.catalogue import ROWS
+
+
+def loss(layer, inference_mode):
+    def scalar(trainables, x, non_trainables, rng):
+        y, _ = layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return sum(jax.lax.reduce_sum(leaf, range(leaf.ndim)) for leaf in jax.tree.leaves(y))
+
+    return scalar
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_every_operation_is_in_the_dtype_of_the_input(row, dtype, inference_mode):
+    layer, x, trainables, non_trainables = row.init(dtype)
+    arguments = (trainables, x, non_trainables, jax.random.key(1))
+    function = loss(layer, inference_mode)
+    assert dtypes.audit(function, *arguments, dtype=dtype) == ()
+    over = (0,) if row.integers else (0, 1)
+    assert dtypes.audit(jax.grad(function, over), *arguments, dtype=dtype) == ()
+
+
+def test_init_is_in_the_dtype_of_the_input(row, dtype):
+    layer, x, _, _ = row.init(dtype)
+    assert dtypes.audit(layer.init, jax.random.key(0), x, dtype=dtype) == ()
+
+
+def test_outputs_and_gradients_have_the_dtype_of_the_input(row, dtype):
+    layer, x, trainables, non_trainables = row.init(dtype)
+    arguments = (trainables, x, non_trainables, jax.random.key(1))
+    value, grads = jax.eval_shape(jax.value_and_grad(loss(layer, False)), *arguments)
+    assert value.dtype == dtype
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} <= {dtype}
+
+
+def test_an_input_of_another_dtype_is_refused_with_both_named(row):
+    layer, x, trainables, non_trainables = row.init("float32")
+    if row.integers or trainables is None or row is ROWS["Mixed"]:
+        return
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), x)
+    with pytest.raises(TypeError, match="float16.*float32") as caught:
+        layer.fwd(narrow, trainables, non_trainables, inference_mode=True)
+    assert "nothing is cast unasked" in str(caught.value)

@@ -1,0 +1,86 @@
+"""fwd computes what its reference says, purely, the same eager, jitted, vmapped, and differentiated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.test_util import check_grads
+
+import mlax
+
+TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}
+
+
+def run(layer, x, trainables, non_trainables, **kwargs):
+    return layer.fwd(x, trainables, non_trainables, rng=jax.random.key(1), **kwargs)
+
+
+def close(a, b, tolerance):
+    a, b = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (a, b))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
+
+
+def test_the_output_is_the_reference(row, dtype):
+    layer, x, trainables, non_trainables = row.init(dtype)
+    y, _ = layer.fwd(x, trainables, non_trainables, inference_mode=True)
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.int64 if row.integers else np.float64), x)
+    weights = {path: np.asarray(mlax.get(trainables, path), np.float64) for path in mlax.paths(trainables)}
+    close(y, row.reference(exact, weights), TOLERANCE.get(dtype, row.tolerance))
+
+
+def test_init_and_fwd_are_pure(row):
+    layer, x, trainables, non_trainables = row.init("float32")
+    before = jax.tree.map(np.array, (x, trainables, non_trainables))
+    first = run(layer, x, trainables, non_trainables)
+    second = run(layer, x, trainables, non_trainables)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    jax.tree.map(np.testing.assert_array_equal, before, (x, trainables, non_trainables))
+    assert jax.tree.structure(before) == jax.tree.structure((x, trainables, non_trainables))
+
+
+def test_no_tracer_is_left_behind(row):
+    layer, x, trainables, non_trainables = row.init("float32")
+    with jax.checking_leaks():
+        jax.jit(lambda *args: run(layer, *args))(x, trainables, non_trainables)
+
+
+def test_jit_equals_eager(row, dtype):
+    layer, x, trainables, non_trainables = row.init(dtype)
+    tolerance = max(row.tolerance, TOLERANCE.get(dtype, 0.0))
+    for inference_mode in (False, True):
+        eager = run(layer, x, trainables, non_trainables, inference_mode=inference_mode)
+        jitted = jax.jit(lambda *args: run(layer, *args, inference_mode=inference_mode))
+        close(eager, jitted(x, trainables, non_trainables), tolerance)
+
+
+def test_the_state_keeps_its_structure_and_dtypes(row, dtype):
+    layer, x, trainables, non_trainables = row.init(dtype)
+    for inference_mode in (False, True):
+        _, new = run(layer, x, trainables, non_trainables, inference_mode=inference_mode)
+        assert jax.tree.structure(new) == jax.tree.structure(non_trainables)
+        assert jax.tree.map(jnp.dtype, new) == jax.tree.map(jnp.dtype, non_trainables)
+
+
+def test_vmap_over_one_example_at_a_time_gives_the_same_numbers(row):
+    layer, x, trainables, non_trainables = row.init("float32")
+
+    def one(x):
+        x = jax.tree.map(lambda leaf: leaf[None], x)
+        y, _ = layer.fwd(x, trainables, non_trainables, inference_mode=True)
+        return jax.tree.map(lambda leaf: leaf[0], y)
+
+    whole, _ = layer.fwd(x, trainables, non_trainables, inference_mode=True)
+    close(jax.vmap(one)(x), whole, row.tolerance)
+
+
+def test_gradients_are_those_of_finite_differences(row):
+    with jax.enable_x64(True):
+        layer, x, trainables, non_trainables = row.init("float64")
+
+        def f(trainables, x):
+            y, _ = run(layer, x, trainables, non_trainables)
+            return y
+
+        if row.integers:
+            check_grads(lambda trainables: f(trainables, x), (trainables,), order=1, modes=("rev",))
+        else:
+            check_grads(f, (trainables, x), order=1, modes=("rev",))

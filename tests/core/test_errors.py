@@ -1,0 +1,223 @@
+"""Mistakes give errors that say what came, what was wanted and what to do, with the layer's path."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mlax
+from mlax import nn
+from tests.layers import Block, Count
+
+X = jnp.ones((2, 6))
+RNG = jax.random.key(0)
+
+
+def model(inner=None):
+    return mlax.Series(first=nn.Linear(6), blocks=mlax.Series(a=inner or Block(6), b=nn.Linear(6)))
+
+
+def raised(kind, function, *args, **kwargs):
+    with pytest.raises(kind) as caught:
+        function(*args, **kwargs)
+    return str(caught.value), "\n".join(getattr(caught.value, "__notes__", []))
+
+
+def test_a_wrong_dtype_names_layer_both_dtypes_and_path():
+    trainables, state = model().init(RNG, X)
+    trainables = mlax.replace(trainables, "blocks/b/kernel", trainables["blocks"]["b"]["kernel"].astype(jnp.float16))
+    text, note = raised(TypeError, model().fwd, X, trainables, state, inference_mode=True)
+    assert text.startswith("Linear(6): the input is float32 but kernel is float16") and "param_dtype" in text
+    assert "in blocks/b, called on float32[2, 6]" in note
+
+
+def test_a_wrong_rank_names_the_shape_and_the_remedy():
+    text, note = raised(ValueError, mlax.Series(flat=mlax.F(jnp.max), head=nn.Linear(3)).init, RNG, X)
+    assert "Linear(3): the input is a scalar" in text and "reshape" in text
+    assert "in head, called on float32[]" in note
+
+
+def test_a_missing_key_names_the_dropout():
+    trainables, state = model().init(RNG, X)
+    text, note = raised(ValueError, model().fwd, X, trainables, state)
+    assert "no key to drop by; pass rng=, or inference_mode=True" in text
+    assert "in blocks/a/drop, called on float32[2, 6]" in note
+
+
+def test_missing_and_extra_entries_are_named():
+    trainables, state = model().init(RNG, X)
+    del trainables["blocks"]["b"]["bias"]
+    text, note = raised(ValueError, model().fwd, X, trainables, state, inference_mode=True)
+    assert "trainables lacks bias; it must hold bias, kernel" in text or "it must hold kernel, bias" in text
+    assert "in blocks/b" in note
+    trainables["blocks"]["b"].update(bias=jnp.zeros(6), gain=jnp.ones(6))
+    text, _ = raised(ValueError, model().fwd, X, trainables, state, inference_mode=True)
+    assert "trainables has extra gain" in text
+
+
+def test_missing_parts_and_extra_parts_are_named():
+    trainables, state = model().init(RNG, X)
+    text, note = raised(ValueError, model().fwd, X, {"first": trainables["first"]}, state, inference_mode=True)
+    assert "trainables lacks" in text and "in blocks/a/norm" in note
+    text, _ = raised(ValueError, model().fwd, X, {**trainables, "tail": {}}, state, inference_mode=True)
+    assert "has extra 'tail'; the parts are first, blocks" in text
+
+
+def test_missing_state_is_named():
+    text, note = raised(ValueError, mlax.Series(count=Count()).fwd, X, None)
+    assert "non_trainables lacks calls" in text and "in count" in note
+
+
+def test_a_trainables_that_is_no_dict_is_named():
+    text, _ = raised(TypeError, nn.Linear(3).fwd, X, jnp.ones((6, 3)))
+    assert "trainables is float32[6, 3], but must be a dict of arrays or None" in text
+    text, _ = raised(TypeError, model().fwd, X, [1])
+    assert "must be a dict" in text
+
+
+def test_a_part_never_called_is_named():
+    @mlax.frozen
+    class Forgets(mlax.Composite):
+        up: nn.Linear = nn.Linear(3)
+        down: nn.Linear = nn.Linear(6)
+
+        def wire(self, sub, x):
+            return sub.up(x)
+
+    text, _ = raised(ValueError, Forgets().init, RNG, X)
+    assert "wire never calls 'down'; call it as sub.down(x)" in text
+
+
+def test_a_part_called_only_in_inference_mode_is_fine():
+    @mlax.frozen
+    class Decides(mlax.Composite):
+        up: nn.Linear = nn.Linear(3)
+        decide: mlax.F = mlax.F(jnp.sign)
+
+        def wire(self, sub, x):
+            return sub.decide(sub.up(x)) if sub.inference_mode else sub.up(x)
+
+    trainables, _ = Decides().init(RNG, X)
+    assert set(trainables) == {"up"}
+
+
+@pytest.mark.parametrize("name", ["0", "up-1", "_up", "inference_mode", ""])
+def test_a_part_name_that_cannot_be_one_is_refused(name):
+    text, _ = raised(ValueError, mlax.Series(**{name: nn.Linear(3)}).init, RNG, X)
+    assert f"{name!r} cannot name a part" in text and "identifier" in text
+
+
+def test_two_parts_of_one_name_are_refused():
+    text, _ = raised(ValueError, mlax.Series, nn.Linear(3), linear_0=nn.Linear(4))
+    assert "two parts are named 'linear_0'" in text
+
+    @mlax.frozen
+    class Repeats(mlax.Composite):
+        def parts(self):
+            return {"norm": nn.LayerNorm(), "up": nn.Linear(6), "norm": nn.LayerNorm(eps=1e-3)}  # noqa: F601
+
+        def wire(self, sub, x):
+            return sub.up(sub.norm(x))
+
+    text, _ = raised(ValueError, Repeats().init, RNG, X)
+    assert "`parts` has two parts named 'norm'; rename one" in text
+
+
+def test_a_typo_on_sub_lists_the_parts():
+    @mlax.frozen
+    class Typo(mlax.Composite):
+        attend: nn.Linear = nn.Linear(3)
+        project: nn.Linear = nn.Linear(6)
+
+        def wire(self, sub, x):
+            return sub.project(sub.atend(x))
+
+    text, _ = raised(AttributeError, Typo().init, RNG, X)
+    assert "has no part 'atend'; its parts are attend, project. Did you mean 'attend'?" in text
+
+
+def test_a_part_that_is_no_layer_is_refused():
+    @mlax.frozen
+    class Bare(mlax.Composite):
+        def parts(self):
+            return {"act": jnp.tanh}
+
+        def wire(self, sub, x):
+            return sub.act(x)
+
+    text, _ = raised(TypeError, Bare().init, RNG, X)
+    assert "part 'act'" in text and "mlax.F" in text
+
+
+def test_a_part_called_on_two_widths_is_refused():
+    @mlax.frozen
+    class Shared(mlax.Composite):
+        up: nn.Linear = nn.Linear(3)
+
+        def wire(self, sub, x):
+            return sub.up(sub.up(x))
+
+    text, _ = raised(ValueError, Shared().init, RNG, X)
+    assert "part 'up' is called on float32[2, 6] and on float32[2, 3]" in text and "two parts" in text
+
+
+def test_a_forgotten_decorator_is_named():
+    class Undecorated(mlax.Layer):
+        def init(self, rng, x):
+            return None, None
+
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            return x, None
+
+    text, _ = raised(TypeError, Undecorated)
+    assert "put @mlax.frozen above the class" in text
+
+
+def test_a_fwd_that_forgets_the_state_is_named():
+    @mlax.frozen
+    class Forgets(mlax.Layer):
+        def init(self, rng, x):
+            return None, None
+
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            return x
+
+    text, _ = raised(TypeError, Forgets().fwd, X, None)
+    assert "fwd returned float32[2, 6], but must return a pair (y, non_trainables)" in text
+
+
+def test_an_unhashable_field_is_named_with_its_remedy():
+    text, _ = raised(TypeError, nn.LayerNorm, axes=[-1])
+    assert "LayerNorm: field `axes` is a list, which is not hashable; pass a tuple" in text
+    text, _ = raised(TypeError, nn.Dropout, jnp.ones(()))
+    assert "field `rate` is an array" in text or "rate" in text
+
+
+def test_a_name_that_is_no_dtype_is_named():
+    text, _ = raised(TypeError, nn.Linear, 3, param_dtype="flaot32")
+    assert "Linear: field `param_dtype` is 'flaot32', which is no dtype" in text
+
+
+def test_a_repeated_layer_that_changes_the_shape_is_refused():
+    text, _ = raised(ValueError, mlax.Series(mlax.Repeat(nn.Linear(3), 2)).init, RNG, X)
+    assert "turns float32[2, 6] into float32[2, 3]" in text and "must be like its input" in text
+
+
+def test_an_error_in_an_unrolled_repeat_names_the_repetition():
+    layer = mlax.Series(blocks=mlax.Repeat(Block(6), 3, mode="unroll"))
+    trainables, state = layer.init(RNG, X)
+    _, note = raised(ValueError, layer.fwd, X, trainables, state)
+    assert "in blocks/0/drop, called on" in note
+
+
+def test_numbers_as_input_are_refused():
+    text, _ = raised(TypeError, nn.Linear(3).init, RNG, [1.0, 2.0])
+    assert "every leaf must be an array" in text and "jnp.asarray" in text
+
+
+def test_numpy_arrays_are_taken_as_jax_would_take_them():
+    import numpy as np
+
+    x = np.ones((2, 6))  # float64, which JAX holds as float32
+    trainables, state = nn.Linear(3).init(RNG, x)
+    y, _ = nn.Linear(3).fwd(x, trainables, state)
+    assert trainables["kernel"].dtype == y.dtype == jnp.float32

@@ -1,0 +1,62 @@
+"""Keys derive from the names of parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mlax
+from mlax import nn
+
+X = jnp.ones((2, 6))
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_adding_a_part_reseeds_no_other():
+    before, _ = mlax.Series(a=nn.Linear(6), c=nn.Linear(6)).init(jax.random.key(0), X)
+    after, _ = mlax.Series(a=nn.Linear(6), b=nn.Linear(6), c=nn.Linear(6)).init(jax.random.key(0), X)
+    same(before, {"a": after["a"], "c": after["c"]})
+
+
+def test_renaming_a_part_reseeds_no_other():
+    before, _ = mlax.Series(a=nn.Linear(6), b=nn.Linear(6)).init(jax.random.key(0), X)
+    after, _ = mlax.Series(a=nn.Linear(6), other=nn.Linear(6)).init(jax.random.key(0), X)
+    same(before["a"], after["a"])
+    assert not jnp.array_equal(before["b"]["kernel"], after["other"]["kernel"])
+
+
+def test_dropping_the_bias_keeps_the_kernel():
+    with_bias, _ = nn.Linear(4).init(jax.random.key(0), X)
+    without, _ = nn.Linear(4, bias=False).init(jax.random.key(0), X)
+    same(with_bias["kernel"], without["kernel"])
+
+
+def test_two_calls_of_one_part_drop_other_elements():
+    @mlax.frozen
+    class Twice(mlax.Composite):
+        drop: nn.Dropout = nn.Dropout(0.5)
+
+        def wire(self, sub, x):
+            return sub.drop(x), sub.drop(x)
+
+    (first, second), _ = Twice().fwd(jnp.ones(64), None, rng=jax.random.key(0))
+    assert not jnp.array_equal(first, second)
+
+
+def test_each_repetition_drops_other_elements():
+    @mlax.frozen
+    class Trace(mlax.Composite):
+        drop: nn.Dropout = nn.Dropout(0.5)
+
+        def wire(self, sub, x):
+            return sub.drop(x)
+
+    y, _ = mlax.Repeat(Trace(), 3).fwd(jnp.ones(4096), None, rng=jax.random.key(0))
+    assert 0.08 < float((y != 0).mean()) < 0.17  # 1/8 survive three independent halvings, 1/2 would survive one mask
+
+
+def test_legacy_keys_work_too():
+    trainables, _ = nn.Linear(4).init(jax.random.PRNGKey(0), X)
+    same(trainables, nn.Linear(4).init(jax.random.key(0), X)[0])
