@@ -10,7 +10,7 @@ import numpy as np
 
 import mlax
 from mlax import dtypes, nn
-from tests.layers import Block, Cell, Count
+from tests.layers import Block, Cell, Count, tanh
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -87,7 +87,7 @@ BLOCK = {
 ROWS = {
     # core
     "Series": Row(
-        lambda dtype: mlax.Series(nn.Linear(8), mlax.F(jnp.tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
+        lambda dtype: mlax.Series(nn.Linear(8), mlax.F(tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
         (4, 6),
         (
             {"linear_0/kernel": (6, 8), "linear_0/bias": (8,), "head/kernel": (8, 3), "head/bias": (3,)},
@@ -97,7 +97,7 @@ ROWS = {
         needs_key=True,
     ),
     "Parallel": Row(
-        lambda dtype: mlax.Parallel(nn.Linear(2), mlax.F(jnp.tanh), twice=nn.Linear(3)),
+        lambda dtype: mlax.Parallel(nn.Linear(2), mlax.F(tanh), twice=nn.Linear(3)),
         (4, 6),
         ({"linear_0/kernel": (6, 2), "linear_0/bias": (2,), "twice/kernel": (6, 3), "twice/bias": (3,)}, {}),
         lambda x, w: (affine(x, w, "linear_0"), np.tanh(x), affine(x, w, "twice")),
@@ -108,7 +108,7 @@ ROWS = {
         ({"layer/kernel": (6, 5), "layer/bias": (5,), "shortcut/kernel": (6, 5)}, {}),
         lambda x, w: affine(x, w, "layer") + x @ w["shortcut/kernel"],
     ),
-    "F": Row(lambda dtype: mlax.F(jnp.tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
+    "F": Row(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
     "Repeat": Row(
         lambda dtype: mlax.Repeat(Block(6), 3),
         (4, 6),
@@ -157,7 +157,7 @@ ROWS = {
     ),
     "Tied": Row(
         lambda dtype: mlax.Tied(
-            mlax.Series(up=nn.Linear(8, bias=False), tanh=mlax.F(jnp.tanh), down=nn.Linear(6)),
+            mlax.Series(up=nn.Linear(8, bias=False), tanh=mlax.F(tanh), down=nn.Linear(6)),
             mlax.Tie("down/kernel", to="up/kernel", transpose=True),
         ),
         (4, 6),

@@ -1,10 +1,17 @@
 """What all tests run under: strict dtype promotion, eight simulated devices, shapes of `ops` checked."""
 
+from pathlib import Path
+
 import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Tests build the same small programs again and again; what one has compiled the others find on disk.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 with install_import_hook("mlax.ops", "beartype.beartype"):
     import mlax  # noqa: F401

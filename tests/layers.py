@@ -7,6 +7,10 @@ import mlax
 from mlax import nn
 
 
+def tanh(x):
+    return jnp.tanh(x)
+
+
 @mlax.frozen
 class Count(mlax.Layer):
     """The identity, which counts its calls while training."""

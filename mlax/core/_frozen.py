@@ -38,6 +38,7 @@ def frozen(cls: C) -> C:
     described.__eq__ = _equal
     described.__hash__ = _hash
     described.__reduce__ = _reduce
+    described.__copy__ = described.__deepcopy__ = _itself
     if "__repr__" not in vars(cls):
         described.__repr__ = _repr
     for name, value in list(vars(described).items()):
@@ -83,6 +84,7 @@ def _bound(function: Callable[..., Any], description: Any) -> types.MethodType:
 def _settle(self: Any) -> None:
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
+        _key(self, field.name, value)
         if value is not None and (field.type is DType or field.type == "DType"):
             object.__setattr__(self, field.name, _dtype_name(self, field.name, value))
     key = tuple(_key(self, name, value) for name, value in fields_of(self).items())
@@ -138,6 +140,10 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _rebuild, (type(self), fields_of(self))  # hashes differ from process to process: never pickled
 
 
+def _itself(self: Any, memo: Any = None) -> Any:
+    return self  # it never changes, and a copied function would be another function
+
+
 def _rebuild(cls: type, values: dict[str, Any]) -> Any:
     self: Any = object.__new__(cls)
     for name, value in values.items():
@@ -153,7 +159,7 @@ def _repr(self: Any) -> str:
     words: list[str] = []
     for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True):
         value = getattr(self, field.name)
-        shown = value.__qualname__ if isinstance(value, types.FunctionType) else repr(value)
+        shown = getattr(value, "__name__", repr(value)) if callable(value) else repr(value)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             words.append(shown)
         elif field.default_factory is dataclasses.MISSING and value != field.default:

@@ -36,9 +36,7 @@ def test_copies_and_pickles_are_equal(row):
 def test_an_array_or_unhashable_field_is_refused_by_name(row, bad):
     layer = row.layer("float32")
     for field in dataclasses.fields(layer):
-        with pytest.raises(
-            (TypeError, ValueError), match=f"{type(layer).__name__}: .*{field.name}|{type(layer).__name__}: "
-        ):
+        with pytest.raises((TypeError, ValueError), match=f"^{type(layer).__name__}: "):
             with_fields(layer, **{field.name: bad})
 
 

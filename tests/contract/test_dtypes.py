@@ -44,6 +44,6 @@ def test_an_input_of_another_dtype_is_refused_with_both_named(row):
     if row.integers or trainables is None or row is ROWS["Mixed"]:
         return
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), x)
-    with pytest.raises(TypeError, match="float16.*float32") as caught:
+    with pytest.raises(TypeError, match=r"float16.*float32") as caught:
         layer.fwd(narrow, trainables, non_trainables, inference_mode=True)
     assert "nothing is cast unasked" in str(caught.value)
