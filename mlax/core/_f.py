@@ -20,10 +20,10 @@ class F(Layer):
     function: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"F: {self.function!r} is not a function; F takes a function of the input.")
         if isinstance(self.function, Layer):
             raise TypeError(f"F: {self.function} is a layer already; use it as it is.")
+        if not callable(self.function):
+            raise TypeError(f"F: {self.function!r} is not a function; F takes a function of the input.")
 
     def init(self, rng, x):
         return None, None

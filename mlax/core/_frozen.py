@@ -23,6 +23,8 @@ def frozen(cls: C) -> C:
     `jax.jit(b.fwd)` are one compilation when `a == b`. Fields are equal when they have one type and one
     value: 1, 1.0 and True are three values. An array or an unhashable field is refused, by name.
     """
+    if "__post_init__" in vars(cls):
+        cls.__post_init__ = _checked_first(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
     described: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     init = described.__init__
 
@@ -81,15 +83,23 @@ def _bound(function: Callable[..., Any], description: Any) -> types.MethodType:
     return types.MethodType(function, description)
 
 
+def _checked_first(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(post_init)
+    def checked(self: Any) -> None:
+        _keys(self)
+        post_init(self)
+
+    return checked
+
+
 def _settle(self: Any) -> None:
+    _keys(self)
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
-        _key(self, field.name, value)
         if value is not None and (field.type is DType or field.type == "DType"):
             object.__setattr__(self, field.name, _dtype_name(self, field.name, value))
-    key = tuple(_key(self, name, value) for name, value in fields_of(self).items())
-    object.__setattr__(self, "_key", key)
-    object.__setattr__(self, "_hash", hash((type(self), key)))
+    object.__setattr__(self, "_key", _keys(self))
+    object.__setattr__(self, "_hash", hash((type(self), self._key)))
 
 
 def _dtype_name(self: Any, name: str, value: Any) -> str:
@@ -100,6 +110,10 @@ def _dtype_name(self: Any, name: str, value: Any) -> str:
             f"{type(self).__name__}: field `{name}` is {value!r}, which is no dtype; "
             "pass a name such as 'bfloat16' or a dtype such as jnp.float32."
         ) from None
+
+
+def _keys(self: Any) -> tuple[Any, ...]:
+    return tuple(_key(self, name, value) for name, value in fields_of(self).items())
 
 
 def _key(self: Any, name: str, value: Any) -> Any:

@@ -56,7 +56,7 @@ class Repeat(Wrapper):
         news = []
         for time, own in enumerate(_unstacked(stacked, self.times)):
             with located(str(time), x):
-                x, new = step(x, own)
+                x, new = step(*_fenced((x, own)))
                 news.append(new)
         return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *news)
 
@@ -74,3 +74,17 @@ def _unstacked(stacked: Any, times: int) -> list[Any]:
     leaves, treedef = jax.tree.flatten(stacked)
     columns = [[lax.squeeze(piece, (0,)) for piece in lax.split(leaf, (1,) * times)] for leaf in leaves]
     return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)] or [stacked] * times
+
+
+def _fenced(tree: Any) -> Any:
+    """The same tree; on a CPU, XLA fuses nothing across it, forward or backward.
+
+    Without a fence XLA's CPU compiler fuses a long residual chain again and again: 48 blocks compiled two to four
+    times as long and ran slower than scanned. It drops a bare `optimization_barrier` in some versions, but never a
+    conditional whose condition it cannot see. On other devices fusion across blocks is welcome.
+    """
+
+    def on_cpu(tree: Any) -> Any:
+        return lax.cond(lax.optimization_barrier(False), lax.optimization_barrier, lambda tree: tree, tree)
+
+    return lax.platform_dependent(tree, cpu=on_cpu, default=lambda tree: tree)

@@ -1,0 +1,156 @@
+"""Series, Parallel, Residual, F, Remat, Map, Recurrent and Tied, beyond what the catalogue holds them to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import nn
+from tests.layers import Block, Cell, Count
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+RNG = jax.random.key(1)
+
+
+def test_unnamed_parts_are_named_by_class_and_rank():
+    model = mlax.Series(nn.Linear(6), nn.LayerNorm(), nn.Linear(6), head=nn.Linear(2))
+    assert set(mlax.layers(model)) == {"linear_0", "layer_norm_0", "linear_1", "head"}
+    assert repr(model).startswith("Series(linear_0=Linear(6), layer_norm_0=LayerNorm()")
+
+
+def test_an_empty_series_is_the_identity():
+    assert mlax.Series().init(RNG, X) == (None, None)
+    np.testing.assert_array_equal(mlax.Series().fwd(X, None)[0], X)
+
+
+def test_a_part_called_twice_shares_its_weights_and_threads_its_state():
+    @mlax.frozen
+    class Twice(mlax.Composite):
+        up: nn.Linear = nn.Linear(6)
+        count: Count = Count()
+
+        def wire(self, sub, x):
+            return sub.count(sub.up(sub.count(sub.up(x))))
+
+    trainables, state = Twice().init(RNG, X)
+    assert set(mlax.paths(trainables)) == {"up/kernel", "up/bias"}
+    _, state = Twice().fwd(X, trainables, state)
+    assert state["count"]["calls"] == 2
+
+
+def test_a_function_gets_the_key_or_the_mode_if_it_asks_for_it():
+    def noisy(x, rng, inference_mode):
+        return x if inference_mode else x + jax.random.normal(rng, x.shape)
+
+    layer = mlax.F(noisy)
+    assert not jnp.array_equal(layer.fwd(X, None, rng=RNG)[0], X)
+    np.testing.assert_array_equal(layer.fwd(X, None, inference_mode=True)[0], X)
+    with pytest.raises(ValueError, match="takes a key and there is none; pass rng="):
+        mlax.F(lambda x, rng: x).fwd(X, None)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="is not a function"):
+        mlax.F(3)
+    with pytest.raises(TypeError, match="is a layer already"):
+        mlax.F(nn.Linear(3))
+
+
+def test_a_residual_of_other_shapes_asks_for_a_shortcut():
+    with pytest.raises(ValueError, match="give a shortcut layer"):
+        mlax.Residual(nn.Linear(3)).init(RNG, X)
+
+
+def test_remat_stores_less_and_computes_the_same():
+    block = Block(6)
+    trainables, state = block.init(RNG, X)
+
+    def stored(layer):
+        _, pullback = jax.vjp(lambda t: layer.fwd(X, t, state, inference_mode=True)[0], trainables)
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert stored(mlax.Remat(block)) < stored(block)
+    for layer in (mlax.Remat(block), mlax.Remat(block, policy=jax.checkpoint_policies.dots_saveable)):
+        np.testing.assert_allclose(
+            layer.fwd(X, trainables, state, rng=RNG)[0], block.fwd(X, trainables, state, rng=RNG)[0], rtol=1e-6
+        )
+
+
+def test_map_gives_each_slice_its_own_key():
+    y, _ = mlax.Map(nn.Dropout(0.5), axis=1).fwd(jnp.ones((64, 4)), None, rng=RNG)
+    assert not jnp.array_equal(y[:, 0], y[:, 1])
+
+
+def test_map_keeps_state_for_each_slice_only_if_told():
+    with pytest.raises(ValueError, match="pass variables=0"):
+        mlax.Map(Count()).fwd(X, None, {"calls": jnp.zeros((), jnp.int32)})
+    layer = mlax.Map(Count(), variables=0)
+    _, state = layer.init(RNG, X)
+    _, state = layer.fwd(X, None, state)
+    np.testing.assert_array_equal(state["calls"], np.ones(6))
+
+
+def test_map_over_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="which has no axis 3"):
+        mlax.Map(nn.Linear(2), axis=3).init(RNG, X)
+    with pytest.raises(ValueError, match=r"has the sizes \[3, 6\]"):
+        mlax.Map(mlax.F(lambda pair: pair[0])).init(RNG, (X, X[:, :3]))
+
+
+TIME = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 3)), jnp.float32)
+
+
+def test_a_carry_can_be_given_and_taken():
+    whole, steps = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), carry=True)
+    trainables, _ = whole.init(RNG, TIME)
+    carry = Cell(5).start(TIME[:, 0])
+    same, _ = steps.init(RNG, (carry, TIME))
+    jax.tree.map(np.testing.assert_array_equal, same, trainables)
+    (carry, first), _ = steps.fwd((carry, TIME[:, :4]), trainables)
+    (carry, second), _ = steps.fwd((carry, TIME[:, 4:]), trainables)
+    y, _ = whole.fwd(TIME, trainables)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(carry, y[:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_reverse_reads_from_the_end():
+    forward, backward = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), reverse=True, unroll=3)
+    trainables, _ = forward.init(RNG, TIME)
+    flipped = jnp.flip(forward.fwd(jnp.flip(TIME, 1), trainables)[0], 1)
+    np.testing.assert_allclose(backward.fwd(TIME, trainables)[0], flipped, rtol=1e-5, atol=1e-6)
+
+
+def test_time_may_lie_on_another_axis():
+    by_axis = mlax.Recurrent(Cell(5), axis=0)
+    trainables, _ = by_axis.init(RNG, TIME.swapaxes(0, 1))
+    y, _ = by_axis.fwd(TIME.swapaxes(0, 1), trainables)
+    np.testing.assert_allclose(y.swapaxes(0, 1), mlax.Recurrent(Cell(5)).fwd(TIME, trainables)[0], rtol=1e-6)
+
+
+def test_a_layer_that_is_no_cell_is_refused():
+    with pytest.raises(TypeError, match=r"is no mlax\.Cell"):
+        mlax.Recurrent(nn.Linear(3))
+
+
+AUTOENCODER = mlax.Series(up=nn.Linear(8), tanh=mlax.F(jnp.tanh), down=nn.Linear(6))
+
+
+def test_tied_gradients_are_the_sum_over_all_uses():
+    tied = mlax.Tied(AUTOENCODER, mlax.Tie("down/kernel", to="up/kernel", transpose=True))
+    trainables, _ = tied.init(RNG, X)
+    full = mlax.merge(trainables, {"down": {"kernel": trainables["up"]["kernel"].T}})
+
+    def loss(layer):
+        return lambda trainables: (layer.fwd(X, trainables)[0] ** 2).sum()
+
+    tied_grads, full_grads = jax.grad(loss(tied))(trainables), jax.grad(loss(AUTOENCODER))(full)
+    wanted = full_grads["up"]["kernel"] + full_grads["down"]["kernel"].T
+    np.testing.assert_allclose(tied_grads["up"]["kernel"], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_ties_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="pass transpose=True"):
+        mlax.Tied(AUTOENCODER, mlax.Tie("down/kernel", to="up/kernel")).init(RNG, X)
+    with pytest.raises(ValueError, match="did you mean 'down/kernel'"):
+        mlax.Tied(AUTOENCODER, mlax.Tie("down/kernl", to="up/kernel")).init(RNG, X)

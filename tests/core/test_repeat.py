@@ -1,0 +1,90 @@
+"""Repeat computes the same in every mode, from the same variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import nn
+from tests.layers import Block, Count
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+RNG = jax.random.key(1)
+
+
+def value_and_grad(mode):
+    layer = mlax.Repeat(Block(6), 3, mode)
+    trainables, state = layer.init(jax.random.key(0), X)
+
+    def loss(trainables, x):
+        y, new = layer.fwd(x, trainables, state, rng=RNG)
+        return (y * y).sum(), (y, new)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(trainables, X)
+
+
+@pytest.mark.parametrize("mode", ["remat", "unroll"])
+def test_all_modes_agree(mode):
+    for a, b in zip(jax.tree.leaves(value_and_grad("scan")), jax.tree.leaves(value_and_grad(mode)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
+def test_state_is_kept_for_each_repetition(mode):
+    layer = mlax.Repeat(Count(), 3, mode)
+    _, state = layer.init(RNG, X)
+    _, state = layer.fwd(X, None, state)
+    _, state = layer.fwd(X, None, state)
+    np.testing.assert_array_equal(state["calls"], [2, 2, 2])
+
+
+@pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
+def test_a_layer_without_variables_repeats_too(mode):
+    y, state = mlax.Repeat(mlax.F(jnp.sin), 3, mode).fwd(X, None)
+    np.testing.assert_allclose(y, np.sin(np.sin(np.sin(X))), rtol=1e-6)
+    assert state is None
+
+
+def test_each_repetition_has_weights_of_its_own():
+    trainables, _ = mlax.Repeat(nn.Linear(6), 3).init(RNG, X)
+    first, second, third = trainables["kernel"]
+    assert not jnp.array_equal(first, second) and not jnp.array_equal(second, third)
+
+
+def test_a_tree_goes_through_repetitions():
+    swap = mlax.F(lambda pair: (pair[1], pair[0]))
+    y, _ = mlax.Repeat(swap, 3).fwd((X, -X), None)
+    np.testing.assert_array_equal(y[0], -X)
+
+
+def test_a_repeat_inside_a_repeat_stacks_twice():
+    trainables, _ = mlax.Repeat(mlax.Repeat(nn.Linear(6), 2, mode="unroll"), 3).init(RNG, X)
+    assert trainables["kernel"].shape == (3, 2, 6, 6)
+
+
+def test_the_program_of_a_scan_does_not_grow_with_its_length():
+    def size(times, mode):
+        layer = mlax.Repeat(nn.Linear(6), times, mode)
+        trainables, _ = jax.eval_shape(layer.init, RNG, X)
+        return len(jax.jit(layer.fwd).lower(X, trainables).as_text())
+
+    assert size(20, "scan") < 1.05 * size(2, "scan")
+    assert size(20, "unroll") > 3 * size(2, "unroll")
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="times is 0"):
+        mlax.Repeat(nn.Linear(6), 0)
+    with pytest.raises(ValueError, match="mode is 'unrolled', but must be one of scan, remat, unroll"):
+        mlax.Repeat(nn.Linear(6), 2, "unrolled")
+    trainables, _ = mlax.Repeat(nn.Linear(6), 2).init(RNG, X)
+    with pytest.raises(ValueError, match="leading axis of 3"):
+        mlax.Repeat(nn.Linear(6), 3).fwd(X, trainables)
+
+
+def test_unrolled_repetitions_are_fenced_forward_and_backward_on_a_cpu():
+    layer = mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, "unroll")
+    trainables, _ = layer.init(RNG, X)
+    compiled = jax.jit(jax.grad(lambda t: (layer.fwd(X, t)[0] ** 2).sum())).lower(trainables).compile()
+    assert compiled.as_text().count(" conditional(") >= 5

@@ -1,0 +1,178 @@
+"""Surgery on descriptions and on variable trees, by path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import dtypes, nn
+from tests.layers import Block
+
+X = jnp.ones((2, 6))
+MODEL = mlax.Series(
+    embed=nn.Linear(6),
+    blocks=mlax.Repeat(mlax.Remat(Block(6)), 2),
+    tail=mlax.Residual(nn.LayerNorm()),
+)
+
+
+@pytest.fixture(scope="module")
+def trainables():
+    return MODEL.init(jax.random.key(0), X)[0]
+
+
+def test_parts_are_found_by_path_through_wrappers():
+    assert mlax.get(MODEL, "blocks/norm") == nn.LayerNorm()
+    assert mlax.get(MODEL, "tail/layer") == nn.LayerNorm()
+    assert mlax.get(MODEL, "blocks") == mlax.Repeat(mlax.Remat(Block(6)), 2)
+
+
+def test_a_path_in_the_model_is_the_path_of_its_variables(trainables):
+    owners = {path.rsplit("/", 1)[0] for path in mlax.paths(trainables)}
+    assert owners <= set(mlax.layers(MODEL))
+
+
+def test_replacing_a_part_changes_only_that_part():
+    edited = mlax.replace(MODEL, "blocks/norm", nn.LayerNorm(eps=1e-3))
+    assert mlax.get(edited, "blocks/norm") == nn.LayerNorm(eps=1e-3)
+    assert mlax.get(edited, "blocks/up") == mlax.get(MODEL, "blocks/up")
+    assert mlax.get(edited, "tail") == mlax.get(MODEL, "tail")
+    assert edited != MODEL
+    assert mlax.replace(edited, "blocks/norm", nn.LayerNorm(eps=1e-3)) == edited
+
+
+def test_an_edited_model_runs_and_keeps_the_other_variables(trainables):
+    edited = mlax.replace(MODEL, "blocks/norm", nn.Scaler())
+    new, _ = edited.init(jax.random.key(0), X)
+    assert "shift" not in new["blocks"]["norm"]
+    np.testing.assert_array_equal(new["blocks"]["up"]["kernel"], trainables["blocks"]["up"]["kernel"])
+
+
+def test_a_pattern_replaces_every_match():
+    edited = mlax.replace(MODEL, "**/norm", mlax.F(jnp.tanh))
+    assert mlax.get(edited, "blocks/norm") == mlax.F(jnp.tanh)
+
+
+def test_a_field_is_overridden_on_all_parts_of_a_type():
+    edited = mlax.override(MODEL, nn.LayerNorm, accum_dtype="float32")
+    norms = [layer for layer in mlax.layers(edited).values() if isinstance(layer, nn.LayerNorm)]
+    assert [norm.accum_dtype for norm in norms] == ["float32", "float32"]
+    both = mlax.override(MODEL, (nn.LayerNorm, nn.Linear), param_dtype="float32")
+    assert mlax.get(both, "embed").param_dtype == mlax.get(both, "tail/layer").param_dtype == "float32"
+
+
+def test_override_reaches_a_wrapped_layer_and_the_model_itself():
+    assert mlax.override(mlax.Remat(nn.LayerNorm()), nn.LayerNorm, eps=0.1).layer.eps == 0.1
+    assert mlax.override(mlax.Repeat(nn.LayerNorm(), 2), mlax.Repeat, mode="unroll").mode == "unroll"
+
+
+def test_mistakes_in_surgery_are_named_with_a_suggestion():
+    with pytest.raises(KeyError, match="'blocks/nrom' matches nothing; did you mean 'blocks/norm'"):
+        mlax.get(MODEL, "blocks/nrom")
+    with pytest.raises(KeyError, match="matches nothing"):
+        mlax.replace(MODEL, "**/attend", nn.Linear(3))
+    with pytest.raises(ValueError, match=r"no part is a Embed; the model is made of .*LayerNorm"):
+        mlax.override(MODEL, nn.Embed, width=3)
+    with pytest.raises(TypeError, match=r"LayerNorm\(\) has no field epsilon; it has .*eps"):
+        mlax.override(MODEL, nn.LayerNorm, epsilon=1e-6)
+
+
+def test_leaves_are_selected_by_pattern(trainables):
+    kernels = mlax.select(trainables, "**/kernel")
+    assert set(mlax.paths(kernels)) == {"embed/kernel", "blocks/up/kernel", "blocks/down/kernel"}
+    assert mlax.select(trainables, "tail/**", "embed/bias").keys() == {"tail", "embed"}
+
+
+def test_what_is_frozen_and_what_is_not_merge_into_the_whole(trainables):
+    live, frozen = mlax.freeze(trainables, "embed/**", "**/norm/*")
+    assert "embed" not in live and set(frozen) == {"embed", "blocks"}
+    whole = mlax.merge(live, frozen)
+    assert jax.tree.structure(whole) == jax.tree.structure(trainables)
+    jax.tree.map(np.testing.assert_array_equal, whole, trainables)
+
+
+def test_no_gradient_reaches_what_is_frozen(trainables):
+    model = mlax.Series(a=nn.Linear(6), b=nn.Linear(3))
+    everything, _ = model.init(jax.random.key(0), X)
+    live, frozen = mlax.freeze(everything, "a/**")
+    grads = jax.grad(lambda live: model.fwd(X, mlax.merge(live, frozen))[0].sum())(live)
+    assert set(mlax.paths(grads)) == {"b/kernel", "b/bias"}
+
+
+def test_merging_one_leaf_twice_is_refused(trainables):
+    with pytest.raises(ValueError, match="two trees have the leaf 'embed/bias'"):
+        mlax.merge(trainables, mlax.select(trainables, "embed/bias"))
+
+
+def test_leaves_and_branches_are_renamed(trainables):
+    renamed = mlax.rename(trainables, {"embed": "stem/proj", "tail/layer/scale": "tail/layer/gain"})
+    assert "stem/proj/kernel" in mlax.paths(renamed) and "tail/layer/gain" in mlax.paths(renamed)
+    assert mlax.count(renamed) == mlax.count(trainables)
+    swapped = mlax.rename({"a": jnp.ones(1), "b": jnp.zeros(1)}, {"a": "b", "b": "a"})
+    assert swapped["a"] == 0 and swapped["b"] == 1
+
+
+def test_a_rename_that_collides_or_misses_is_refused(trainables):
+    with pytest.raises(ValueError, match="is there already"):
+        mlax.rename(trainables, {"embed/kernel": "embed/bias"})
+    with pytest.raises(ValueError, match="is a leaf already"):
+        mlax.rename(trainables, {"tail": "embed/kernel"})
+    with pytest.raises(KeyError, match="did you mean 'embed/"):
+        mlax.rename(trainables, {"embed/kernal": "x"})
+
+
+def test_count_counts_numbers(trainables):
+    assert mlax.count(trainables, "embed/*") == 6 * 6 + 6
+    assert mlax.count(None) == 0
+    assert mlax.count(jax.eval_shape(MODEL.init, jax.random.key(0), X)[0]) == mlax.count(trainables)
+
+
+def test_leaves_and_branches_of_a_tree_are_replaced(trainables):
+    edited = mlax.replace(trainables, "embed/bias", jnp.ones(6))
+    assert edited["embed"]["bias"].sum() == 6 and trainables["embed"]["bias"].sum() == 0
+    edited = mlax.replace(trainables, "tail/layer", {"gain": jnp.ones(6)})
+    assert set(edited["tail"]["layer"]) == {"gain"}
+    edited = mlax.replace(trainables, "**/bias", jnp.zeros(1))
+    assert edited["blocks"]["up"]["bias"].shape == (1,)
+
+
+def test_a_path_in_a_tree_that_is_not_there_is_named(trainables):
+    with pytest.raises(KeyError, match="did you mean"):
+        mlax.get(trainables, "embed/kernle")
+    assert mlax.get(trainables, "tail/layer").keys() == {"scale", "shift"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("**", "a/b", True),
+        ("**/kernel", "kernel", True),
+        ("**/kernel", "a/b/kernel", True),
+        ("**/kernel", "kernel/a", False),
+        ("a/**/b", "a/b", True),
+        ("a/**/b", "a/x/y/b", True),
+        ("a/**/b", "a/xb", False),
+        ("a/**", "a", True),
+        ("a/**", "ab", False),
+        ("*/k", "a/k", True),
+        ("*/k", "a/b/k", False),
+        ("lin*_0/k", "linear_0/k", True),
+        ("a.b", "axb", False),
+    ],
+)
+def test_patterns_match_whole_names(pattern, path, matches):
+    leaves = mlax.rename({"leaf": 1, "other": 2}, {"leaf": path})
+    if matches:
+        assert path in mlax.paths(mlax.select(leaves, pattern))
+    else:
+        with pytest.raises(KeyError):
+            mlax.select(leaves, pattern)
+
+
+def test_mixed_choices_widen_the_statistics_and_nothing_else():
+    mixed = dtypes.mixed_bfloat16(MODEL)
+    assert mlax.get(mixed, "blocks/norm").accum_dtype == "float32"
+    assert mlax.get(mixed, "tail/layer").accum_dtype == "float32"
+    assert mlax.get(mixed, "blocks/up").accum_dtype is None
+    assert (mixed.compute, mixed.output, mixed.param_dtype) == ("bfloat16", "float32", "float32")

@@ -1,0 +1,97 @@
+"""Mixed is the one place where dtypes change, and it changes them as declared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import dtypes, nn
+from tests.layers import Block
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+RNG = jax.random.key(0)
+MODEL = mlax.Series(block=mlax.Repeat(Block(6, dropout=0.0), 2), head=nn.Linear(3))
+
+
+@pytest.mark.parametrize("choice", [dtypes.mixed_bfloat16, dtypes.mixed_float16])
+def test_weights_and_gradients_stay_wide(choice):
+    mixed = choice(MODEL)
+    trainables, state = mixed.init(RNG, X)
+    jax.tree.map(np.testing.assert_array_equal, trainables, MODEL.init(RNG, X)[0])
+    y, _ = mixed.fwd(X, trainables, state)
+    grads = jax.grad(lambda trainables: mixed.fwd(X, trainables, state)[0].sum())(trainables)
+    assert y.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(y, MODEL.fwd(X, trainables, state)[0], atol=0.1)
+
+
+def test_only_the_norms_and_the_boundary_leave_the_narrow_dtype():
+    mixed = dtypes.mixed_bfloat16(MODEL)
+    trainables, state = mixed.init(RNG, X)
+    departures = dtypes.audit(mixed.fwd, X, trainables, state, dtype="bfloat16")
+    assert {departure.path for departure in departures} == {"block/norm", ""}
+    boundary = [departure for departure in departures if departure.path == ""]
+    assert [(departure.primitive, departure.outputs) for departure in boundary] == [
+        ("convert_element_type", ("float32",))
+    ]
+
+
+def test_float32_statistics_are_nearer_to_the_truth():
+    x = jnp.asarray(np.random.default_rng(0).normal(100.0, 1.0, size=(64, 512)), jnp.bfloat16)
+    exact = np.asarray(x, np.float64)
+    exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+
+    def error(norm):
+        trainables, _ = norm.init(RNG, x)
+        return np.abs(np.asarray(norm.fwd(x, trainables)[0], np.float64) - exact).max()
+
+    assert error(nn.LayerNorm(accum_dtype="float32")) < 0.5 * error(nn.LayerNorm())
+
+
+def test_integers_pass_through():
+    model = dtypes.Mixed(mlax.Series(nn.Embed(10, 4), nn.Linear(2)))
+    x = jnp.arange(6).reshape(2, 3)
+    trainables, _ = model.init(RNG, x)
+    assert model.fwd(x, trainables)[0].dtype == jnp.float32
+
+
+def test_an_embedding_in_another_param_dtype_follows_its_table():
+    embed = nn.Embed(10, 4, param_dtype="bfloat16")
+    trainables, _ = embed.init(RNG, jnp.arange(3))
+    assert embed.fwd(jnp.arange(3), trainables)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3), nn.Bias(), nn.Scaler(), nn.LayerNorm()], ids=repr)
+def test_a_declared_param_dtype_stores_wide_and_computes_narrow(layer):
+    wide = mlax.override(layer, type(layer), param_dtype="float32")
+    x = X.astype(jnp.bfloat16)
+    trainables, _ = wide.init(RNG, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainables)} == {jnp.dtype("float32")}
+    assert wide.fwd(x, trainables)[0].dtype == jnp.bfloat16
+    assert dtypes.audit(wide.fwd, x, trainables, dtype="bfloat16") == ()
+
+
+def test_accum_dtype_of_a_product_is_declared_and_visible():
+    layer = nn.Linear(3, accum_dtype="float32")
+    x = X.astype(jnp.bfloat16)
+    trainables, _ = layer.init(RNG, x)
+    assert layer.fwd(x, trainables)[0].dtype == jnp.bfloat16
+    assert "dot_general" in {departure.primitive for departure in dtypes.audit(layer.fwd, x, trainables)}
+
+
+def test_a_planted_upcast_deep_in_a_scanned_rematerialised_block_is_found():
+    def leak(x):
+        return (x.astype(jnp.float32) * 2).astype(x.dtype)
+
+    inner = mlax.Series(norm=nn.LayerNorm(), deep=mlax.Series(up=nn.Linear(6), leak=mlax.F(leak)))
+    model = mlax.Series(stem=nn.Linear(6), blocks=mlax.Repeat(mlax.Residual(inner), 3, mode="remat"))
+    x = X.astype(jnp.bfloat16)
+    trainables, state = model.init(RNG, x)
+    departures = dtypes.audit(model.fwd, x, trainables, state)
+    assert {departure.path for departure in departures} == {"blocks/layer/deep/leak"}
+    assert {departure.source.split(":")[0] for departure in departures} == {"test_mixed.py"}
+    backward = dtypes.audit(jax.grad(lambda t: jax.lax.reduce_sum(model.fwd(x, t, state)[0], (0, 1))), trainables)
+    assert {departure.path for departure in backward} == {"blocks/layer/deep/leak"}
+    with pytest.raises(dtypes.DtypeDeparture, match="blocks/layer/deep/leak"):
+        dtypes.check(model.fwd, x, trainables, state)

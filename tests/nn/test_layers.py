@@ -1,0 +1,91 @@
+"""The first layers, beyond what the catalogue holds them to."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlax import nn, ops
+
+RNG = jax.random.key(0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    features=st.integers(1, 5),
+    bias=st.booleans(),
+)
+def test_linear_is_a_matrix_product_for_any_rank_and_size(shape, features, bias):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    layer = nn.Linear(features, bias=bias)
+    trainables, _ = layer.init(RNG, x)
+    y, _ = layer.fwd(x, trainables)
+    want = np.asarray(x) @ np.asarray(trainables["kernel"]) + (np.asarray(trainables["bias"]) if bias else 0)
+    assert y.shape == (*shape[:-1], features)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.lists(st.integers(1, 5), min_size=2, max_size=4), count=st.integers(1, 3))
+def test_layer_norm_normalises_over_its_axes(shape, count):
+    axes = tuple(range(-min(count, len(shape) - 1), 0))
+    x = np.random.default_rng(0).normal(3.0, 2.0, size=shape).astype(np.float32)
+    y = ops.layer_norm(jnp.asarray(x), axes=axes, eps=1e-5)
+    want = (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_mean_and_drops_the_rate(rate):
+    y, _ = nn.Dropout(rate).fwd(jnp.ones((200, 500)), None, rng=RNG)
+    assert abs(float((y == 0).mean()) - rate) < 0.01
+    assert abs(float(y.mean()) - 1) < 0.02
+    np.testing.assert_allclose(y[y != 0], 1 / (1 - rate), rtol=1e-6)
+
+
+def test_dropout_is_exactly_the_identity_at_inference_and_at_rate_0():
+    x = jnp.ones((3, 4))
+    assert nn.Dropout(0.5).fwd(x, None, inference_mode=True)[0] is x
+    assert nn.Dropout(0.0).fwd(x, None)[0] is x
+    np.testing.assert_array_equal(nn.Dropout(1.0).fwd(x, None, rng=RNG)[0], 0)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5])
+def test_a_rate_that_is_no_probability_is_refused(rate):
+    with pytest.raises(ValueError, match="must be a probability"):
+        nn.Dropout(rate)
+
+
+def test_embed_shows_a_number_outside_of_the_vocabulary():
+    embed = nn.Embed(5, 3)
+    trainables, _ = embed.init(RNG, jnp.arange(2))
+    y, _ = embed.fwd(jnp.asarray([0, 4, 5]), trainables)
+    assert not jnp.isnan(y[:2]).any() and jnp.isnan(y[2]).all()
+
+
+def test_embed_refuses_what_is_not_whole():
+    with pytest.raises(TypeError, match="must be whole numbers; cast it to int32"):
+        nn.Embed(5, 3).init(RNG, jnp.ones(2))
+
+
+@pytest.mark.parametrize("axes", [(), (0,), (-1, -1), (-4,)])
+def test_axes_that_are_not_there_are_refused(axes):
+    for layer in (nn.Bias(axes), nn.Scaler(axes), nn.LayerNorm(axes)):
+        with pytest.raises(ValueError, match=r"axes|axis -4"):
+            layer.init(RNG, jnp.ones((2, 3, 4)))
+
+
+def test_linear_names_both_shapes_when_they_do_not_fit():
+    linear = inspect.unwrap(ops.linear)  # without the types that only the tests check
+    with pytest.raises(ValueError, match=r"\(2, 5\) but the kernel \(6, 3\)"):
+        linear(jnp.ones((2, 5)), jnp.ones((6, 3)))
+
+
+def test_ops_refuse_two_dtypes():
+    with pytest.raises(TypeError, match="x is float16, kernel is float32"):
+        ops.linear(jnp.ones((2, 3), jnp.float16), jnp.ones((3, 4), jnp.float32))

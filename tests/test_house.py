@@ -1,0 +1,41 @@
+"""The house rules: imports point one way, public names are documented, files are one idea long."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import mlax
+
+PACKAGE = Path(mlax.__file__).parent
+BELOW = {"core": set(), "ops": set(), "dtypes": {"core"}, "nn": {"core", "ops", "dtypes"}}
+
+
+def rooms_imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "mlax":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlax."):
+            yield node.module.split(".")[1]
+
+
+def test_imports_point_one_way():
+    for room, below in BELOW.items():
+        for file in (PACKAGE / room).glob("*.py"):
+            assert set(rooms_imported(file)) <= {room, *below}, file
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(BELOW)
+
+
+def test_every_public_name_is_documented():
+    for room in ("", ".nn", ".ops", ".dtypes"):
+        module = importlib.import_module(f"mlax{room}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
+                assert (value.__doc__ or "").strip(), f"mlax{room}.{name}"
+                assert not value.__doc__.startswith(f"{name}("), f"mlax{room}.{name} has only the dataclass's own words"
+
+
+def test_files_are_short():
+    long = {file.name: lines for file in PACKAGE.rglob("*.py") if (lines := len(file.read_text().splitlines())) > 250}
+    assert not long
