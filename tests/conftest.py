@@ -1,4 +1,4 @@
-"""What all tests run under: strict dtype promotion, eight simulated devices, shapes of `ops` checked."""
+"""What all tests run under: strict dtypes, exact products, eight simulated devices, shapes of `ops` checked."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")  # on a GPU, float32 means float32 here
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Tests build the same small programs again and again; what one has compiled the others find on disk.

@@ -1,0 +1,61 @@
+"""What the README and CONTRIBUTING show works as it stands."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page):
+    text = (ROOT / page).read_text()
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.S | re.M)]
+
+
+def test_the_quickstart_runs_as_it_stands_and_learns(tmp_path):
+    quickstart = blocks("README.md")[0]
+    assert len(quickstart.strip().splitlines()) < 30
+    script = tmp_path / "quickstart.py"
+    script.write_text(quickstart)
+    run = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=True)
+    loss = float(re.search(r"loss ([0-9.]+)", run.stdout).group(1))
+    assert loss < 0.05
+    assert "'hidden': {'bias': (32,), 'kernel': (1, 32)}" in run.stdout
+
+
+def test_the_block_of_the_readme_runs():
+    import jax
+    import jax.numpy as jnp
+
+    import mlax
+    from mlax import nn
+
+    scope = {"mlax": mlax, "nn": nn, "jax": jax}
+    exec(blocks("README.md")[1], scope)
+    x = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    trainables, _ = jax.eval_shape(scope["model"].init, jax.random.key(0), x)
+    assert mlax.get(trainables, "blocks/up/kernel").shape == (12, 64, 256)
+
+
+def test_the_layer_of_contributing_keeps_its_word(tmp_path):
+    """The ten-minute layer is put where the page says, row and all, and held to the contract."""
+    ops_file, layer_file, row = blocks("CONTRIBUTING.md")
+    subprocess.run(["cp", "-r", ROOT / "mlax", ROOT / "tests", ROOT / "pyproject.toml", tmp_path], check=True)
+    (tmp_path / "mlax/ops/_gate.py").write_text(ops_file)
+    (tmp_path / "mlax/nn/_gate.py").write_text(layer_file)
+    for room, name in (("ops", "gate"), ("nn", "Gate")):
+        door = tmp_path / "mlax" / room / "__init__.py"
+        door.write_text(door.read_text() + f"\nfrom mlax.{room}._gate import {name}\n__all__.append({name!r})\n")
+    catalogue = tmp_path / "tests/catalogue.py"
+    catalogue.write_text(catalogue.read_text().replace("    # nn\n", f"    # nn\n{textwrap.indent(row, '    ')}"))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/contract", "-k", "Gate or row", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 40
