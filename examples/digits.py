@@ -2,8 +2,9 @@
 
     python examples/digits.py [--epochs 40] [--seed 0] [--out runs/digits]
 
-takes about 15 seconds on two CPU cores and reads 98 to 99% of the 450 test images rightly. It leaves curves,
-predictions and a report in `runs/digits`. The data comes with scikit-learn: nothing is downloaded.
+takes about 20 seconds on two CPU cores and reads 98.9 to 99.6% of the 450 test images rightly, over ten seeds
+(98.0 to 99.1% over five other splits of the data). It leaves curves, predictions and a report in `runs/digits`.
+The data comes with scikit-learn: nothing is downloaded.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import mlax
 from mlax import nn
 
 BATCH, RATE, DECAY = 64, 2e-3, 0.05
-BLUE, RED = "#0072B2", "#D55E00"  # apart for colour-blind eyes too
+BLUE, RED = "#0077BB", "#CC3311"  # apart for colour-blind eyes too
 
 
 @mlax.frozen
@@ -56,7 +57,7 @@ class Reader(mlax.Composite):
 
 
 def load():
-    """Images and digits to train on, and others to test on: one fixed split, with each digit in proportion."""
+    """(images, digits) to train on and to test on: one fixed split, with each digit in proportion."""
     pixels, digits = load_digits(return_X_y=True)
     images = pixels.reshape(-1, 8, 8).astype(np.float32) / 16
     x, x_test, y, y_test = train_test_split(
@@ -66,19 +67,19 @@ def load():
 
 
 def shifted(images, rng):
-    """Each image moved by up to one pixel along each axis: what it shows stays, so there is more to learn from."""
+    """Move each image by up to one pixel along each axis, which leaves its digit the same."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1)))
-    corners = jax.random.bernoulli(rng, shape=(2, len(images), 2)).sum(0)  # 0, 1 or 2; half are 1, no move
+    corners = jax.random.bernoulli(rng, shape=(2, len(images), 2)).sum(0)  # 0, 1 or 2; 1 moves nothing
     return jax.vmap(lambda image, corner: jax.lax.dynamic_slice(image, corner, (8, 8)))(padded, corners)
 
 
-@jax.jit(static_argnames=("model", "optimizer"))
-def epoch(model, optimizer, trainables, non_trainables, state, rng, images, digits):
-    """Train on all images once, in shuffled batches: all the steps in one compiled call."""
+@jax.jit(static_argnames=("model", "optimizer"))  # a model is a value: equal ones share one compilation
+def epoch(model, optimizer, variables, state, rng, images, digits):
+    """Train on all images once, in batches drawn at random: many steps in one compiled call."""
 
     def step(carry, drawn):
-        trainables, non_trainables, state = carry
-        rng, chosen = drawn
+        (trainables, non_trainables), state = carry
+        chosen, rng = drawn
         shift_rng, fwd_rng = jax.random.split(rng)
         x, y = shifted(images[chosen], shift_rng), digits[chosen]
 
@@ -87,58 +88,63 @@ def epoch(model, optimizer, trainables, non_trainables, state, rng, images, digi
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), new
 
         (value, non_trainables), grads = jax.value_and_grad(loss, has_aux=True)(trainables)
-        updates, state = optimizer.update(grads, state, trainables)
-        return (optax.apply_updates(trainables, updates), non_trainables, state), value
+        with jax.numpy_dtype_promotion("standard"):  # mlax never mixes dtypes, but Optax does: 0.9 ** step
+            updates, state = optimizer.update(grads, state, trainables)
+        return ((optax.apply_updates(trainables, updates), non_trainables), state), value
 
-    order_rng, step_rng = jax.random.split(rng)
     steps = len(images) // BATCH
+    order_rng, steps_rng = jax.random.split(rng)
     order = jax.random.permutation(order_rng, len(images))[: steps * BATCH].reshape(steps, BATCH)
-    carry = (trainables, non_trainables, state)
-    carry, losses = jax.lax.scan(step, carry, (jax.random.split(step_rng, steps), order))
-    return *carry, losses.mean()
+    drawn = order, jax.random.split(steps_rng, steps)
+    (variables, state), losses = jax.lax.scan(step, (variables, state), drawn)
+    return variables, state, losses.mean()
 
 
 @jax.jit(static_argnames="model")
-def predict(model, trainables, non_trainables, images):
-    """The likeliest digit for each image."""
-    logits, _ = model.fwd(images, trainables, non_trainables, inference_mode=True)
+def predict(model, variables, images):
+    """The likeliest digit of each image."""
+    logits, _ = model.fwd(images, *variables, inference_mode=True)
     return logits.argmax(-1)
 
 
+def accuracy(model, variables, images, digits):
+    """The share of images whose digit is read rightly."""
+    return float((predict(model, variables, images) == digits).mean())
+
+
 def train(model, data, test, epochs, seed):
-    """Train from scratch: the variables, and for each epoch its loss, train accuracy and test accuracy."""
-    init_rng, train_rng = jax.random.split(jax.random.key(seed))
-    trainables, non_trainables = model.init(init_rng, data[0])
-    steps = len(data[0]) // BATCH  # in each epoch
-    optimizer = optax.adamw(optax.cosine_decay_schedule(RATE, epochs * steps), weight_decay=DECAY)
-    state = optimizer.init(trainables)
+    """Train from scratch: the variables, and each epoch's loss, train accuracy and test accuracy."""
+    images, digits = data
+    init_rng, epochs_rng = jax.random.split(jax.random.key(seed))
+    variables = model.init(init_rng, images)
+    steps = len(images) // BATCH * epochs
+    optimizer = optax.adamw(optax.cosine_decay_schedule(RATE, steps), weight_decay=DECAY)
+    state = optimizer.init(variables[0])
     history = []
-    with progress(epochs * steps) as show:
-        for rng in jax.random.split(train_rng, epochs):
-            trainables, non_trainables, state, loss = epoch(
-                model, optimizer, trainables, non_trainables, state, rng, *data
-            )
-            right = [predict(model, trainables, non_trainables, x) == y for x, y in (data, test)]
-            history.append((loss.item(), *(each.mean().item() for each in right)))
-            show(len(history) * steps, *history[-1])
-    return trainables, non_trainables, history
+    with progress(steps) as show:
+        for rng in jax.random.split(epochs_rng, epochs):
+            variables, state, loss = epoch(model, optimizer, variables, state, rng, images, digits)
+            scores = float(loss), accuracy(model, variables, *data), accuracy(model, variables, *test)
+            history.append(scores)
+            show(steps * len(history) // epochs, *scores)
+    return variables, history
 
 
 @contextlib.contextmanager
 def progress(steps):
-    """Give a function that shows how far training is: on a bar in a terminal, else on a line each tenth."""
+    """Give a function that shows how training goes: a bar in a terminal, elsewhere a line for each tenth."""
     terminal = sys.stdout.isatty()
-    words = TextColumn("step {task.completed}/{task.total}  {task.description}")
-    left = TimeRemainingColumn(compact=True)
-    with Progress(BarColumn(), words, left, TextColumn("left"), disable=not terminal) as bar:
-        task = bar.add_task("compiling", total=steps)
+    words, left = TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn()
+    with Progress(BarColumn(None), words, left, TextColumn("left"), expand=True, disable=not terminal) as bar:
+        bar.add_task("compiling", total=steps)
+        (task,) = bar.tasks
 
         def show(step, loss, train_accuracy, test_accuracy):
-            tenths = 10 * bar.tasks[task].completed // steps
-            said = f"loss {loss:.4f}  accuracy {train_accuracy:.1%} train, {test_accuracy:.1%} test"
-            bar.update(task, completed=step, description=said)
-            if not terminal and 10 * step // steps > tenths:
-                print(f"{words.render(bar.tasks[task])}  {left.render(bar.tasks[task])} left", flush=True)
+            tenth = 10 * task.completed // steps
+            news = f"loss {loss:.4f}  train {train_accuracy:.1%}  test {test_accuracy:.1%}"
+            bar.update(task.id, completed=step, description=news)
+            if not terminal and 10 * step // steps > tenth:
+                print(f"{words.render(task)}  {left.render(task)} left", flush=True)
 
         yield show
 
@@ -147,99 +153,95 @@ def draw_curves(path, history):
     """Draw the loss and both accuracies over the epochs."""
     from matplotlib.figure import Figure
 
-    losses, train_accuracies, test_accuracies = zip(*history, strict=True)
+    losses, train_accuracies, test_accuracies = np.transpose(history)
     epochs = range(1, len(history) + 1)
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.semilogy(epochs, losses, ".-", color=BLUE)
-    left.set(title="Training loss", xlabel="epoch", ylabel="cross-entropy")
+    left.set(title="Training loss", yticks=(0.01, 0.03, 0.1, 0.3, 1, 3))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.minorticks_off()
     right.plot(epochs, train_accuracies, ".-", color=BLUE, label="train")
     right.plot(epochs, test_accuracies, ".--", color=RED, label="test")
-    right.set(title="Accuracy", xlabel="epoch")
-    right.yaxis.set_major_formatter("{x:.0%}")
-    right.legend()
+    right.set_title("Accuracy")
+    right.yaxis.set_major_formatter("{x:.1%}")
+    right.legend(loc="lower right")
     for axes in (left, right):
+        axes.set(xlabel="epoch", xlim=(0, len(history) + 1))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
 def draw_predictions(path, images, digits, predicted):
-    """Draw 40 test images, the wrongly read ones first and framed in red."""
+    """Draw 40 images with their digits, those read wrongly first and in red."""
     from matplotlib.figure import Figure
 
     wrong = predicted != digits
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    figure.suptitle(f"Predicted / true digit: {wrong.sum()} of {len(wrong)} test images are wrong, in red")
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    figure.suptitle(f"Predicted / true digit: {wrong.sum()} of {len(wrong)} test images are wrong, in red", size=14)
     for axes, i in zip(figure.subplots(4, 10).flat, np.argsort(~wrong, stable=True), strict=False):
+        colour, weight, line = (RED, "bold", 3) if wrong[i] else ("black", "normal", 0.5)
         axes.imshow(images[i], cmap="gray_r")
         axes.set(xticks=[], yticks=[])
-        colour, weight = (RED, "bold") if wrong[i] else ("black", "normal")
         axes.set_title(f"{predicted[i]} / {digits[i]}", color=colour, weight=weight)
-        axes.spines[:].set(color=colour, linewidth=3 if wrong[i] else 0.5)
+        axes.spines[:].set(color=colour, linewidth=line)
     figure.savefig(path, dpi=150)
 
 
-def write_report(path, model, trainables, history, seed, seconds):
-    """Write down what was trained, how, and what came out."""
+def write_report(path, model, variables, history, seed, seconds):
+    """Write what was trained, how, and what came of it."""
     loss, train_accuracy, test_accuracy = history[-1]
     parts = "\n".join(f"{name + ':':8}{part}" for name, part in model.parts().items())
     path.write_text(f"""# Handwritten digits
 
-The test accuracy is **{test_accuracy:.2%}** after {len(history)} epochs, in {seconds:.1f} seconds.
+Test accuracy **{test_accuracy:.2%}**, train accuracy {train_accuracy:.2%}, training loss {loss:.4f}
+after {len(history)} epochs in {seconds:.1f} seconds, with seed {seed}.
 
-| | |
-|---|---|
-| final training loss | {loss:.4f} |
-| train accuracy | {train_accuracy:.2%} |
-| test accuracy | {test_accuracy:.2%} |
-| parameters | {mlax.count(trainables):,} |
-| optimizer | AdamW, rate {RATE} falling by a cosine to 0, decay {DECAY}, batches of {BATCH} |
-| seed | {seed} |
+AdamW in batches of {BATCH}, weight decay {DECAY}, rate {RATE} falling to 0 by a cosine; images shifted
+by up to one pixel.
+The model has {mlax.count(variables[0]):,} parameters:
 
 ```
 {parts}
 ```
 
 ![curves](curves.png)
-
 ![predictions](predictions.png)
 """)
 
 
-def whole(least, most):
-    """A parser of whole numbers from `least` to `most`, for argparse."""
-
-    def parse(text):
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most:,}")
-        return int(text)
-
-    return parse
+def parse(argv):
+    """The options on the command line, checked."""
+    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the images (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order, shifts and dropout (0)")
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder to fill (runs/digits)")
+    options = parser.parse_args(argv)
+    if options.epochs < 1:
+        parser.error(f"argument --epochs: must be at least 1, not {options.epochs}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"argument --seed: must be from 0 to {2**32 - 1}, not {options.seed}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: cannot be made a folder: {error}")
+    return options
 
 
 def main(argv=None):
     """Train, test, and leave pictures and a report."""
-    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
-    parser.add_argument("--epochs", type=whole(1, 10_000), default=40, help="passes over the images (40)")
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="of weights, order, noise (0)")
-    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="where to write (runs/digits)")
-    options = parser.parse_args(argv)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: cannot make this folder: {error}")
-
+    options = parse(argv)
     started = time.perf_counter()
     model, (data, test) = Reader(), load()
-    trainables, non_trainables, history = train(model, data, test, options.epochs, options.seed)
-    predicted = predict(model, trainables, non_trainables, test[0])
-    draw_curves(options.out / "curves.png", history)
-    draw_predictions(options.out / "predictions.png", *map(np.asarray, (*test, predicted)))
+    variables, history = train(model, data, test, options.epochs, options.seed)
+    curves, predictions, report = (options.out / name for name in ("curves.png", "predictions.png", "report.md"))
+    draw_curves(curves, history)
+    draw_predictions(predictions, *map(np.asarray, (*test, predict(model, variables, test[0]))))
     seconds = time.perf_counter() - started
-    write_report(options.out / "report.md", model, trainables, history, options.seed, seconds)
+    write_report(report, model, variables, history, options.seed, seconds)
     print(f"test accuracy {history[-1][-1]:.2%} in {seconds:.1f} s")
-    for name in ("curves.png", "predictions.png", "report.md"):
-        print(options.out / name)
+    print(curves, predictions, report, sep="\n")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def test_the_layer_of_contributing_keeps_its_word(tmp_path):
     for room, name in (("ops", "gate"), ("nn", "Gate")):
         door = tmp_path / "mlax" / room / "__init__.py"
         door.write_text(door.read_text() + f"\nfrom mlax.{room}._gate import {name}\n__all__.append({name!r})\n")
-    catalogue = tmp_path / "tests/catalogue.py"
-    catalogue.write_text(catalogue.read_text().replace("    # nn\n", f"    # nn\n{textwrap.indent(row, '    ')}"))
+    catalogue = tmp_path / "tests/catalogue/first.py"
+    catalogue.write_text(catalogue.read_text().replace("ROWS = {\n", f"ROWS = {{\n{textwrap.indent(row, '    ')}"))
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/contract", "-k", "Gate or row", "-p", "no:cacheprovider"],
         cwd=tmp_path,

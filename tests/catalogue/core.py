@@ -1,47 +1,11 @@
-"""The catalogue: one row for each public layer. Every promise of the contract is tested over every row."""
+"""Rows of the combinators in `core`, and of `Mixed`, which wraps like them."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import mlax
 from mlax import dtypes, nn
+from tests.catalogue.row import Row
 from tests.layers import Block, Cell, Count, tanh
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A layer, an input for it, the shapes of its variables, and what it should compute."""
-
-    layer: Callable[[str], mlax.Layer]  # of a floating dtype, for the layers that have no floating input to follow
-    shape: Any  # of the input, batch axis first: a tuple, or a tree of tuples
-    variables: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]  # path to shape: trainables, state
-    reference: Callable[..., Any]  # of (x, {path: trainable}) in NumPy float64, in inference mode
-    integers: int = 0  # above 0: the input is whole numbers below this
-    needs_key: bool = False  # to train
-    tolerance: float = 1e-6  # of float32 against the reference, relative
-
-    def x(self, dtype: str, seed: int = 0) -> Any:
-        """An input of that dtype."""
-        draws = np.random.default_rng(seed)
-
-        def draw(shape):
-            if self.integers:
-                return jnp.asarray(draws.integers(0, self.integers, shape), jnp.int32)
-            return jnp.asarray(draws.normal(size=shape), dtype)
-
-        return jax.tree.map(draw, self.shape, is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
-
-    def init(self, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
-        """The layer, an input, and variables for it."""
-        layer, x = self.layer(dtype), self.x(dtype)
-        return layer, x, *layer.init(jax.random.key(0), x)
 
 
 def affine(x, w, name):
@@ -85,7 +49,6 @@ BLOCK = {
 }
 
 ROWS = {
-    # core
     "Series": Row(
         lambda dtype: mlax.Series(nn.Linear(8), mlax.F(tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
         (4, 6),
@@ -164,7 +127,6 @@ ROWS = {
         ({"up/kernel": (6, 8), "down/bias": (6,)}, {}),
         lambda x, w: np.tanh(x @ w["up/kernel"]) @ w["up/kernel"].T + w["down/bias"],
     ),
-    # dtypes
     "Mixed": Row(
         lambda dtype: dtypes.Mixed(Block(6), compute=dtype, output=dtype, param_dtype=dtype),
         (4, 6),
@@ -172,34 +134,5 @@ ROWS = {
         block,
         needs_key=True,
         tolerance=3e-6,
-    ),
-    # nn
-    "Linear": Row(
-        lambda dtype: nn.Linear(5),
-        (4, 3, 6),
-        ({"kernel": (6, 5), "bias": (5,)}, {}),
-        lambda x, w: x @ w["kernel"] + w["bias"],
-    ),
-    "Bias": Row(
-        lambda dtype: nn.Bias(axes=(-3, -1)),
-        (4, 3, 2, 6),
-        ({"bias": (3, 1, 6)}, {}),
-        lambda x, w: x + w["bias"],
-    ),
-    "Scaler": Row(lambda dtype: nn.Scaler(), (4, 3, 6), ({"scale": (6,)}, {}), lambda x, w: x * w["scale"]),
-    "Dropout": Row(lambda dtype: nn.Dropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "LayerNorm": Row(
-        lambda dtype: nn.LayerNorm(),
-        (4, 3, 6),
-        ({"scale": (6,), "shift": (6,)}, {}),
-        lambda x, w: normed(x, w["scale"], w["shift"]),
-        tolerance=3e-6,
-    ),
-    "Embed": Row(
-        lambda dtype: nn.Embed(11, 5, param_dtype=dtype),
-        (4, 3),
-        ({"table": (11, 5)}, {}),
-        lambda x, w: w["table"][x],
-        integers=11,
     ),
 }
