@@ -11,7 +11,7 @@ import jax
 
 from mlax.core._frozen import fields_of, frozen, with_fields
 from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree, any_key, cached_by_shape, structs
+from mlax.core._layer import Layer, Tree, any_key, cached_by_shape, refuse_other_than_dict, structs
 from mlax.core._notes import brief, located, signature
 from mlax.core._parts import Sub, parts_of
 
@@ -64,10 +64,7 @@ class Composite(Layer):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
-            if tree is not None and not isinstance(tree, dict):
-                raise TypeError(
-                    f"{brief(self)}: {what} is {signature(tree)}, but must be a dict of the parts' or None."
-                )
+            refuse_other_than_dict(self, what, tree)
             extra = [name for name in tree or {} if name not in parts_of(self)]
             if extra:
                 raise ValueError(

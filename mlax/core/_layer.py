@@ -116,7 +116,9 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
         _check_key(self, rng)
         if rng is None:
             raise TypeError(f"{brief(self)}: init needs a key; pass jax.random.key(0), say.")
-        return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, structs(x)))
+        x = structs(x)
+        _check_floats(self, x)
+        return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
 
     return checked
 
@@ -179,15 +181,31 @@ def _check_key(layer: Layer, rng: Any) -> None:
         raise TypeError(f"{brief(layer)}: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
 
 
-def _check_names(layer: Layer, what: str, wanted: Tree, got: Tree) -> None:
+def refuse_other_than_dict(layer: Layer, what: str, got: Any) -> None:
+    """Refuse variables that are neither a dict nor None."""
     if got is not None and not isinstance(got, dict):
-        raise TypeError(f"{brief(layer)}: {what} is {signature(got)}, but must be a dict of arrays or None.")
+        pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
+        raise TypeError(f"{brief(layer)}: {what} is {signature(got)}, but must be a dict of arrays or None.{pair}")
+
+
+def _check_names(layer: Layer, what: str, wanted: Tree, got: Tree) -> None:
+    refuse_other_than_dict(layer, what, got)
     missing, extra = ", ".join(flat(wanted).keys() - flat(got)), ", ".join(flat(got).keys() - flat(wanted))
     if missing or extra:
         faults = [f"lacks {missing}"] * bool(missing) + [f"has extra {extra}"] * bool(extra)
         raise ValueError(
             f"{brief(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(flat(wanted)) or 'nothing'}. "
             "Pass what init returned for this layer."
+        )
+
+
+def _check_floats(layer: Layer, x: Any) -> None:
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
+    follows = getattr(layer, "param_dtype", "none") is None  # such a layer makes its weights in the input's dtype
+    if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise TypeError(
+            f"{brief(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
+            "cast it, as by x.astype(jnp.float32)."
         )
 
 

@@ -7,6 +7,7 @@ import jax
 from mlax.core._frozen import frozen
 from mlax.core._layer import Tree
 from mlax.core._notes import brief
+from mlax.core._stacked import init_stacked
 from mlax.core._wrapper import Wrapper
 
 
@@ -25,7 +26,7 @@ class Map(Wrapper):
         size, inner = self._slice(x)
         if self.variables is None:
             return self.layer.init(rng, inner)
-        return jax.vmap(lambda key: self.layer.init(key, inner))(jax.random.split(rng, size))
+        return init_stacked(self.layer, rng, inner, size)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         size, _ = self._slice(x)

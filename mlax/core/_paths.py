@@ -8,7 +8,7 @@ from typing import Any
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dicts by path: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is no leaf."""
+    """The leaves of nested dicts by path, in JAX's order: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is no leaf."""
     return dict(_walk(tree, ""))
 
 
@@ -36,17 +36,24 @@ def matching(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
     paths = list(paths)
     found: set[str] = set()
     for pattern in patterns:
-        hits = [path for path in paths if _regex(pattern).fullmatch(f"{path}/")]
+        hits = [path for path in paths if matches(pattern, path)]
         if not hits:
             raise KeyError(no_such(pattern, paths))
         found.update(hits)
     return [path for path in paths if path in found]
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether one path matches one pattern."""
+    return _regex(pattern).fullmatch(f"{path}/") is not None
+
+
 def no_such(path: str, paths: Iterable[str]) -> str:
     """The words for a path or pattern that matches nothing, with the closest that would."""
     paths = list(paths)
-    close = difflib.get_close_matches(path, paths, n=1, cutoff=0.4)
+    name = path.split("/")[-1]
+    same = [other for other in paths if other.split("/")[-1] == name]
+    close = same or difflib.get_close_matches(path, paths, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(paths[:8]) or 'none'}."
     return f"{path!r} matches nothing; {hint}"
 
@@ -62,7 +69,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict):
-        for name, value in tree.items():
+        for name, value in sorted(tree.items()):
             yield from _walk(value, f"{path}/{name}" if path else name)
     elif tree is not None:
         yield path, tree

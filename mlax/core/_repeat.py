@@ -9,6 +9,7 @@ from mlax.core._frozen import frozen
 from mlax.core._layer import Tree
 from mlax.core._notes import brief, located, signature
 from mlax.core._remat import Remat
+from mlax.core._stacked import init_stacked, unstacked
 from mlax.core._wrapper import Wrapper
 
 Mode = Literal["scan", "remat", "unroll"]
@@ -34,7 +35,7 @@ class Repeat(Wrapper):
             raise ValueError(f"Repeat: mode is {self.mode!r}, but must be one of {', '.join(get_args(Mode))}.")
 
     def init(self, rng, x):
-        return jax.vmap(lambda key: self.layer.init(key, x))(jax.random.split(rng, self.times))
+        return init_stacked(self.layer, rng, x, self.times)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
@@ -54,7 +55,7 @@ class Repeat(Wrapper):
         if self.mode != "unroll":
             return lax.scan(step, x, stacked, length=self.times)
         news = []
-        for time, own in enumerate(_unstacked(stacked, self.times)):
+        for time, own in enumerate(unstacked(stacked, self.times)):
             with located(str(time), x):
                 x, new = step(*_fenced((x, own)))
                 news.append(new)
@@ -67,13 +68,6 @@ class Repeat(Wrapper):
                     f"{brief(self)}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
                     f"{self.times}; pass what init returned for this layer."
                 )
-
-
-def _unstacked(stacked: Any, times: int) -> list[Any]:
-    """The slices along the leading axis; their gradient is one concatenation, where indexing's is a sum of n."""
-    leaves, treedef = jax.tree.flatten(stacked)
-    columns = [[lax.squeeze(piece, (0,)) for piece in lax.split(leaf, (1,) * times)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)] or [stacked] * times
 
 
 def _fenced(tree: Any) -> Any:

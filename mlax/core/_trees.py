@@ -4,10 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from mlax.core._layer import Tree
-from mlax.core._paths import flat, matching, nested, no_such
+from mlax.core._paths import flat, matches, matching, nested, no_such
 
 
 def paths(tree: Tree) -> tuple[str, ...]:
@@ -59,6 +57,7 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 
 def count(tree: Tree, *patterns: str) -> int:
-    """How many numbers the leaves hold, all of them or those that match any of the patterns."""
-    chosen = select(tree, *patterns) if patterns else tree
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(chosen))
+    """How many numbers the leaves hold: all of them, or those that match any of the patterns."""
+    leaves = flat(tree).items()
+    chosen = [leaf for path, leaf in leaves if not patterns or any(matches(pattern, path) for pattern in patterns)]
+    return sum(math.prod(leaf.shape) for leaf in chosen)

@@ -15,6 +15,8 @@ def cast(tree: Any, dtype: DType) -> Any:
     """
     if dtype is None:
         return tree
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"cast: {dtype} is no floating dtype, and rounding weights to whole numbers is never meant.")
 
     def converted(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

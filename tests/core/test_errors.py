@@ -221,3 +221,22 @@ def test_numpy_arrays_are_taken_as_jax_would_take_them():
     trainables, state = nn.Linear(3).init(RNG, x)
     y, _ = nn.Linear(3).fwd(x, trainables, state)
     assert trainables["kernel"].dtype == y.dtype == jnp.float32
+
+
+def test_whole_numbers_where_floats_belong_are_refused_with_the_remedy():
+    for layer in (nn.Linear(3), nn.LayerNorm(), nn.Scaler()):
+        text, _ = raised(TypeError, layer.init, RNG, jnp.ones((2, 6), jnp.int32))
+        assert "the input is int32[2, 6], but must be of a floating dtype; cast it" in text
+    wide = nn.Linear(3, param_dtype="float32")
+    trainables, _ = nn.Linear(3).init(RNG, X)
+    raised(TypeError, wide.fwd, jnp.ones((2, 6), jnp.int32), trainables)
+
+
+def test_the_pair_from_init_passed_as_one_argument_is_recognised():
+    variables = model().init(RNG, X)
+    text, _ = raised(TypeError, model().fwd, X, variables)
+    assert "fwd(x, *variables)" in text
+
+
+def test_a_pattern_that_counts_nothing_counts_nothing():
+    assert mlax.count({"a": jnp.ones(3)}, "b/**") == 0

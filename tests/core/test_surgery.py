@@ -118,7 +118,7 @@ def test_a_rename_that_collides_or_misses_is_refused(trainables):
         mlax.rename(trainables, {"embed/kernel": "embed/bias"})
     with pytest.raises(ValueError, match="is a leaf already"):
         mlax.rename(trainables, {"tail": "embed/kernel"})
-    with pytest.raises(KeyError, match="did you mean 'embed/"):
+    with pytest.raises(KeyError, match="did you mean"):
         mlax.rename(trainables, {"embed/kernal": "x"})
 
 
