@@ -85,6 +85,8 @@ def test_bad_options_are_refused():
 
 def test_unrolled_repetitions_are_fenced_forward_and_backward_on_a_cpu():
     layer = mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, "unroll")
-    trainables, _ = layer.init(RNG, X)
-    compiled = jax.jit(jax.grad(lambda t: (layer.fwd(X, t)[0] ** 2).sum())).lower(trainables).compile()
+    with jax.default_device(jax.devices("cpu")[0]):
+        x = jnp.ones((4, 6))
+        trainables, _ = layer.init(jax.random.key(0), x)
+        compiled = jax.jit(jax.grad(lambda t: (layer.fwd(x, t)[0] ** 2).sum())).lower(trainables).compile()
     assert compiled.as_text().count(" conditional(") >= 5
