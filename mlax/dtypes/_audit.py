@@ -1,6 +1,7 @@
 """audit: the operations of a function that leave its declared dtype, found in its jaxpr."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> N
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-def _trace(function, args, kwargs) -> core.ClosedJaxpr:
+def _trace(function, args, kwargs) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
 
     def call(*arrays):
@@ -108,7 +108,7 @@ def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
 
 def _bodies(holder) -> Iterator[Any]:
     """Find the jaxprs in an equation's params: bare, traced, in a tuple, or in a primitive with params."""
-    if isinstance(holder, (core.Jaxpr, core.ClosedJaxpr)):
+    if isinstance(holder, _jaxpr_types()):
         yield holder
     elif isinstance(holder, jax.stages.Traced):
         yield holder.jaxpr
@@ -118,6 +118,13 @@ def _bodies(holder) -> Iterator[Any]:
     elif isinstance(holder, (tuple, list)):
         for item in holder:
             yield from _bodies(item)
+
+
+@functools.cache
+def _jaxpr_types() -> tuple[type, ...]:
+    from jax.extend import core  # brings all of Pallas with it: only once something is audited
+
+    return core.Jaxpr, core.ClosedJaxpr
 
 
 def _is_float(aval) -> bool:
