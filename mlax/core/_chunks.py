@@ -16,15 +16,26 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from mlax.core._shape_key import is_shape_key
+
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
 
 SIZES = (1 << 14, 1 << 18, 1 << 22)  # elements in a chunk; the smallest that makes at most 16 of them
 
 
+def filled(value: float, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`jnp.full(shape, value, dtype)`; a small one is sent as data, as any number would be, and compiles nothing."""
+    if isinstance(rng, Tracer) or math.prod(shape) > 1 << 16:
+        return jnp.full(shape, value, dtype)
+    return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))
+
+
 def drawn(draw: Draw, rng: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
     """`draw(rng, shape, dtype) * scale`, to the bit, where `draw` is a function that calls `jax.random` once."""
     total = math.prod(shape)
-    factor = jnp.asarray(scale, dtype)
+    factor = np.asarray(scale, jnp.dtype(dtype))
+    if is_shape_key(rng):
+        return jnp.zeros(shape, dtype)
     if not 0 < total < 1 << 32 or not _can_be_entered(rng):
         return _whole(draw, rng, shape, dtype, factor)
     size = next((size for size in SIZES if total <= 16 * size), SIZES[-1])
@@ -54,9 +65,17 @@ def _chunk(draw: Draw, data: jax.Array, start: jax.Array, size: int, dtype: Any,
     return draw(entered, (size,), dtype) * factor
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _cut(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    small_on_cpu = math.prod(shape) <= 1 << 20 and {device.platform for device in chunks[0].devices()} == {"cpu"}
+    return (_cut_unoptimised if small_on_cpu else _cut_optimised)(chunks, shape)
+
+
+def _first(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     return lax.reshape(lax.slice(lax.concatenate(chunks, 0), (0,), (math.prod(shape),)), shape)
+
+
+_cut_optimised = jax.jit(_first, static_argnums=1)
+_cut_unoptimised = jax.jit(_first, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
+from jax.core import Tracer
 
 from mlax.core._frozen import fields_of, frozen, with_fields
 from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree, any_key, cached_by_shape, refuse_other_than_dict, structs
+from mlax.core._layer import Layer, Tree, cached_by_shape, init_for, refuse_other_than_dict, structs
 from mlax.core._notes import brief, located, signature
 from mlax.core._parts import Sub, parts_of
+from mlax.core._shape_key import shape_key
 
 
 @frozen
@@ -45,7 +47,10 @@ class Composite(Layer):
         trainables, non_trainables = {}, {}
         for name, part in parts_of(self).items():
             with located(name, inputs[name]):
-                trainables[name], non_trainables[name] = part.init(named_key(rng, name), inputs[name])
+                key = named_key(rng, name)
+                traced = isinstance(rng, Tracer)
+                made = init_for(part, inputs[name])(key) if traced else part.init(key, inputs[name])
+                trainables[name], non_trainables[name] = made
         return _present(trainables), _present(non_trainables)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -82,7 +87,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     def trace(rng: jax.Array, x: Any, inference_mode: bool) -> None:
         def call(name: str, part: Layer, x: Any) -> Any:
             # jit, so that JAX traces equal parts once
-            made = jax.jit(part.init)(rng, x)
+            made = init_for(part, x)(rng)
             if structs(made) != variables.setdefault(name, structs(made)):
                 raise ValueError(
                     f"{brief(composite)}: part {name!r} is called on {signature(inputs[name])} and on {signature(x)}, "
@@ -96,7 +101,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
 
     for inference_mode in (False, True):
         if len(inputs) < len(parts_of(composite)):
-            jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), any_key(), x)
+            jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), shape_key(), x)
     never = [name for name in parts_of(composite) if name not in inputs]
     if never:
         raise ValueError(

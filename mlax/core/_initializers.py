@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mlax.core._chunks import drawn
+from mlax.core._chunks import drawn, filled
 from mlax.core._frozen import frozen
 
 
@@ -31,7 +31,7 @@ class Constant(Initializer):
     value: float
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return jnp.full(shape, self.value, dtype)
+        return filled(self.value, rng, shape, dtype)
 
 
 @frozen
@@ -39,7 +39,7 @@ class Zeros(Initializer):
     """Zero everywhere."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return jnp.zeros(shape, dtype)
+        return filled(0.0, rng, shape, dtype)
 
 
 @frozen
@@ -47,7 +47,7 @@ class Ones(Initializer):
     """One everywhere."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return jnp.ones(shape, dtype)
+        return filled(1.0, rng, shape, dtype)
 
 
 @frozen

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from mlax.core._frozen import frozen
 from mlax.core._notes import brief, signature
 from mlax.core._paths import flat
+from mlax.core._shape_key import shape_key
 
 T = TypeVar("T")
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
@@ -86,13 +87,13 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 @cached_by_shape
 def variables_like(layer: Layer, x: Any) -> tuple[Tree, Tree]:
     """The shapes and dtypes of the variables that `layer.init` makes for inputs like `x`; nothing is allocated."""
-    return jax.eval_shape(layer.init, any_key(), x)
+    return jax.eval_shape(init_for(layer, x), shape_key())
 
 
-@functools.cache
-def any_key() -> Any:
-    """The shape and dtype of a key, for traces that need one."""
-    return jax.eval_shape(jax.random.key, 0)
+@cached_by_shape
+def init_for(layer: Layer, x: Any) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+    """`layer.init` for inputs like `x` as a function of the key, which JAX traces once for all equal layers."""
+    return jax.jit(lambda rng: layer.init(rng, x))
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -156,7 +157,8 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _array(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+    # not by jnp.asarray, which compiles something for each shape
+    return jax.device_put(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def _pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, Any]:

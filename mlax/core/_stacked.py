@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -17,12 +18,11 @@ def init_stacked(layer: Layer, rng: jax.Array, x: Any, times: int) -> tuple[Tree
     Outside of a trace each copy is made on its own and written to its place, so that every compiled piece is
     shared with the layer alone, and memory holds the stack and one copy at most.
     """
-    keys = jax.random.split(rng, times)
     if isinstance(rng, Tracer):
-        return jax.vmap(lambda key: layer.init(key, x))(keys)
+        return jax.vmap(lambda time: layer.init(jax.random.fold_in(rng, time), x))(jnp.arange(times, dtype=np.uint32))
     stacked = _room(*variables_like(layer, x), times)
     for time in range(times):
-        stacked = _written(stacked, layer.init(keys[time], x), time)
+        stacked = _written(stacked, layer.init(jax.random.fold_in(rng, np.uint32(time)), x), np.uint32(time))
     return stacked
 
 
