@@ -15,4 +15,5 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 with install_import_hook("mlax.ops", "beartype.beartype"):
-    import mlax  # noqa: F401
+    import mlax.nn
+    import mlax.ops  # noqa: F401

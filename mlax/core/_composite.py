@@ -99,7 +99,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
 
         composite.wire(Sub(composite, call, inference_mode), x)
 
-    for inference_mode in (False, True):
+    for inference_mode in (True, False):  # training may need what is not there yet, such as the name of a mesh axis
         if len(inputs) < len(parts_of(composite)):
             jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), shape_key(), x)
     never = [name for name in parts_of(composite) if name not in inputs]

@@ -76,6 +76,13 @@ def layers(model: Layer) -> dict[str, Layer]:
     return found
 
 
+def every(model: Layer) -> list[Layer]:
+    """The model, its parts, theirs, and whatever stands inside a wrapper."""
+    found: list[Layer] = []
+    _rebuilt(model, "", lambda where, layer: found.append(layer) or layer)
+    return found
+
+
 def _rebuilt(layer: Layer, where: str, change: Callable[[str, Layer], Layer]) -> Any:
     """The layer with `change(path, layer)` in place of everything in it, and then of itself."""
     if isinstance(layer, Composite):

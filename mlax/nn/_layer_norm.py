@@ -3,8 +3,9 @@
 from typing import ClassVar
 
 from mlax import ops
-from mlax.core import DType, Initializer, Layer, Ones, Zeros, frozen, named_key
+from mlax.core import DType, Initializer, Layer, Ones, Zeros, frozen
 from mlax.dtypes import cast
+from mlax.nn._affine import scale_and_shift
 from mlax.nn._axes import shape_over
 
 
@@ -28,13 +29,7 @@ class LayerNorm(Layer):
     param_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        shape, dtype = shape_over(self, x, self.axes), self.param_dtype or x.dtype
-        trainables = {}
-        if self.scale:
-            trainables["scale"] = self.scale_init(named_key(rng, "scale"), shape, dtype)
-        if self.shift:
-            trainables["shift"] = self.shift_init(named_key(rng, "shift"), shape, dtype)
-        return trainables or None, None
+        return scale_and_shift(self, rng, shape_over(self, x, self.axes), self.param_dtype or x.dtype), None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}

@@ -1,18 +1,32 @@
-"""Dropout of elements."""
+"""Dropout of elements, and of all that share a place along some axes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
-def dropout(x: Float[Array, "..."], rng: jax.Array, rate: float) -> Float[Array, "..."]:
-    """Set each element to 0 with the probability `rate`, and divide the others by `1 - rate`."""
+def dropout(
+    x: Float[Array, "..."], rng: jax.Array, rate: float, *, axes: tuple[int, ...] | None = None
+) -> Float[Array, "..."]:
+    """Set each element to 0 with the probability `rate`, and divide the others by `1 - rate`.
+
+    Given `axes`, one draw serves all elements that share their place along these; None: each has its own.
+    """
     if rate == 0.0:
         return x
     if rate == 1.0:
         return jnp.zeros_like(x)
-    bits = jax.random.bits(rng, x.shape, np.uint32)  # whole numbers: no float of another dtype is made
-    kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return lax.select(kept, x / (1.0 - rate), jnp.zeros_like(x))
+    return lax.select(kept(x, rng, rate, axes), x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def kept(
+    x: Float[Array, "..."], rng: jax.Array, rate: float, axes: tuple[int, ...] | None = None
+) -> Bool[Array, "..."]:
+    """Which elements of `x` stay where each, or all that share their place along `axes`, goes with that probability."""
+    own = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
+    shape = tuple(size if axis in own else 1 for axis, size in enumerate(x.shape))
+    bits = jax.random.bits(rng, shape, np.uint32)  # whole numbers: no float of another dtype is made
+    stay = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.broadcast_to(stay, x.shape)

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.ops._affine import affine
 from mlax.ops._checks import same_dtype
 from mlax.ops._reduce import mean
+from mlax.ops._rms_norm import over_rms
 
 
 def layer_norm(
@@ -24,12 +25,6 @@ def layer_norm(
     All of it runs in `accum_dtype` if one is given; the result is cast once, at the end.
     """
     same_dtype("layer_norm", x=x, scale=scale, shift=shift)
-    dtype = x.dtype if accum_dtype is None else jnp.dtype(accum_dtype)
-    wide = lax.convert_element_type(x, dtype)
-    centred = wide - mean(wide, axes)
-    y = centred * lax.rsqrt(mean(centred * centred, axes) + eps)
-    if scale is not None:
-        y = y * lax.convert_element_type(scale, dtype)
-    if shift is not None:
-        y = y + lax.convert_element_type(shift, dtype)
-    return lax.convert_element_type(y, x.dtype)
+    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    y = over_rms(wide - mean(wide, axes), axes, eps)
+    return lax.convert_element_type(affine(y, scale, shift), x.dtype)

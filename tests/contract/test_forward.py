@@ -77,14 +77,15 @@ def test_vmap_over_one_example_at_a_time_gives_the_same_numbers(row):
 def gradients(row, dtype):
     """Of the mean square of the output, by the trainables and by the input, at the same place in every dtype."""
     layer, x = row.layer(dtype), row.x(dtype)
-    trainables, non_trainables = row.layer("float32").init(jax.random.key(0), row.x("float32"))
+    variables = row.layer("float32").init(jax.random.key(0), row.x("float32"))
+    trainables, non_trainables = dtypes.cast(variables, dtype)
 
     def loss(trainables, x):
         y, _ = run(layer, x, trainables, non_trainables)
         return sum((leaf * leaf).sum(dtype=dtype) / leaf.size for leaf in jax.tree.leaves(y))
 
     over = (0,) if row.integers else (0, 1)
-    return jax.jit(jax.grad(loss, over))(dtypes.cast(trainables, dtype), x)
+    return jax.jit(jax.grad(loss, over))(trainables, x)
 
 
 def test_gradients_are_those_of_finite_differences(row):

@@ -1,0 +1,34 @@
+"""The variables that a convolution and a transposed convolution share."""
+
+from typing import Any
+
+import jax
+
+from mlax.core import named_key
+from mlax.ops._conv import check_groups
+from mlax.ops._layout import Layout, layout_of
+
+
+def kernel_and_bias(layer: Any, rng: jax.Array, x: Any, axes: Layout, window: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The kernel (outputs, *window, inputs / groups), in the order of the layout, and the bias if there is one."""
+    channels, groups = x.shape[axes.channel], groups_of(layer, x)
+    check_groups(f"{layer}", groups, channels, layer.features)
+    shape = axes.kernel_shape(layer.features, channels // groups, window)
+    dtype = layer.param_dtype or x.dtype
+    trainables = {
+        "kernel": layer.kernel_init(named_key(rng, "kernel"), shape, dtype, in_axis=axes.inputs, out_axis=axes.outputs)
+    }
+    if layer.bias:
+        trainables["bias"] = layer.bias_init(named_key(rng, "bias"), (layer.features,), dtype)
+    return trainables
+
+
+def check_features(layer: Any) -> None:
+    """Refuse a number of features that cannot be."""
+    if type(layer.features) is not int or layer.features < 1:
+        raise ValueError(f"{layer}: features is {layer.features}, but must be a whole number, 1 or more.")
+
+
+def groups_of(layer: Any, x: Any) -> int:
+    """The number of groups: as it is given, or one for each channel if it is "depthwise"."""
+    return x.shape[layout_of(f"{layer}", layer.layout, x).channel] if layer.groups == "depthwise" else layer.groups

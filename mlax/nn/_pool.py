@@ -1,0 +1,157 @@
+"""Pool, MaxPool, MeanPool and SumPool: each window of the spatial axes, reduced to one number.
+
+In all of them (b, *spatial, c) becomes (b, *windows, c), in the dtype of the input. Windows lie side by side unless
+`strides` says otherwise; `padding`, `dilation` and `layout` are as in `Conv`; `ceil=True` lets the last window hang
+over the end of the input, if it starts before it. A window of nothing but padding is refused.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jax import lax
+
+from mlax.core import DType, Layer, frozen
+from mlax.ops._pool import larger, mean_pool, pool, pool_windows
+from mlax.ops._windows import Padding, Sizes
+
+
+@frozen
+class Pool(Layer):
+    """Combine the elements of each window, in order, by any associative function: `Pool(jnp.logaddexp, -math.inf, 2)`.
+
+    `combine(a, b)` works on whole arrays, element by element, and `start` changes nothing: `combine(start, a)` is
+    `a`. The padding holds it. (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+    """
+
+    combine: Callable[[Any, Any], Any]
+    start: float
+    window: Sizes
+    strides: Sizes | None = None  # None: the window's size
+    padding: Padding = "VALID"
+    dilation: Sizes = 1
+    ceil: bool = False
+    layout: str = "channel_last"
+
+    def init(self, rng, x):
+        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = pool(
+            x,
+            self.combine,
+            self.start,
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            ceil=self.ceil,
+            layout=self.layout,
+        )
+        return y, non_trainables
+
+
+@frozen
+class MaxPool(Layer):
+    """Take the largest element of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+
+    The gradient goes to the first of equal elements, in row-major order, as in PyTorch. NaN counts as the largest.
+    """
+
+    window: Sizes
+    strides: Sizes | None = None  # None: the window's size
+    padding: Padding = "VALID"
+    dilation: Sizes = 1
+    ceil: bool = False
+    layout: str = "channel_last"
+
+    def init(self, rng, x):
+        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = pool(
+            x,
+            larger,
+            -math.inf,
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            ceil=self.ceil,
+            layout=self.layout,
+        )
+        return y, non_trainables
+
+
+@frozen
+class SumPool(Layer):
+    """Add up the elements of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input."""
+
+    takes_statistics: ClassVar[bool] = True
+
+    window: Sizes
+    strides: Sizes | None = None  # None: the window's size
+    padding: Padding = "VALID"
+    dilation: Sizes = 1
+    ceil: bool = False
+    layout: str = "channel_last"
+    accum_dtype: DType = None  # None: the input's own
+
+    def init(self, rng, x):
+        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = pool(
+            x,
+            lax.add,
+            0.0,
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            ceil=self.ceil,
+            accum_dtype=self.accum_dtype,
+            layout=self.layout,
+        )
+        return y, non_trainables
+
+
+@frozen
+class MeanPool(Layer):
+    """Take the mean of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+
+    The mean is over the elements of the input, or over the padding too with `count_padding=True`, as is PyTorch's
+    default. What hangs over the padding (by `ceil`) never counts.
+    """
+
+    takes_statistics: ClassVar[bool] = True
+
+    window: Sizes
+    strides: Sizes | None = None  # None: the window's size
+    padding: Padding = "VALID"
+    dilation: Sizes = 1
+    ceil: bool = False
+    count_padding: bool = False
+    layout: str = "channel_last"
+    accum_dtype: DType = None  # None: the input's own
+
+    def init(self, rng, x):
+        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = mean_pool(
+            x,
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            ceil=self.ceil,
+            count_padding=self.count_padding,
+            accum_dtype=self.accum_dtype,
+            layout=self.layout,
+        )
+        return y, non_trainables

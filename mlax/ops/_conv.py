@@ -1,0 +1,87 @@
+"""Convolution over any number of spatial axes."""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from mlax.ops._checks import same_dtype
+from mlax.ops._layout import Layout, layout_of
+from mlax.ops._pad import PadWith, pad
+from mlax.ops._windows import Padding, Sizes, windows
+
+
+def conv(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    bias: Float[Array, " f"] | None = None,
+    *,
+    strides: Sizes = 1,
+    padding: Padding = "SAME",
+    pad_with: PadWith = "zeros",
+    dilation: Sizes = 1,
+    groups: int = 1,
+    layout: str = "channel_last",
+    precision: jax.lax.PrecisionLike = None,
+    accum_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """The sum of each window of `x` times `kernel` (not flipped), plus `bias`, in the dtype of `x`.
+
+    (b, *spatial, c) and (f, *window, c / groups) to (b, *spatial, f), or what `layout` says. Each group of channels
+    makes its own f / groups features. The sum of products runs in `accum_dtype` if one is given.
+    """
+    same_dtype("conv", x=x, kernel=kernel, bias=bias)
+    axes = layout_of("conv", layout, x)
+    check_kernel("conv", x, kernel, axes, groups)
+    window = tuple(kernel.shape[axis] for axis in axes.window)
+    where = windows("conv", x, axes, window, strides, padding, dilation)
+    pads = where.padding
+    if pad_with != "zeros":
+        x, pads = pad(x, axes.spatial, pads, pad_with), ((0, 0),) * len(pads)
+    y = lax.conv_general_dilated(
+        x,
+        kernel,
+        where.strides,
+        pads,
+        rhs_dilation=where.dilation,
+        dimension_numbers=numbers_of(axes),
+        feature_group_count=groups,
+        precision=precision,
+        preferred_element_type=accum_dtype,
+    )
+    return with_bias(y, bias, axes, x.dtype)
+
+
+def numbers_of(axes: Layout) -> lax.ConvDimensionNumbers:
+    """The same axes in JAX's own words."""
+    image = (axes.batch, axes.channel, *axes.spatial)
+    return lax.ConvDimensionNumbers(image, (axes.outputs, axes.inputs, *axes.window), image)
+
+
+def with_bias(y: Float[Array, "..."], bias: Float[Array, " f"] | None, axes: Layout, dtype: Any) -> Float[Array, "..."]:
+    """`y + bias` along the channel axis, in the dtype of `y`; then cast."""
+    if bias is not None:
+        others = tuple(axis for axis in range(y.ndim) if axis != axes.channel)
+        y = y + lax.expand_dims(lax.convert_element_type(bias, y.dtype), others)
+    return lax.convert_element_type(y, dtype)
+
+
+def check_kernel(name: str, x: Array, kernel: Array, axes: Layout, groups: int) -> None:
+    """Refuse a kernel that does not fit the channels of `x`."""
+    if kernel.ndim != x.ndim or kernel.shape[axes.inputs] * groups != x.shape[axes.channel]:
+        raise ValueError(
+            f"{name}: the input has the shape {x.shape} but the kernel {kernel.shape}, in {groups} groups; the kernel "
+            f"must have {x.ndim} axes, and its axis {axes.inputs}, times the groups, be as long as axis "
+            f"{axes.channel} of the input."
+        )
+    check_groups(name, groups, x.shape[axes.channel], kernel.shape[axes.outputs])
+
+
+def check_groups(name: str, groups: int, channels: int, features: int) -> None:
+    """Refuse groups that do not divide the channels and the features."""
+    if type(groups) is not int or groups < 1 or channels % groups or features % groups:
+        raise ValueError(
+            f"{name}: groups is {groups}, but must be a whole number that divides the {channels} channels of the "
+            f"input and the {features} features."
+        )

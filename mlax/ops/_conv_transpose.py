@@ -1,0 +1,97 @@
+"""Transposed convolution: the gradient of a convolution by its input."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from mlax.ops._checks import same_dtype
+from mlax.ops._conv import check_kernel, numbers_of, with_bias
+from mlax.ops._layout import Layout, layout_of
+from mlax.ops._windows import Padding, Sizes, pads_of, per_axis
+
+
+def conv_transpose(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    bias: Float[Array, " f"] | None = None,
+    *,
+    strides: Sizes = 1,
+    padding: Padding = "SAME",
+    output_padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    layout: str = "channel_last",
+    precision: jax.lax.PrecisionLike = None,
+    accum_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """The sum of one window for each place of `x`, its values times `kernel`, plus `bias`, in the dtype of `x`.
+
+    (b, *spatial, c) and (f, *window, c / groups) to (b, *larger, f), or what `layout` says. The windows lie
+    `strides` apart, and `padding` places are cut off at both ends, as described in `stamps`.
+    """
+    same_dtype("conv_transpose", x=x, kernel=kernel, bias=bias)
+    axes = layout_of("conv_transpose", layout, x)
+    check_kernel("conv_transpose", x, kernel, axes, groups)
+    window = tuple(kernel.shape[axis] for axis in axes.window)
+    where = stamps("conv_transpose", x, axes, window, strides, padding, output_padding, dilation)
+    y = lax.conv_general_dilated(
+        x,
+        lax.rev(kernel, axes.window),
+        (1,) * len(window),
+        where.padding,
+        lhs_dilation=where.strides,
+        rhs_dilation=where.dilation,
+        dimension_numbers=numbers_of(axes),
+        feature_group_count=groups,
+        precision=precision,
+        preferred_element_type=accum_dtype,
+    )
+    return with_bias(y, bias, axes, x.dtype)
+
+
+class Stamps(NamedTuple):
+    """Where the windows of a transposed convolution lie, as a convolution of the spread input sees it."""
+
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+
+def stamps(
+    name: str,
+    x: Any,
+    layout: Layout,
+    window: Sizes,
+    strides: Sizes,
+    padding: Padding,
+    output_padding: Sizes,
+    dilation: Sizes,
+) -> Stamps:
+    """Where the windows lie; `name` is who asks, for the errors.
+
+    n places, a stride s and windows that span k places make (n - 1) s + k - cut + output_padding places, as in
+    PyTorch. "VALID" cuts nothing. "SAME" makes n s: it is the transpose of the "SAME" convolution of that many.
+    "CAUSAL" makes n s too and cuts at the end only: nothing depends on a later place.
+    """
+    window = per_axis(name, "window", window, x, layout)
+    strides = per_axis(name, "strides", strides, x, layout)
+    dilation = per_axis(name, "dilation", dilation, x, layout)
+    extra = per_axis(name, "output_padding", output_padding, x, layout, least=0)
+    spans = tuple((size - 1) * rate + 1 for size, rate in zip(window, dilation, strict=True))
+    over = [span - stride for span, stride in zip(spans, strides, strict=True)]  # beyond n s; below 0: short of it
+    if padding == "CAUSAL":
+        cuts = tuple((0, each) for each in over)
+    else:
+        half = [(max(0, each) // 2, each - max(0, each) // 2) for each in over]
+        cuts = pads_of(name, padding, x, layout, half, spans)
+    pads = []
+    for axis, stride, span, (low, high), more in zip(layout.spatial, strides, spans, cuts, extra, strict=True):
+        if (x.shape[axis] - 1) * stride + span - low - high + more < 1:
+            raise ValueError(
+                f"{name}: the padding {(low, high)} cuts off all of axis {axis} of the output for the input "
+                f"{x.shape}; pass less padding."
+            )
+        pads.append((span - 1 - low, span - 1 - high + more))
+    return Stamps(strides, dilation, tuple(pads))

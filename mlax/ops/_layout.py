@@ -1,0 +1,57 @@
+"""Layouts: which axis of an input, and of a kernel, is which."""
+
+from typing import Any, NamedTuple
+
+
+class Layout(NamedTuple):
+    """The axes of an input and of a kernel, by number; spatial axes in the order of the input."""
+
+    batch: int
+    channel: int
+    spatial: tuple[int, ...]
+    outputs: int
+    inputs: int
+    window: tuple[int, ...]
+
+    def kernel_shape(self, outputs: int, inputs: int, window: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a kernel with these sizes."""
+        sizes = {self.outputs: outputs, self.inputs: inputs, **dict(zip(self.window, window, strict=True))}
+        return tuple(sizes[axis] for axis in range(len(sizes)))
+
+
+def layout_of(name: str, layout: str, x: Any) -> Layout:
+    """The axes of inputs like `x` in a layout; `name` is who asks, for the errors.
+
+    "channel_last" is (batch, spatial..., channel) with kernels (output, spatial..., input), and "channel_first"
+    (batch, channel, spatial...) with kernels (output, input, spatial...). Any other is spelt: "HWNC" is an input
+    whose last axes are batch (N) and channel (C), and every other letter is a spatial axis. Its kernel has output
+    (O) in the place of N and input (I) in that of C, unless it is spelt too: "NHWC/HWIO".
+    """
+    if len(x.shape) < 3:
+        raise ValueError(
+            f"{name}: the input {x.shape} has {len(x.shape)} axes, but needs a batch axis, spatial axes and a channel "
+            "axis; for one example, add a batch axis of size 1."
+        )
+    letters = "".join(chr(ord("a") + axis) for axis in range(len(x.shape) - 2))
+    spelt = {"channel_last": f"N{letters}C", "channel_first": f"NC{letters}"}.get(layout, layout)
+    image, _, kernel = spelt.partition("/")
+    kernel = kernel or image.translate(str.maketrans("NC", "OI"))
+    spatial = [letter for letter in image if letter not in "NC"]
+    if sorted(image) != sorted({*spatial, "N", "C"}) or sorted(kernel) != sorted({*spatial, "O", "I"}):
+        raise ValueError(
+            f"{name}: layout is {layout!r}, but must be 'channel_last', 'channel_first', or spelt like 'NHWC' or "
+            "'NHWC/HWIO', each axis once."
+        )
+    if len(image) != len(x.shape):
+        raise ValueError(
+            f"{name}: the layout {layout!r} has {len(image)} axes but the input {x.shape} has {len(x.shape)}; "
+            "spell the layout that the input has."
+        )
+    return Layout(
+        image.index("N"),
+        image.index("C"),
+        tuple(map(image.index, spatial)),
+        kernel.index("O"),
+        kernel.index("I"),
+        tuple(map(kernel.index, spatial)),
+    )
