@@ -1,0 +1,224 @@
+"""Rows of attention and positions, and attention in NumPy as its definition says it."""
+
+import numpy as np
+
+from mlax import nn
+from mlax.nn._attention import Attention
+from mlax.nn._multi_head_attention import MultiHeadAttention
+from mlax.nn._positions import LearnedPositions, SinusoidalPositions
+from mlax.nn._relative_bias import RelativeBias
+from mlax.nn._rotary import Llama3Scaling, Rotary
+from tests.catalogue.core import normed
+from tests.catalogue.row import Row
+
+
+def attend(
+    q, k, v, *, causal=False, window=None, alibi=False, softcap=None, sinks=None, bias=0.0, visible=True, scale=None
+):
+    """Attention of q (b, t, h, k), k and v (b, s, g, k), as written in the papers; a query that sees nothing gets 0."""
+    (t, h, width), (s, g) = q.shape[1:], k.shape[1:3]
+    k, v = (np.repeat(x, h // g, axis=2) for x in (k, v))
+    scores = np.einsum("bthk,bshk->bhts", q, k) * (width**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    behind = np.arange(t)[:, None] - np.arange(s)
+    if alibi:
+        scores = scores - 2.0 ** (-8 / h * np.arange(1, h + 1))[:, None, None] * abs(behind)
+    scores = scores + bias
+    seen = np.broadcast_to(visible, scores.shape)
+    if causal:
+        seen = seen & (behind >= 0)
+    if window is not None:
+        seen = seen & (abs(behind) < window)
+    weights = np.where(seen, np.exp(scores - scores.max()), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - scores.max())
+    weights = weights / np.where(total == 0, 1, total)
+    return np.einsum("bhts,bshk->bthk", weights, v)
+
+
+def attend_to(x, **options):
+    return attend(x["query"], x["key"], x["value"], **options)
+
+
+def rotate(x, frequencies):
+    """Each pair (i, i + n) of x (b, t, h, 2n) as a complex number, times e^(i position frequency)."""
+    n = len(frequencies)
+    angles = np.arange(x.shape[1])[:, None, None] * np.asarray(frequencies)
+    turned = (x[..., :n] + 1j * x[..., n : 2 * n]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * n :]], -1)
+
+
+def frequencies(width, base=10_000.0):
+    return base ** (-np.arange(0, width, 2) / width)
+
+
+def llama3(frequencies, factor=8.0, low=1.0, high=4.0, length=8192):
+    waves = 2 * np.pi / frequencies
+    smooth = (length / waves - low) / (high - low)
+    mixed = (1 - smooth) * frequencies / factor + smooth * frequencies
+    return np.where(waves > length / low, frequencies / factor, np.where(waves < length / high, frequencies, mixed))
+
+
+def sinusoids(t, width):
+    angles = np.arange(t)[:, None] * frequencies(width)
+    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(t, width)
+
+
+def bucket(offset, buckets, farthest, bidirectional):
+    """The bucket of one key offset, by the published formula."""
+    start = 0
+    if bidirectional:
+        buckets //= 2
+        start = buckets if offset > 0 else 0
+        distance = abs(offset)
+    else:
+        distance = max(-offset, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return start + distance
+    share = np.log(np.float32(distance / exact)) / np.log(farthest / exact)
+    return start + min(exact + int(np.float32(share) * np.float32(buckets - exact)), buckets - 1)
+
+
+def relative(positions, w, buckets=8, farthest=20, bidirectional=True):
+    queries, keys = positions
+    found = np.vectorize(lambda offset: bucket(offset, buckets, farthest, bidirectional))(
+        keys[:, None, :] - queries[:, :, None]
+    )
+    return w["table"][found].transpose(0, 3, 1, 2)
+
+
+def multi_head(x, w, *, heads, kv_heads=None, source=None, turn=lambda x: x, norm=None, **options):
+    def projected(name, x, count):
+        y = x @ w[f"{name}/kernel"] + w.get(f"{name}/bias", 0)
+        return y.reshape(*y.shape[:2], count, -1)
+
+    source, kv_heads = x if source is None else source, kv_heads or heads
+    q, k, v = projected("query", x, heads), projected("key", source, kv_heads), projected("value", source, kv_heads)
+    if norm is not None:
+        q, k = norm(q) * w["query_norm/scale"], norm(k) * w["key_norm/scale"]
+    y = attend(turn(q), turn(k), v, **options)
+    return y.reshape(*y.shape[:2], -1) @ w["out/kernel"] + w.get("out/bias", 0)
+
+
+def linears(d, source, inner, kv, bias=True):
+    shapes = {"query": (d, inner), "key": (source, kv), "value": (source, kv), "out": (inner, d)}
+    kernels = {f"{name}/kernel": shape for name, shape in shapes.items()}
+    return kernels | ({f"{name}/bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+
+
+QKV = {"query": (3, 5, 4, 6), "key": (3, 7, 2, 6), "value": (3, 7, 2, 6)}
+
+ROWS = {
+    "Attention": Row(
+        lambda dtype: Attention(),
+        QKV,
+        ({}, {}),
+        lambda x, w: attend_to(x),
+        tolerance=3e-6,
+    ),
+    "Attention everything": Row(
+        lambda dtype: Attention(causal=True, window=3, softcap=2.0, sinks=True, alibi=True, scale=0.5),
+        QKV,
+        ({"sinks": (4,)}, {}),
+        lambda x, w: attend_to(x, causal=True, window=3, softcap=2.0, sinks=w["sinks"], alibi=True, scale=0.5),
+        tolerance=3e-6,
+    ),
+    "Attention chunked": Row(
+        lambda dtype: Attention(causal=True, softcap=2.0, sinks=True, implementation="chunked"),
+        QKV,
+        ({"sinks": (4,)}, {}),
+        lambda x, w: attend_to(x, causal=True, softcap=2.0, sinks=w["sinks"]),
+        tolerance=3e-6,
+    ),
+    "MultiHeadAttention": Row(
+        lambda dtype: MultiHeadAttention(2),
+        (3, 5, 6),
+        (linears(6, 6, 6, 6), {}),
+        lambda x, w: multi_head(x, w, heads=2),
+        tolerance=3e-6,
+    ),
+    "MultiHeadAttention cross": Row(
+        lambda dtype: MultiHeadAttention(4, kv_heads=2, head_width=3, bias=False, dropout=0.2),
+        ((3, 5, 6), (3, 7, 4)),
+        (linears(6, 4, 12, 6, bias=False), {}),
+        lambda x, w: multi_head(x[0], w, heads=4, kv_heads=2, source=x[1]),
+        needs_key=True,
+        tolerance=3e-6,
+    ),
+    "MultiHeadAttention decoder": Row(
+        lambda dtype: MultiHeadAttention(
+            4,
+            kv_heads=1,
+            causal=True,
+            window=3,
+            sinks=True,
+            rotary=Rotary(),
+            qk_norm=nn.LayerNorm(shift=False),
+        ),
+        (3, 5, 16),
+        (
+            linears(16, 16, 16, 4) | {"attend/sinks": (4,), "query_norm/scale": (4,), "key_norm/scale": (4,)},
+            {},
+        ),
+        lambda x, w: multi_head(
+            x,
+            w,
+            heads=4,
+            kv_heads=1,
+            causal=True,
+            window=3,
+            sinks=w["attend/sinks"],
+            turn=lambda x: rotate(x, frequencies(4)),
+            norm=normed,
+        ),
+        tolerance=1e-5,
+    ),
+    "MultiHeadAttention relative": Row(
+        lambda dtype: MultiHeadAttention(2, relative=RelativeBias(2, buckets=8, farthest=20, param_dtype=dtype)),
+        (3, 5, 6),
+        (linears(6, 6, 6, 6) | {"relative/table": (8, 2)}, {}),
+        lambda x, w: multi_head(
+            x, w, heads=2, bias=relative((np.arange(5)[None], np.arange(5)[None]), {"table": w["relative/table"]})
+        ),
+        tolerance=3e-6,
+    ),
+    "Rotary": Row(lambda dtype: Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
+    "Rotary partial": Row(
+        lambda dtype: Rotary(base=500_000.0, width=4, scaling=Llama3Scaling()),
+        (3, 5, 2, 8),
+        ({}, {}),
+        lambda x, w: rotate(x, llama3(frequencies(4, 500_000.0))),
+    ),
+    "LearnedPositions": Row(
+        lambda dtype: LearnedPositions(9),
+        (3, 5, 4),
+        ({"table": (9, 4)}, {}),
+        lambda x, w: x + w["table"][:5],
+    ),
+    "LearnedPositions decoding": Row(
+        lambda dtype: LearnedPositions(9, decoding=True),
+        (3, 5, 4),
+        ({"table": (9, 4)}, {"count": ()}),
+        lambda x, w: x + w["table"][:5],
+    ),
+    "SinusoidalPositions": Row(
+        lambda dtype: SinusoidalPositions(), (3, 5, 8), ({}, {}), lambda x, w: x + sinusoids(5, 8)
+    ),
+    "RelativeBias": Row(
+        lambda dtype: RelativeBias(3, buckets=8, farthest=20, param_dtype=dtype),
+        ((4, 5), (4, 7)),
+        ({"table": (8, 3)}, {}),
+        relative,
+        integers=40,
+    ),
+    "RelativeBias one-sided": Row(
+        lambda dtype: RelativeBias(3, buckets=8, farthest=20, bidirectional=False, param_dtype=dtype),
+        ((4, 5), (4, 7)),
+        ({"table": (8, 3)}, {}),
+        lambda x, w: relative(x, w, bidirectional=False),
+        integers=40,
+    ),
+}

@@ -1,0 +1,424 @@
+"""Attention against PyTorch and its definition, in each of its forms, and decoding against the uncached pass."""
+
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlax
+from mlax import dtypes, nn
+from mlax.nn._attention import Attention
+from mlax.nn._multi_head_attention import MultiHeadAttention
+from mlax.nn._relative_bias import RelativeBias
+from mlax.nn._rotary import Rotary
+from mlax.ops import _attention_chunked, _attention_kernel
+from mlax.ops._attention import attention
+from mlax.ops._attention_kernel import attention_kernel
+from mlax.ops._softmax import softmax
+from tests.catalogue.attention import attend
+
+RNG = jax.random.key(0)
+KERNELS = ("xla", "chunked")
+STATIC = ("causal", "window", "alibi", "softcap", "accum_dtype", "implementation")
+run = jax.jit(attention, static_argnames=STATIC)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    with np.load(Path(__file__).parents[1] / "references" / "attention.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    """Each kernel, in tiles so small that every shape has several."""
+    monkeypatch.setattr(_attention_chunked, "QUERIES", 3)
+    monkeypatch.setattr(_attention_chunked, "KEYS", 2)
+    return request.param
+
+
+def fwd(layer, *args, **kwargs):
+    """What the layer computes, compiled, without its state."""
+    return jax.jit(layer.fwd, static_argnames="inference_mode")(*args, **kwargs)[0]
+
+
+def close(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(b).max(initial=0))))
+
+
+def drawn(*shapes, seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "grouped", "shared", "masked", "biased", "one"])
+def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
+    saved = {path.removeprefix(f"{case}/"): x for path, x in torch.items() if path.startswith(f"{case}/")}
+    inputs = {name: jnp.asarray(saved[name]) for name in ("q", "k", "v", "bias") if name in saved}
+    options = {
+        "causal": case in ("causal", "grouped"),
+        "mask": jax.tree.map(jnp.asarray, saved.get("mask")),
+        "implementation": kernel,
+    }
+
+    def loss(inputs):
+        y = attention(**inputs, **options)
+        return (y * saved["weight"]).sum(), y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+    close(y, saved["y"])
+    for name, grad in grads.items():
+        close(grad, saved[f"grad/{name}"])
+
+
+@pytest.mark.parametrize("case", ["self", "cross"])
+def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
+    saved = {path.removeprefix(f"{case}/"): x for path, x in torch.items() if path.startswith(f"{case}/")}
+    layer = MultiHeadAttention(4, implementation=kernel)
+    x = {name: jnp.asarray(saved[name]) for name in ("x", "source") if name in saved}
+    trainables, _ = layer.init(RNG, x)
+    for path in mlax.paths(trainables):
+        trainables = mlax.replace(trainables, path, jnp.asarray(saved[path]))
+
+    def loss(trainables, x):
+        y, _ = layer.fwd({**x, "lengths": jnp.asarray(saved["lengths"])}, trainables)
+        return (y * saved["weight"]).sum(), y
+
+    (_, y), (by_trainables, by_x) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(trainables, x)
+    close(y, saved["y"])
+    for path in mlax.paths(by_trainables):
+        close(mlax.get(by_trainables, path), saved[f"grad/{path}"])
+    for name, grad in by_x.items():
+        close(grad, saved[f"grad/{name}"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.tuples(*(st.integers(low, high) for low, high in ((0, 2), (1, 8), (1, 8), (1, 2), (1, 3), (1, 4)))),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 5),
+    softcap=st.none() | st.just(1.5),
+    has_sinks=st.booleans(),
+    kernel=st.sampled_from(KERNELS),
+    data=st.data(),
+)
+def test_any_choice_of_options_computes_the_definition(sizes, causal, window, softcap, has_sinks, kernel, data):
+    b, t, s, g, r, width = sizes
+    h = g * r
+    q, k, v, sinks, bias = drawn((b, t, h, width), (b, s, g, width), (b, s, g, width), (h,), (1, h, t, s))
+    sinks, bias = sinks if has_sinks else None, data.draw(st.sampled_from([None, bias]))
+    rng = np.random.default_rng(1)
+    mask, lengths = jnp.asarray(rng.random((b, 1, t, s)) < 0.7), jnp.asarray(rng.integers(0, s + 1, b))
+    segments = jnp.asarray(rng.integers(0, 2, (b, t))), jnp.asarray(rng.integers(0, 2, (b, s)))
+    seen = np.asarray(mask) & (np.arange(s) < np.asarray(lengths)[:, None])[:, None, None]
+    seen = seen & (np.asarray(segments[0])[:, None, :, None] == np.asarray(segments[1])[:, None, None, :])
+    options = {"causal": causal, "window": window, "softcap": softcap}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention_chunked, "QUERIES", 3)
+        patch.setattr(_attention_chunked, "KEYS", 2)
+        y = run(
+            q,
+            k,
+            v,
+            **options,
+            segments=segments,
+            lengths=lengths,
+            mask=mask,
+            bias=bias,
+            sinks=sinks,
+            implementation=kernel,
+        )
+    exact = [None if x is None else np.asarray(x, np.float64) for x in (q, k, v, sinks, bias)]
+    if b:
+        bias = 0.0 if exact[4] is None else exact[4]
+        close(y, attend(*exact[:3], **options, sinks=exact[3], bias=bias, visible=seen))
+    assert y.shape == (b, t, h, width)
+
+
+def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
+    q, k, v, sinks, bias = drawn((2, 8, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), (4,), (2, 1, 1, 7))
+
+    def loss(arrays, kernel):
+        q, k, v, sinks, bias = arrays
+        options = {"causal": True, "window": 4, "softcap": 1.5, "alibi": True, "lengths": jnp.asarray([7, 0])}
+        return (attention(q, k, v, **options, sinks=sinks, bias=bias, implementation=kernel) ** 2).sum()
+
+    whole, tiled = (jax.jit(jax.grad(loss), static_argnums=1)([q, k, v, sinks, bias], each) for each in ("xla", kernel))
+    jax.tree.map(close, tiled, whole)
+
+
+def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
+    q, k, v = drawn((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4))
+
+    def loss(q, k, v):
+        y = attention(q, k, v, lengths=jnp.asarray([0, 3]), implementation=kernel)
+        return y.sum(), y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    np.testing.assert_array_equal(y[0], 0)
+    for grad in grads:
+        np.testing.assert_array_equal(grad[0], 0)
+        assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (1, 1, 8)])
+def test_empty_and_single_axes_are_no_special_case(kernel, shape):
+    layer = MultiHeadAttention(2, causal=True, implementation=kernel)
+    trainables, _ = layer.init(RNG, jnp.ones(shape))
+    grad = jax.jit(jax.grad(lambda w, x: layer.fwd(x, w)[0].sum()))(trainables, jnp.ones(shape))
+    assert fwd(layer, jnp.ones(shape), trainables).shape == shape
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
+
+
+def test_packed_sequences_attend_as_they_would_alone(kernel):
+    layer = MultiHeadAttention(2, causal=True, rotary=Rotary(), implementation=kernel)
+    one, two = drawn((1, 5, 8), (1, 3, 8))
+    trainables, _ = layer.init(RNG, one)
+    packed = {
+        "x": jnp.concatenate([one, two], 1),
+        "segments": jnp.asarray([[1] * 5 + [2] * 3]),
+        "positions": jnp.asarray([[*range(5), *range(3)]]),
+    }
+    y = np.asarray(fwd(layer, packed, trainables))
+    close(y[:, :5], fwd(layer, one, trainables))
+    close(y[:, 5:], fwd(layer, two, trainables))
+
+
+def test_sinks_are_a_key_with_nothing_behind_it(kernel):
+    q, k, v = drawn((2, 4, 1, 3), (2, 5, 1, 3), (2, 5, 1, 3))
+    more = jnp.concatenate([k, jnp.zeros((2, 1, 1, 3))], 1), jnp.concatenate([v, jnp.zeros((2, 1, 1, 3))], 1)
+    close(run(q, k, v, sinks=jnp.zeros(1), implementation=kernel), run(q, *more, implementation=kernel))
+
+
+VARIANTS = {
+    "plain": {},
+    "rotary": {"rotary": Rotary(), "kv_heads": 2},
+    "ring": {"rotary": Rotary(), "window": 6},
+    "ring with all": {"window": 5, "alibi": True, "sinks": True, "kv_heads": 1, "qk_norm": nn.LayerNorm()},
+    "relative": {"relative": RelativeBias(4, bidirectional=False)},
+    "window beyond the cache": {"window": 50},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
+    plain = MultiHeadAttention(4, causal=True, **VARIANTS[variant])
+    cached = MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
+    (x,) = drawn((2, 24, 16))
+    trainables, _ = plain.init(RNG, x)
+    _, state = cached.init(RNG, x[:, :1])
+    step = jax.jit(cached.fwd)
+    outputs = []
+    for tokens in np.split(np.asarray(x), [9, 10, 11, 20, 23], axis=1):  # many, one, one, many past the window, ...
+        y, state = step(tokens, trainables, state)
+        outputs.append(y)
+    close(np.concatenate(outputs, 1), fwd(plain, x, trainables))
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_256_tokens_decode_with_one_compilation(window):
+    layer = MultiHeadAttention(2, causal=True, cache=256, window=window, rotary=Rotary())
+    (x,) = drawn((1, 256, 8))
+    trainables, state = layer.init(RNG, x[:, :1])
+    traces = []
+
+    @jax.jit
+    def step(x, state):
+        traces.append(1)
+        return layer.fwd(x, trainables, state)
+
+    outputs = []
+    for token in np.split(np.asarray(x), 256, axis=1):
+        y, state = step(token, state)
+        outputs.append(y)
+    assert len(traces) == 1 and step._cache_size() == 1
+    plain = MultiHeadAttention(2, causal=True, window=window, rotary=Rotary())
+    close(np.concatenate(outputs, 1), fwd(plain, x, trainables))
+
+
+def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
+    layer = MultiHeadAttention(2, causal=True, cache=4)
+    (x,) = drawn((1, 4, 8))
+    trainables, empty = layer.init(RNG, x)
+    with pytest.raises(ValueError, match="5 tokens came at once, but there are 4 slots"):
+        layer.init(RNG, jnp.ones((1, 5, 8)))
+    _, full = layer.fwd(x, trainables, empty)
+    with pytest.raises(ValueError, match="the cache is full: token 5 came, and there are 4 slots"):
+        layer.fwd(x[:, :1], trainables, full)
+    y, state = jax.jit(layer.fwd)(x[:, :1], trainables, full)
+    assert jnp.isnan(y).all()
+    assert jnp.isnan(jax.jit(layer.fwd)(x[:, :1], trainables, state)[0]).all()
+
+
+def test_a_ring_never_fills():
+    layer = MultiHeadAttention(2, causal=True, cache=4, window=3)
+    (x,) = drawn((1, 20, 8))
+    trainables, state = layer.init(RNG, x[:, :1])
+    assert state["cache"]["key"].shape == (1, 3, 2, 4)
+    y, state = jax.jit(layer.fwd)(x, trainables, state)
+    assert np.isfinite(y).all() and int(state["position"]["count"]) == 20
+
+
+def test_a_cache_of_another_batch_is_refused():
+    layer = MultiHeadAttention(2, causal=True, cache=4)
+    trainables, state = layer.init(RNG, jnp.ones((2, 1, 8)))
+    with pytest.raises(ValueError, match="Call init on an input of this batch"):
+        layer.fwd(jnp.ones((3, 1, 8)), trainables, state)
+
+
+def test_a_cache_can_be_narrower_than_the_computation():
+    layer = MultiHeadAttention(2, causal=True, cache=4, cache_dtype="bfloat16")
+    x = jnp.ones((2, 1, 8))
+    trainables, state = layer.init(RNG, x)
+    y, new = jax.eval_shape(layer.fwd, x, trainables, state)
+    assert y.dtype == jnp.float32 and new["cache"]["key"].dtype == jnp.bfloat16
+
+
+def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():
+    def temporary(t, kernel):
+        q, k = (jax.ShapeDtypeStruct((1, t, heads, 64), jnp.float32) for heads in (2, 1))
+        loss = lambda q, k, v: attention(q, k, v, causal=True, implementation=kernel).sum()  # noqa: E731
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16_384, None) < 128 * 2**20
+    assert temporary(16_384, None) < 2.5 * temporary(8_192, None)
+    assert temporary(16_384, "xla") > 2 * 2**30
+
+
+def test_wide_statistics_are_wide_and_products_narrow(kernel):
+    q, k, v = drawn((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8), dtype=jnp.bfloat16)
+
+    def loss(q, k, v):
+        y = attention(q, k, v, causal=True, accum_dtype="float32", implementation=kernel)
+        return jax.lax.reduce_sum(y, range(y.ndim))
+
+    found = [str(departure) for departure in dtypes.audit(jax.value_and_grad(loss, (0, 1, 2)), q, k, v)]
+    assert any("exp float32 -> float32" in each for each in found)
+    dots = [each for each in found if "dot_general" in each]
+    assert dots and all("dot_general bfloat16, bfloat16 -> float32" in each for each in dots)
+
+
+def test_wide_statistics_come_nearer_to_the_exact_result(kernel):
+    q, k, v = drawn((1, 64, 1, 16), (1, 256, 1, 16), (1, 256, 1, 16), dtype=jnp.bfloat16)
+    exact = attend(*(np.asarray(x, np.float64) for x in (q, k, v)))
+
+    def error(accum_dtype):
+        y = run(q, k, v, accum_dtype=accum_dtype, implementation=kernel)
+        return np.abs(np.asarray(y, np.float64) - exact).max()
+
+    assert error("float32") < 4e-3
+    assert error("float32") < error(None)
+
+
+def test_mixed_precision_widens_the_softmax_only():
+    model = dtypes.mixed_bfloat16(mlax.Series(attend=MultiHeadAttention(2), norm=nn.LayerNorm()))
+    assert mlax.get(model, "attend/attend").accum_dtype == "float32"
+    assert mlax.get(model, "attend/query").accum_dtype is None
+
+
+def test_surgery_reaches_parts_whose_width_is_not_known_yet():
+    model = mlax.override(MultiHeadAttention(2, kv_heads=1), nn.Linear, precision="highest")
+    model = mlax.replace(model, "query", mlax.Remat(mlax.get(model, "query")))
+    trainables, _ = model.init(RNG, jnp.ones((2, 3, 8)))
+    shapes = {path: mlax.get(trainables, path).shape for path in mlax.paths(trainables) if path.endswith("kernel")}
+    assert shapes == {"query/kernel": (8, 8), "key/kernel": (8, 4), "value/kernel": (8, 4), "out/kernel": (8, 8)}
+    assert fwd(model, jnp.ones((2, 3, 8)), trainables).shape == (2, 3, 8)
+
+
+def test_dropout_drops_weights_while_training_only():
+    layer = Attention(dropout=0.4)
+    q, k = drawn((1, 200, 2, 4), (1, 300, 2, 4))
+    x = {"query": q, "key": k, "value": jnp.ones_like(k)}
+    y = np.asarray(fwd(layer, x, None, rng=RNG))
+    assert abs(y.mean() - 1) < 0.02 and y.std() > 0.01
+    close(fwd(layer, x, None, inference_mode=True), np.ones(q.shape))
+    with pytest.raises(ValueError, match="there is no key to drop by"):
+        layer.fwd(x, None)
+
+
+def test_the_kernel_is_named_with_its_reason(monkeypatch):
+    def named(*shape, dtype=jnp.bfloat16, accum_dtype="float32", **options):
+        q = jax.ShapeDtypeStruct(shape, dtype)
+        return attention_kernel(q, q, q, accum_dtype=accum_dtype, **options)
+
+    small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
+    monkeypatch.setattr(_attention_kernel, "_capability", lambda: None)
+    assert named(*small).startswith("xla: 131,072 scores") and "no NVIDIA GPU" in named(*small)
+    assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are many")
+    assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: only it drops weights")
+    assert named(*small, implementation="chunked") == "chunked: it was asked for"
+    monkeypatch.setattr(_attention_kernel, "_capability", lambda: 9.0)
+    for options in ({}, {"causal": True}, {"causal": True, "window": 7}, {"lengths": jnp.ones(2)}, {"bias": even}):
+        assert named(*small, **options).startswith("cudnn: ")
+    assert named(2, 128, 4, 256).startswith("cudnn: ")
+    assert "accum_dtype='float32' would allow" in named(*small, accum_dtype=None)
+    assert "but not float32" in named(*small, dtype=jnp.float32)
+    assert "up to 256 but not 260" in named(2, 128, 4, 260) and "but not 60" in named(2, 128, 4, 60)
+    assert "looks back only" in named(*small, window=7)
+    assert "does not take a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
+    assert "it takes a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
+    monkeypatch.setattr(_attention_kernel, "_capability", lambda: 8.0)
+    assert "up to 128 but not 256" in named(2, 128, 4, 256)
+
+
+def test_softmax_is_in_the_dtype_of_its_input():
+    (x,) = drawn((3, 40), dtype=jnp.bfloat16)
+    close(np.asarray(softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
+    assert dtypes.audit(softmax, x) == ()
+    np.testing.assert_array_equal(softmax(x, jnp.zeros((3, 40), bool)), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": (2, 5, 3, 4), "v": (2, 5, 3, 4)}, "4 query heads are no multiple of 3 key-value heads"),
+        ({"v": (2, 6, 2, 4)}, "do not fit"),
+        ({"q": (2, 5, 8)}, "q has the shape .* but must be .batch, time, heads, width."),
+        ({"mask": np.ones((5, 5), bool)}, r"the mask has the shape \(5, 5\), but needs four axes"),
+        ({"bias": jnp.ones((2, 4, 5, 4))}, r"the bias has the shape \(2, 4, 5, 4\)"),
+        ({"sinks": jnp.ones(3)}, "need one for each head"),
+        ({"lengths": np.asarray([5, 6])}, "lengths go up to 6, but there are only 5 keys"),
+        ({"lengths": np.asarray([5])}, "need one for each row"),
+        ({"window": 0}, "window is 0"),
+        ({"dropout": 0.1}, "no key to drop by"),
+        ({"implementation": "cudnn"}, "cuDNN was asked for, but there is no NVIDIA GPU"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
+    monkeypatch.setattr(_attention_kernel, "_capability", lambda: None)
+    shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=words):
+        inspect.unwrap(attention)(**arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: MultiHeadAttention(4, kv_heads=3), "4 heads are no multiple of 3 kv_heads"),
+        (lambda: MultiHeadAttention(0), "heads is 0, but must be a whole number of at least 1"),
+        (lambda: MultiHeadAttention(4, cache=8), "pass causal=True"),
+        (lambda: MultiHeadAttention(4, relative=RelativeBias(2)), "does not have the 4 heads"),
+        (lambda: MultiHeadAttention(4, window=0), "window is 0"),
+        (lambda: Attention(dropout=0.1, implementation="chunked"), "chunked drops no weights"),
+        (lambda: Attention(implementation="flash"), "must be cudnn, xla, chunked or None"),
+        (lambda: MultiHeadAttention(3).init(RNG, jnp.ones((1, 2, 8))), "width 8 does not divide into 3 heads"),
+        (lambda: MultiHeadAttention(2).init(RNG, jnp.ones((2, 8))), r"x is \(2, 8\), but must be"),
+        (lambda: MultiHeadAttention(2).init(RNG, {"y": jnp.ones((1, 2, 8))}), "but has y"),
+        (lambda: MultiHeadAttention(2).init(RNG, (jnp.ones((1, 2, 8)),)), "is none of these"),
+        (
+            lambda: MultiHeadAttention(2, causal=True, cache=4).init(RNG, (jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)))),
+            "with a cache the input is x alone",
+        ),
+        (lambda: Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "has too little"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused_in_words(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()

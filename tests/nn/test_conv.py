@@ -1,0 +1,222 @@
+"""Convolutions against PyTorch, against loops over windows, and their errors."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlax
+from mlax import dtypes
+from mlax.nn._conv import Conv
+from mlax.nn._conv_transpose import ConvTranspose
+from mlax.nn._patches import Patches
+from mlax.ops._pad import pad
+from tests.catalogue import conv as loops
+
+RNG = jax.random.key(0)
+TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
+CONVS = {
+    "conv_line": Conv(4, 3, 2, 1),
+    "conv_plane": Conv(4, (3, 2), (2, 1), (1, 0), dilation=(1, 2)),
+    "conv_groups": Conv(6, 3, padding=2, groups=2),
+    "conv_depthwise": Conv(6, (3, 1), padding="VALID", groups="depthwise"),
+    "conv_volume": Conv(3, (2, 3, 2), (1, 2, 2), (0, 1, 1)),
+    "conv_empty": Conv(3, 2, padding=0),
+    "transpose_line": ConvTranspose(4, 4, 3, 1, output_padding=2),
+    "transpose_plane": ConvTranspose(4, (3, 2), (2, 1), 1, dilation=(1, 2)),
+    "transpose_groups": ConvTranspose(6, 3, 2, 1, output_padding=1, groups=2),
+    "transpose_volume": ConvTranspose(3, 2, 2, "VALID"),
+    "transpose_one": ConvTranspose(4, 2, 2, "VALID"),
+}
+SPELT = {3: "NWC/WIO", 4: "NHWC/HWIO", 5: "NDHWC/DHWIO"}
+
+
+def torch_kernel(case, name):
+    """PyTorch's kernel, or its gradient, as (output, input, window...): a transposed one has its inputs first."""
+    kernel = TORCH[f"{case}/{name}"]
+    if case.startswith("conv"):
+        return kernel
+    groups = CONVS[case].groups
+    apart = kernel.reshape(groups, -1, *kernel.shape[1:])  # (groups, in / groups, out / groups, window...)
+    return np.moveaxis(apart, 1, 2).reshape(-1, apart.shape[1], *kernel.shape[2:])
+
+
+@pytest.mark.parametrize("layout", ["channel_first", "channel_last", "spelt"])
+@pytest.mark.parametrize("case", CONVS)
+def test_outputs_and_gradients_are_those_of_pytorch_in_every_layout(case, layout):
+    image = loops.last if layout != "channel_first" else np.asarray
+    kernel = {
+        "channel_first": np.asarray,
+        "channel_last": loops.last,
+        "spelt": lambda kernel: np.moveaxis(kernel, (0, 1), (-1, -2)),
+    }[layout]
+    x = image(TORCH[f"{case}/x"]).astype(np.float32)
+    layer = mlax.override(CONVS[case], mlax.Layer, layout=SPELT[x.ndim] if layout == "spelt" else layout)
+    weights = {"kernel": kernel(torch_kernel(case, "kernel")), "bias": TORCH[f"{case}/bias"]}
+    weights = dtypes.cast(jax.tree.map(jnp.asarray, weights), "float32")
+    assert jax.tree.map(jnp.shape, layer.init(RNG, x)[0]) == jax.tree.map(jnp.shape, weights)
+
+    y, pull = jax.vjp(jax.jit(lambda x, weights: layer.fwd(x, weights)[0]), x, weights)
+    d_x, d_weights = pull(jnp.asarray(image(TORCH[f"{case}/weight"]), jnp.float32))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(y, image(TORCH[f"{case}/y"]), **close)
+    np.testing.assert_allclose(d_x, image(TORCH[f"{case}/d_x"]), **close)
+    np.testing.assert_allclose(d_weights["kernel"], kernel(torch_kernel(case, "d_kernel")), **close)
+    np.testing.assert_allclose(d_weights["bias"], TORCH[f"{case}/d_bias"], **close)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])
+def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
+    case = f"pad_{mode}"
+    function = jax.jit(lambda x: pad(x, (2, 3), ((3, 0), (2, 1)), name))
+    y, pull = jax.vjp(function, jnp.asarray(TORCH[f"{case}/x"], jnp.float32))
+    np.testing.assert_allclose(y, TORCH[f"{case}/y"], rtol=1e-6)
+    (d_x,) = pull(jnp.asarray(TORCH[f"{case}/weight"], jnp.float32))
+    np.testing.assert_allclose(d_x, TORCH[f"{case}/d_x"], rtol=1e-5, atol=1e-6)
+
+
+def test_patches_are_those_of_pytorch_s_unfold():
+    layer = Patches((3, 2), (2, 1), (1, 0), dilation=(1, 2), layout="channel_first")
+    y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), jnp.asarray(TORCH["unfold/x"], jnp.float32))
+    np.testing.assert_allclose(y.reshape(2, 18, -1), TORCH["unfold/y"], rtol=1e-6)
+    (d_x,) = pull(jnp.asarray(TORCH["unfold/weight"], jnp.float32).reshape(y.shape))
+    np.testing.assert_allclose(d_x, TORCH["unfold/d_x"], rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), rank=st.integers(1, 3))
+def test_a_convolution_is_the_loop_over_its_windows(data, rank):
+    def draw(low, high):
+        return tuple(data.draw(st.integers(low, high)) for _ in range(rank))
+
+    window, strides, dilation, groups = draw(1, 3), draw(1, 3), draw(1, 2), data.draw(st.integers(1, 2))
+    sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
+    pads = tuple(zip(draw(0, 2), draw(0, 2), strict=True))
+    x = np.random.default_rng(0).normal(size=(2, *sizes, 2 * groups)).astype(np.float32)
+    layer = Conv(3 * groups, window, strides, pads, dilation=dilation, groups=groups)
+    trainables, _ = layer.init(RNG, x)
+    want = loops.conv(x, np.asarray(trainables["kernel"]), 0, strides, pads, dilation, groups)
+    np.testing.assert_allclose(layer.fwd(x, trainables)[0], want, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(size=st.integers(1, 7), window=st.integers(1, 4), stride=st.integers(1, 4), dilation=st.integers(1, 2))
+def test_a_same_transposed_convolution_is_the_gradient_of_a_same_convolution(size, window, stride, dilation):
+    x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
+    up = ConvTranspose(4, window, stride, dilation=dilation, bias=False)
+    kernel = up.init(RNG, x)[0]["kernel"]
+    down = Conv(3, window, stride, dilation=dilation, bias=False)
+    swapped = {"kernel": jnp.swapaxes(kernel, 0, -1)}
+    y, pull = jax.vjp(lambda y: down.fwd(y, swapped)[0], jnp.zeros((2, size * stride, 4)))
+    assert y.shape == x.shape
+    np.testing.assert_allclose(up.fwd(x, {"kernel": kernel})[0], pull(jnp.asarray(x))[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_causal_output_depends_on_nothing_after_it(kind, stride):
+    layer = kind(3, 3, stride, "CAUSAL", dilation=2)
+    x = jax.random.normal(RNG, (1, 8, 2))
+    trainables, _ = layer.init(RNG, x)
+    seen = jax.jacobian(lambda x: layer.fwd(x, trainables)[0].sum((0, 2)))(x)  # (windows, 1, 8, 2)
+    reached = np.asarray(abs(seen).sum((1, 3)) > 0)
+    for place, row in enumerate(reached):
+        now = place * stride if kind is Conv else place // stride
+        assert row[now] or kind is ConvTranspose
+        assert not row[now + 1 :].any()
+    assert len(reached) == (8 // stride if kind is Conv else 8 * stride)
+
+
+def test_same_keeps_the_size_and_divides_it_by_the_stride_rounded_up():
+    for size, stride, window in [(7, 1, 4), (7, 2, 3), (8, 3, 5), (1, 2, 3), (5, 4, 1)]:
+        x = jax.ShapeDtypeStruct((2, size, 3), jnp.float32)
+        layer = Conv(4, window, stride)
+        y, _ = jax.eval_shape(layer.fwd, x, layer.init(RNG, x)[0])
+        assert y.shape == (2, -(-size // stride), 4)
+
+
+@pytest.mark.parametrize("layout", ["channel_last", "channel_first"])
+def test_a_linear_on_patches_is_a_convolution(layout):
+    x = jax.random.normal(RNG, (2, 6, 6, 3) if layout == "channel_last" else (2, 3, 6, 6))
+    layer = Conv(4, 3, 2, dilation=2, layout=layout)
+    trainables, _ = layer.init(RNG, x)
+    cut = Patches(3, 2, "SAME", dilation=2, layout=layout).fwd(x, None)[0]
+    channel = -1 if layout == "channel_last" else 1
+    product = jnp.moveaxis(cut, channel, -1) @ trainables["kernel"].reshape(4, -1).T
+    np.testing.assert_allclose(layer.fwd(x, trainables)[0], jnp.moveaxis(product, -1, channel), rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_is_drawn_by_its_fan_in_every_layout():
+    shapes = {"channel_last": (1, 9, 9, 64), "channel_first": (1, 64, 9, 9), "NHWC/HWIO": (1, 9, 9, 64)}
+    for layout, shape in shapes.items():
+        kernel = Conv(128, 3, groups=2, layout=layout).init(RNG, jnp.zeros(shape))[0]["kernel"]
+        assert abs(float(kernel.std()) * (9 * 32) ** 0.5 - 1) < 0.05
+
+
+def test_accum_dtype_adds_up_wide_forward_and_backward_and_returns_the_input_s_dtype():
+    x = jnp.full((1, 4, 1024), 1.0, jnp.bfloat16)
+    layer = Conv(1, 1, kernel_init=mlax.Ones(), accum_dtype="float32")
+    trainables, _ = layer.init(RNG, x)
+    y, _ = layer.fwd(x, trainables)
+    assert y.dtype == jnp.bfloat16 and (y == 1024).all()
+    grads = jax.grad(lambda weights, x: layer.fwd(x, weights)[0].sum(dtype=jnp.bfloat16), (0, 1))(trainables, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    wide = [d.primitive for d in dtypes.audit(lambda x: layer.fwd(x, trainables)[0], x)]
+    assert "conv_general_dilated" in wide
+
+
+def test_param_dtype_keeps_the_weights_wide():
+    x = jnp.ones((2, 5, 3), jnp.bfloat16)
+    layer = Conv(4, 3, param_dtype="float32")
+    trainables, _ = layer.init(RNG, x)
+    assert trainables["kernel"].dtype == jnp.float32
+    assert layer.fwd(x, trainables)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "words"),
+    [
+        (
+            Conv(8, (3, 3)),
+            (4, 32, 3),
+            r"Conv\(8, \(3, 3\)\): window has 2 axes but the input \(4, 32, 3\) has 1 spatial "
+            r"axis; pass window=\(3,\)\.",
+        ),
+        (Conv(8, 3, (1, 2, 3)), (4, 8, 8, 3), r"strides has 3 axes .* has 2 spatial axes; pass strides=\(1, 2\)"),
+        (Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, padding="),
+        (Conv(8, 3, padding="same"), (4, 8, 3), "padding is 'same', but must be 'SAME', 'VALID', 'CAUSAL'"),
+        (Conv(8, 3, padding=-1), (4, 8, 3), "0 or more"),
+        (Conv(8, 5, padding="VALID"), (4, 3, 3), "window covers 5 places but the input .* has 3, and 0 of padding"),
+        (Conv(8, 3, padding="VALID", dilation=4), (4, 8, 3), "window covers 9 places"),
+        (Conv(8, 3, groups=3), (4, 8, 4), "groups is 3, but must be .* divides the 4 channels .* and the 8 features"),
+        (Conv(8, 3, groups="depthwise"), (4, 8, 3), "divides the 3 channels of the input and the 8 features"),
+        (Conv(8, 3, groups=0), (4, 8, 3), "groups is 0"),
+        (Conv(8, 0), (4, 8, 3), "window is 0, but must be whole numbers, 1 or more"),
+        (Conv(8, 3, strides=0), (4, 8, 3), "strides is 0"),
+        (Conv(8, 3), (4, 3), "needs a batch axis, spatial axes and a channel axis"),
+        (Conv(8, 3, layout="NHHC"), (4, 8, 8, 3), "layout is 'NHHC', but must be 'channel_last'"),
+        (Conv(8, 3, layout="NHWC/HWI"), (4, 8, 8, 3), "layout is 'NHWC/HWI'"),
+        (Conv(8, 3, layout="NHWC"), (4, 8, 3), "'NHWC' has 4 axes but the input .* has 3"),
+        (Conv(8, 3, pad_with="mirror"), (4, 8, 3), "pad_with is 'mirror', but must be one of zeros, circular"),
+        (Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* gives 1 places"),
+        (ConvTranspose(8, 3, padding=4), (4, 2, 3), "cuts off all of axis 1 of the output"),
+        (ConvTranspose(8, 3, output_padding=(1, 1)), (4, 2, 3), "output_padding has 2 axes"),
+        (ConvTranspose(8, 3, groups=3), (4, 2, 4), "groups is 3"),
+        (Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 places"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert str(caught.value).startswith(f"{layer}: ")
+
+
+@pytest.mark.parametrize("features", [0, -1, 2.0])
+def test_features_that_cannot_be_are_refused(features):
+    for kind in (Conv, ConvTranspose):
+        with pytest.raises(ValueError, match=r"features is .* but must be a whole number, 1 or more"):
+            kind(features, 3)

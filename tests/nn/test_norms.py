@@ -1,0 +1,533 @@
+"""The norms beside PyTorch's, over many shapes, over devices, and at the ends of narrow dtypes."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mlax
+from mlax import dtypes, nn, ops
+from mlax.nn._batch_norm import BatchNorm
+from mlax.nn._group_norm import GroupNorm
+from mlax.nn._instance_norm import InstanceNorm
+from mlax.nn._rms_norm import RMSNorm
+from mlax.nn._spectral_norm import SpectralNorm
+from mlax.nn._weight_norm import WeightNorm
+from mlax.ops._batch_norm import batch_norm, batch_statistics
+from mlax.ops._group_norm import group_norm
+from mlax.ops._rms_norm import rms_norm
+
+RNG = jax.random.key(0)
+TORCH = np.load(Path(__file__).parents[1] / "references" / "norms.npz")
+
+
+def torch(case):
+    """The arrays of a case by name."""
+    return {name.removeprefix(f"{case}/"): TORCH[name] for name in TORCH.files if name.startswith(f"{case}/")}
+
+
+def close(a, b, tolerance=1e-5):
+    """Within `tolerance` of the largest number there is."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=1.0))
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames="inference_mode")
+def differentiated(layer, x, trainables, non_trainables, g, *, inference_mode=False):
+    """The output and the new state, and the gradients of sum(output * g) by the trainables and the input."""
+
+    def loss(trainables, x):
+        y, new = layer.fwd(x, trainables, non_trainables, inference_mode=inference_mode)
+        return (y * g).sum(), (y, new)
+
+    grads, out = jax.grad(loss, (0, 1), has_aux=True)(trainables, x)
+    return *out, *grads
+
+
+def noise(*shape, seed=0, mean=0.0, std=1.0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(mean, std, shape), dtype)
+
+
+# Beside PyTorch
+
+
+@pytest.mark.parametrize(
+    "case, layer",
+    [
+        ("flat", BatchNorm()),
+        ("image", BatchNorm(axis=1, momentum=0.3, eps=1e-3)),
+        ("narrow", BatchNorm(axis=-2)),
+        ("volume", BatchNorm(axis=1)),
+    ],
+)
+def test_batch_norm_is_pytorchs_step_by_step(case, layer):
+    case = torch(f"batch_norm {case}")
+    trainables, state = layer.init(RNG, case["0/x"])
+    trainables = {"scale": jnp.asarray(case["weight"]), "shift": jnp.asarray(case["bias"])}
+    for step in ("0", "1", "2", "eval"):
+        x, g = case[f"{step}/x"], case[f"{step}/g"]
+        y, state, by_weights, by_x = differentiated(layer, x, trainables, state, g, inference_mode=step == "eval")
+        close(y, case[f"{step}/y"])
+        close(by_x, case[f"{step}/d_x"])
+        close(by_weights["scale"], case[f"{step}/d_weight"])
+        close(by_weights["shift"], case[f"{step}/d_bias"])
+        last = step if step != "eval" else "2"
+        close(state["mean"], case[f"{last}/running_mean"])
+        close(state["var"], case[f"{last}/running_var"])
+
+
+@pytest.mark.parametrize(
+    "case, layer",
+    [
+        ("layer_norm", nn.LayerNorm()),
+        ("layer_norm two axes", nn.LayerNorm(axes=(-2, -1), eps=1e-3)),
+        ("rms_norm", RMSNorm()),
+        ("rms_norm two axes", RMSNorm(axes=(-2, -1), eps=1e-3)),
+        ("group_norm 1", GroupNorm(1, axis=1)),
+        ("group_norm 2", GroupNorm(2, axis=-3, eps=1e-3)),
+        ("group_norm 3 flat", GroupNorm(3)),
+        ("group_norm 6", GroupNorm(6, axis=1)),
+        ("instance_norm line", InstanceNorm(axis=1)),
+        ("instance_norm image", InstanceNorm(axis=1, eps=1e-3)),
+    ],
+)
+def test_norms_of_an_example_are_pytorchs(case, layer):
+    case = torch(case)
+    trainables = {"scale": jnp.asarray(case["weight"])}
+    if "bias" in case:
+        trainables["shift"] = jnp.asarray(case["bias"])
+    y, _, by_weights, by_x = differentiated(layer, case["0/x"], trainables, None, case["0/g"])
+    close(y, case["0/y"])
+    close(by_x, case["0/d_x"])
+    close(by_weights["scale"], case["0/d_weight"])
+    if "bias" in case:
+        close(by_weights["shift"], case["0/d_bias"])
+
+
+@mlax.frozen
+class Convolve(mlax.Layer):
+    """Channels first, as PyTorch does it."""
+
+    features: int
+    window: tuple[int, ...]
+
+    def init(self, rng, x):
+        kernel = mlax.Normal(1.0)(rng, (self.features, x.shape[1], *self.window), x.dtype)
+        return {"kernel": kernel, "bias": jnp.zeros(self.features, x.dtype)}, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = lax.conv(x, trainables["kernel"], (1,) * len(self.window), "VALID")
+        return y + trainables["bias"][:, None, None], non_trainables
+
+
+def transposed(kernel):
+    """PyTorch keeps a matrix as (out, in)."""
+    return kernel.T if kernel.ndim == 2 else kernel
+
+
+@pytest.mark.parametrize(
+    "case, layer",
+    [
+        ("linear", WeightNorm(nn.Linear(5))),
+        ("linear inputs", WeightNorm(nn.Linear(5), axis=0)),
+        ("conv", WeightNorm(Convolve(4, (2, 3)), axis=0)),
+    ],
+)
+def test_weight_norm_is_pytorchs(case, layer):
+    case = torch(f"weight_norm {case}")
+    kernel = {name: jnp.asarray(transposed(case[name])) for name in ("direction", "magnitude")}
+    trainables = {"kernel": kernel, "bias": jnp.asarray(case["bias"])}
+    y, _, by_weights, by_x = differentiated(layer, case["0/x"], trainables, None, case["0/g"])
+    close(y, case["0/y"])
+    close(by_x, case["0/d_x"])
+    close(transposed(by_weights["kernel"]["magnitude"]), case["0/d_parametrizations.weight.original0"])
+    close(transposed(by_weights["kernel"]["direction"]), case["0/d_parametrizations.weight.original1"])
+
+
+@pytest.mark.parametrize(
+    "case, layer, steps",
+    [
+        ("linear", SpectralNorm(nn.Linear(5)), 3),
+        ("linear twice", SpectralNorm(nn.Linear(5), iterations=2), 3),
+        ("conv", SpectralNorm(Convolve(4, (2, 3)), axis=0), 2),
+    ],
+)
+def test_spectral_norm_is_pytorchs_step_by_step(case, layer, steps):
+    case = torch(f"spectral_norm {case}")
+    state = {"kernel": {"left": jnp.asarray(case["left"]), "right": jnp.asarray(case["right"])}}
+    for step in range(steps):
+        kernel = jnp.asarray(transposed(case[f"{step}/parametrizations.weight.original"]))
+        trainables = {"kernel": kernel, "bias": jnp.asarray(case[f"{step}/bias"])}
+        x, g = case[f"{step}/x"], case[f"{step}/g"]
+        y, state, by_weights, by_x = differentiated(layer, x, trainables, state, g)
+        close(y, case[f"{step}/y"])
+        close(by_x, case[f"{step}/d_x"])
+        close(transposed(by_weights["kernel"]), case[f"{step}/d_parametrizations.weight.original"])
+        close(state["kernel"]["left"], case[f"{step}/left"])
+        close(state["kernel"]["right"], case[f"{step}/right"])
+    y, same = layer.fwd(x, trainables, state, inference_mode=True)
+    kernel = jnp.asarray(transposed(case["eval/kernel"]))
+    close(y, layer.layer.fwd(x, {"kernel": kernel, "bias": trainables["bias"]})[0])
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+# Any shape
+
+
+@settings(max_examples=8, deadline=None)
+@given(shape=st.lists(st.integers(1, 4), min_size=2, max_size=4), axis=st.integers(1, 3), data=st.data())
+def test_batch_statistics_are_those_of_each_channel(shape, axis, data):
+    axis = min(axis, len(shape) - 1) - data.draw(st.sampled_from([0, len(shape)]))
+    x = noise(*shape, mean=3.0)
+
+    @jax.jit
+    def both(x):
+        mean, var, count = batch_statistics(x, axis=axis)
+        assert count == x.size // shape[axis]
+        return mean, var, batch_norm(x, mean, var, axis=axis)
+
+    mean, var, y = map(np.asarray, both(x))
+    for channel in range(shape[axis]):
+        values = np.take(np.asarray(x, np.float64), channel, axis)
+        close(mean[channel], values.mean())
+        close(var[channel], values.var())
+        close(np.take(y, channel, axis), (values - values.mean()) / np.sqrt(values.var() + 1e-5), 1e-3)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    groups=st.integers(1, 3),
+    size=st.integers(1, 3),
+    axis=st.integers(1, 3),
+)
+def test_group_norm_is_a_loop_over_examples_and_groups(shape, groups, size, axis):
+    axis = min(axis, len(shape))
+    x = noise(*shape[:axis], groups * size, *shape[axis:])
+    y = np.asarray(jax.jit(functools.partial(group_norm, groups=groups, axis=axis))(x))
+    for example in range(shape[0]):
+        for group in range(groups):
+            where = (example, *[slice(None)] * (axis - 1), slice(group * size, (group + 1) * size))
+            values = np.asarray(x, np.float64)[where]
+            close(y[where], (values - values.mean()) / np.sqrt(values.var() + 1e-5), 1e-3)
+
+
+@pytest.mark.parametrize("layer", [BatchNorm(), RMSNorm(), GroupNorm(2), InstanceNorm(), nn.LayerNorm()], ids=repr)
+def test_an_empty_batch_stays_empty_and_spoils_no_state(layer):
+    x = jnp.zeros((0, 3, 4))
+    trainables, state = layer.init(RNG, x)
+    y, new = layer.fwd(x, trainables, state)
+    assert y.shape == x.shape
+    jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+@pytest.mark.parametrize("layer", [BatchNorm(), GroupNorm(4), InstanceNorm(), nn.LayerNorm(axes=(-2,))], ids=repr)
+def test_a_single_value_becomes_the_shift(layer):
+    x = noise(1, 1, 4)
+    trainables, state = layer.init(RNG, x)
+    y, new = layer.fwd(x, trainables, state)
+    np.testing.assert_array_equal(y, 0)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+
+
+@pytest.mark.parametrize("layer", [BatchNorm(), RMSNorm(), GroupNorm(2), InstanceNorm(), nn.LayerNorm()], ids=repr)
+def test_norms_differentiate_forward_and_twice(layer):
+    with jax.enable_x64(True):
+        x = noise(3, 2, 4, dtype=np.float64)
+        trainables, state = layer.init(RNG, x)
+
+        def loss(x):
+            return (layer.fwd(x, trainables, state)[0] ** 3).sum()
+
+        @jax.jit
+        def derivatives(x):
+            step = 1e-5 * (x + 1)
+            once, twice = jax.jvp(jax.grad(loss), (x,), (x + 1,))
+            near = (jax.grad(loss)(x + step) - jax.grad(loss)(x - step)) / 2e-5
+            return jax.jvp(loss, (x,), (x + 1,))[1], (once * (x + 1)).sum(), twice, near
+
+        forward, reverse, twice, near = derivatives(x)
+        close(forward, reverse, 1e-12)
+        close(twice, near, 1e-6)
+
+
+# Running statistics
+
+
+def test_a_corrected_batch_norm_forgets_what_it_started_from():
+    layer = BatchNorm(corrected=True, momentum=0.2)
+    trainables, state = layer.init(RNG, noise(6, 3))
+    sums, weight = np.zeros((2, 3)), 0.0
+    for step in range(5):
+        x = noise(6, 3, seed=step, mean=step)
+        _, state = layer.fwd(x, trainables, state)
+        batch = np.asarray(x, np.float64)
+        sums = 0.8 * sums + 0.2 * np.stack([batch.mean(0), batch.var(0, ddof=1)])
+        weight = 0.8 * weight + 0.2
+        close(state["mean"], sums[0] / weight)
+        close(state["var"], sums[1] / weight)
+    assert state["count"] == 5
+
+
+def test_the_weight_of_a_first_step_is_not_rounded_to_a_narrow_dtype():
+    layer = BatchNorm(corrected=True, momentum=0.001)  # 1 - 0.001 is 1 in bfloat16
+    x = noise(64, 3, mean=2.0, dtype=jnp.bfloat16)
+    trainables, state = layer.init(RNG, x)
+    for _ in range(3):
+        _, state = layer.fwd(x, trainables, state)
+    mean, _, _ = batch_statistics(x)
+    np.testing.assert_array_equal(state["mean"], mean)
+
+
+def test_a_frozen_batch_norm_trains_by_its_running_statistics():
+    layer, x = BatchNorm(frozen=True), noise(6, 3)
+    trainables, state = layer.init(RNG, x)
+    state = {"mean": state["mean"] + 2.0, "var": state["var"] * 4.0}
+    y, new = layer.fwd(x, trainables, state)
+    assert new is state
+    close(y, (np.asarray(x) - 2.0) / np.sqrt(4.0 + 1e-5))
+    jax.jit(layer.fwd)(x, trainables, state, inference_mode=True)  # it does not even read inference_mode
+
+
+def test_the_state_carries_no_gradient():
+    layer, x = BatchNorm(), noise(6, 3)
+    trainables, state = layer.init(RNG, x)
+    grad = jax.grad(lambda x: sum(leaf.sum() for leaf in jax.tree.leaves(layer.fwd(x, trainables, state)[1])))(x)
+    np.testing.assert_array_equal(grad, 0)
+
+
+def test_the_state_can_be_carried_through_a_scan():
+    layer, xs = BatchNorm(corrected=True, accum_dtype="float32"), noise(4, 6, 3, dtype=jnp.bfloat16)
+    trainables, state = layer.init(RNG, xs[0])
+    scanned, _ = lax.scan(lambda state, x: layer.fwd(x, trainables, state)[::-1], state, xs)
+    for x in xs:
+        _, state = layer.fwd(x, trainables, state)
+    jax.tree.map(close, scanned, state)
+
+
+# Over devices
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_sharded_batch_has_the_statistics_of_the_whole(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    layer, x = BatchNorm(), noise(16, 3, 4) + jnp.arange(16.0)[:, None, None]
+    trainables, state = layer.init(RNG, x)
+    g = noise(*x.shape, seed=1)
+    whole = differentiated(layer, x, trainables, state, g)
+    with jax.set_mesh(mesh):
+        over = NamedSharding(mesh, P("data"))
+        sharded = differentiated(layer, jax.device_put(x, over), trainables, state, jax.device_put(g, over))
+    jax.tree.map(close, sharded, whole)
+    assert sharded[0].sharding.is_equivalent_to(over, 3)
+
+
+def over_devices(layer, x, trainables, state):
+    """Each of 8 devices with its own part of the batch, under shard_map; state from all of them, side by side."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def one(x, trainables, state):
+        y, new = layer.fwd(x, trainables, state)
+        return y, jax.tree.map(lambda leaf: leaf[None], new)
+
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False))(
+        x, trainables, state
+    )
+
+
+def test_under_shard_map_a_named_axis_gives_the_statistics_of_the_whole():
+    x = noise(16, 3, 4) + jnp.arange(16.0)[:, None, None]
+    trainables, state = BatchNorm().init(RNG, x)
+    whole, moved = BatchNorm().fwd(x, trainables, state)
+    y, new = over_devices(BatchNorm(axis_name="data"), x, trainables, state)
+    close(y, whole)
+    for name in ("mean", "var"):
+        close(new[name], np.stack([moved[name]] * 8))
+    alone, _ = over_devices(BatchNorm(), x, trainables, state)
+    assert np.abs(np.asarray(alone - whole)).max() > 0.1
+
+
+def test_under_shard_map_the_gradients_of_the_parts_add_up_to_those_of_the_whole():
+    x, g = noise(16, 3, 4) + jnp.arange(16.0)[:, None, None], noise(16, 3, 4, seed=1)
+    layer = BatchNorm(axis_name="data")
+    trainables, state = layer.init(RNG, x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    fwd = jax.shard_map(
+        lambda x, trainables, state: layer.fwd(x, trainables, state),
+        mesh=mesh,
+        in_specs=(P("data"), P(), P()),
+        out_specs=(P("data"), P()),
+    )
+    grads = jax.jit(jax.grad(lambda t, x: (fwd(x, t, state)[0] * g).sum(), (0, 1)))(trainables, x)
+    whole = jax.grad(lambda t, x: (BatchNorm().fwd(x, t, state)[0] * g).sum(), (0, 1))(trainables, x)
+    jax.tree.map(close, grads, whole)
+
+
+def test_under_vmap_a_named_axis_gives_the_statistics_of_the_whole():
+    x = noise(4, 5, 3)
+    trainables, state = BatchNorm().init(RNG, x)
+    layer = BatchNorm(axis_name="parts")
+    y, new = jax.vmap(lambda x: layer.fwd(x, trainables, state), axis_name="parts", out_axes=(0, None))(x)
+    whole, moved = BatchNorm().fwd(x, trainables, state)
+    close(y, whole)
+    jax.tree.map(close, new, moved)
+
+
+def test_an_axis_name_that_is_not_there_says_what_to_do():
+    layer, x = BatchNorm(axis_name="data"), noise(4, 3)
+    trainables, state = layer.init(RNG, x)
+    layer.fwd(x, trainables, state, inference_mode=True)
+    with pytest.raises(NameError, match="no axis is named so here; call fwd under a shard_map"):
+        layer.fwd(x, trainables, state)
+
+
+# Narrow dtypes
+
+
+@pytest.mark.parametrize("std", [1e-3, 1.0, 5e3])
+@pytest.mark.parametrize("norm", [ops.layer_norm, rms_norm])
+def test_float16_squares_neither_overflow_nor_vanish(norm, std):
+    x = noise(3, 4096, std=std, dtype=np.float16)
+    y = jax.jit(norm)(x)
+    exact = norm(jnp.asarray(x, np.float32))
+    close(y, exact, 5e-3)
+    g = noise(3, 4096, seed=1, dtype=np.float16)
+    by_x = jax.jit(jax.grad(lambda x: lax.reduce_sum(norm(x) * g, (0, 1))))(x)
+    exact = jax.grad(lambda x: (norm(x) * jnp.asarray(g, np.float32)).sum())(jnp.asarray(x, np.float32))
+    np.testing.assert_allclose(by_x, exact, atol=5e-3 * np.abs(exact).max() + 6e-8)  # the least float16
+
+
+def test_a_float16_mean_of_more_numbers_than_float16_counts_is_right():
+    x = noise(100_000, 2, mean=3.0, dtype=np.float16)
+    mean, var, _ = batch_statistics(x)
+    close(mean, np.asarray(x, np.float64).mean(0), 5e-3)
+    close(var, np.asarray(x, np.float64).var(0), 5e-3)
+
+
+def test_mixed_precision_keeps_the_running_statistics_in_float32():
+    model = dtypes.mixed_bfloat16(mlax.Series(up=nn.Linear(8), norm=BatchNorm(), down=SpectralNorm(nn.Linear(3))))
+    x = noise(16, 4)
+    trainables, state = model.init(RNG, x)
+    y, new = jax.jit(model.fwd)(x, trainables, state)
+    assert y.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves((state, new))} == {jnp.dtype("float32")}
+    hidden = np.asarray(x) @ np.asarray(trainables["up"]["kernel"])
+    np.testing.assert_allclose(new["norm"]["mean"], 0.1 * hidden.mean(0), atol=2e-3)
+
+
+@pytest.mark.parametrize("layer", [BatchNorm(), SpectralNorm(nn.Linear(3))], ids=repr)
+def test_state_of_another_dtype_is_refused_with_both_named(layer):
+    x = noise(16, 4)
+    trainables, state = layer.init(RNG, x)
+    with pytest.raises(TypeError, match=r"is float32 but is computed in bfloat16.*accum_dtype='float32'"):
+        dtypes.Mixed(layer).fwd(x, trainables, state)
+
+
+# Wrappers
+
+
+def test_wrapped_layers_start_as_the_layer_inside():
+    model = mlax.Series(up=nn.Linear(5), norm=BatchNorm(), down=nn.Linear(2, bias=False))
+    x = noise(4, 6)
+    plain, plain_state = model.init(RNG, x)
+    weight = WeightNorm(model)
+    trainables, state = weight.init(RNG, x)
+    assert set(mlax.paths(trainables)) == {
+        "up/bias",
+        "up/kernel/direction",
+        "up/kernel/magnitude",
+        "norm/scale",
+        "norm/shift",
+        "down/kernel/direction",
+        "down/kernel/magnitude",
+    }
+    y, new = weight.fwd(x, trainables, state)
+    wanted, wanted_state = model.fwd(x, plain, plain_state)
+    close(y, wanted)
+    jax.tree.map(close, new, wanted_state)
+
+
+def test_spectral_norm_keeps_the_state_of_the_layer_inside():
+    model = SpectralNorm(mlax.Series(up=nn.Linear(5), norm=BatchNorm()))
+    x = noise(4, 6)
+    trainables, state = model.init(RNG, x)
+    _, new = model.fwd(x, trainables, state)
+    assert set(mlax.paths(new)) == {"up/kernel/left", "up/kernel/right", "norm/mean", "norm/var"}
+    assert not np.array_equal(new["norm"]["mean"], state["norm"]["mean"])
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 40), (1, 4), (7, 1)])
+def test_the_largest_singular_value_becomes_1_with_training(shape):
+    layer = SpectralNorm(nn.Linear(shape[1], bias=False))
+    x = jnp.eye(shape[0])
+    trainables, state = layer.init(RNG, x)
+    fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
+    for _ in range(60):
+        kernel, state = fwd(x, trainables, state)
+    np.testing.assert_allclose(np.linalg.svd(kernel, compute_uv=False)[0], 1.0, rtol=1e-4)
+    for vector in jax.tree.leaves(state):
+        np.testing.assert_allclose(np.linalg.norm(vector), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", [WeightNorm, SpectralNorm])
+def test_a_wrapped_layer_can_be_repeated(wrapper):
+    model = mlax.Repeat(wrapper(nn.Linear(4)), 3)
+    x = noise(2, 4)
+    trainables, state = model.init(RNG, x)
+    y, new = jax.jit(model.fwd)(x, trainables, state)
+    for time in range(3):
+        own = jax.tree.map(lambda leaf, time=time: leaf[time], (trainables, state))
+        x, moved = wrapper(nn.Linear(4)).fwd(x, *own)
+        jax.tree.map(lambda leaf, moved, time=time: close(leaf[time], moved), new, moved)
+    close(y, x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
+    x = noise(2, 4, dtype=dtype)
+    layer = SpectralNorm(nn.Linear(3, kernel_init=mlax.Zeros()))
+    _, state = layer.init(RNG, x)
+    assert not any(np.isnan(np.asarray(leaf, np.float32)).any() for leaf in jax.tree.leaves(state))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "build, shape, words",
+    [
+        (lambda: GroupNorm(0), None, "groups is 0, but must be at least 1"),
+        (lambda: GroupNorm(4), (2, 3, 6), r"the 6 channels of the input \(2, 3, 6\) do not divide into 4 groups"),
+        (lambda: GroupNorm(2, axis=0), (2, 6), "is its batch axis"),
+        (lambda: GroupNorm(2, axis=2), (2, 6), "has no axis 2"),
+        (lambda: BatchNorm(axis=-2), (2, 6), "is its batch axis"),
+        (lambda: BatchNorm(axis=3), (2, 6), "has no axis 3"),
+        (lambda: BatchNorm(momentum=0.0), None, "pass frozen=True"),
+        (lambda: InstanceNorm(), (2, 6), "leaves no axis to take statistics over"),
+        (lambda: WeightNorm(nn.LayerNorm()), (2, 6), "no leaf of the layer is called 'kernel'; it has scale, shift"),
+        (lambda: WeightNorm(nn.Linear(3), axis=2), (2, 6), r"kernel has the shape \(6, 3\), which has no axis 2"),
+        (lambda: SpectralNorm(nn.Dropout()), (2, 6), "it has none"),
+        (lambda: SpectralNorm(nn.Linear(3), iterations=0), None, "both must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(build, shape, words):
+    with pytest.raises(ValueError, match=words):
+        build().init(RNG, jnp.ones(shape))
+
+
+def test_a_wrapper_names_the_variables_that_it_lacks():
+    x = noise(2, 6)
+    plain, _ = nn.Linear(3).init(RNG, x)
+    with pytest.raises(ValueError, match="trainables lacks kernel/direction, kernel/magnitude"):
+        WeightNorm(nn.Linear(3)).fwd(x, plain)
+    with pytest.raises(ValueError, match="non_trainables lacks kernel/left, kernel/right"):
+        SpectralNorm(nn.Linear(3)).fwd(x, plain)

@@ -1,0 +1,171 @@
+"""Pooling against PyTorch, against loops over windows, and its errors."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import mlax
+from mlax.nn._global_pool import AdaptivePool, GlobalPool
+from mlax.nn._pool import MaxPool, MeanPool, Pool, SumPool
+from tests.catalogue import conv as loops
+
+RNG = jax.random.key(0)
+TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
+POOLS = {
+    "max_line": MaxPool(3, 2, 1),
+    "max_plane": MaxPool(2),
+    "max_overlap": MaxPool(3, (2, 1), 1),
+    "max_dilated": MaxPool((3, 2), 1, dilation=(2, 3)),
+    "max_ceil": MaxPool(3, 2, ceil=True),
+    "max_volume": MaxPool((2, 1, 3), (2, 1, 2)),
+    "max_wide": MaxPool(34, 3, 17),
+    "max_apart": MaxPool(36),
+    "max_empty": MaxPool(2),
+    "mean_line": MeanPool(3, 2, 1),
+    "mean_plane": MeanPool((3, 2), padding=1, count_padding=True),
+    "mean_ceil": MeanPool(3, 2, 1, ceil=True, count_padding=True),
+    "mean_volume": MeanPool(2, 1),
+    "mean_wide": MeanPool(34, 3),
+    "adaptive_mean": AdaptivePool((3, 2)),
+    "adaptive_even": AdaptivePool((3, 2)),
+    "adaptive_larger": AdaptivePool((5, None)),
+    "adaptive_max": AdaptivePool((3, 4), "max"),
+    "adaptive_max_line": AdaptivePool(4, "max"),
+    "adaptive_max_volume": AdaptivePool((2, 3, 1), "max"),
+}
+
+
+@pytest.mark.parametrize("layout", ["channel_first", "channel_last"])
+@pytest.mark.parametrize("case", POOLS)
+def test_outputs_and_gradients_are_those_of_pytorch_ties_included(case, layout):
+    image = np.asarray if layout == "channel_first" else loops.last
+    layer = mlax.override(POOLS[case], mlax.Layer, layout=layout)
+    x = jnp.asarray(image(TORCH[f"{case}/x"]), jnp.float32)
+    y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), x)
+    (d_x,) = pull(jnp.asarray(image(TORCH[f"{case}/weight"]), jnp.float32))
+    np.testing.assert_allclose(y, image(TORCH[f"{case}/y"]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(d_x, image(TORCH[f"{case}/d_x"]), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), rank=st.integers(1, 3))
+def test_a_pooling_is_the_loop_over_its_windows(data, rank):
+    def draw(low, high):
+        return tuple(data.draw(st.integers(low, high)) for _ in range(rank))
+
+    window, strides, dilation = draw(1, 4), draw(1, 3), draw(1, 2)
+    pads = tuple((k // 2, (k - 1) // 2) for k in window) if data.draw(st.booleans()) else ((0, 0),) * rank
+    sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
+    x = np.random.default_rng(0).normal(size=(2, *sizes, 2)).astype(np.float32)
+    for layer, reduce, fill in (
+        (MaxPool(window, strides, pads, dilation), np.max, -math.inf),
+        (SumPool(window, strides, pads, dilation), np.sum, 0.0),
+        (MeanPool(window, strides, pads, dilation), np.nanmean, math.nan),
+        (MeanPool(window, strides, pads, dilation, count_padding=True), np.mean, 0.0),
+        (Pool(lax.mul, 1.0, window, strides, pads, dilation), np.prod, 1.0),
+    ):
+        want = loops.pool(x, reduce, window, strides, pads, dilation, fill)
+        np.testing.assert_allclose(jax.jit(layer.fwd)(x, None)[0], want, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(window=st.integers(1, 40), stride=st.integers(1, 40), extra=st.integers(0, 40))
+def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride, extra):
+    x = np.random.default_rng(0).integers(0, 3, (1, window + extra, 1)).astype(np.float32)
+    cuts = loops.cut(x, (window,), (stride,), [(0, 0)])[0, ..., 0]  # (windows, window)
+    y, pull = jax.vjp(jax.jit(lambda x: MaxPool(window, stride).fwd(x, None)[0]), jnp.asarray(x))
+    np.testing.assert_array_equal(y[0, :, 0], cuts.max(1))
+    want = np.zeros(window + extra)
+    np.add.at(want, np.arange(len(cuts)) * stride + cuts.argmax(1), np.arange(1.0, len(cuts) + 1))
+    (d_x,) = pull(jnp.arange(1.0, len(cuts) + 1).reshape(y.shape))
+    np.testing.assert_array_equal(d_x[0, :, 0], want)
+    total, _ = jax.jit(SumPool(window, stride).fwd)(x, None)
+    np.testing.assert_array_equal(total[0, :, 0], cuts.sum(1))
+
+
+@settings(max_examples=10, deadline=None)
+@given(size=st.integers(1, 12), bins=st.integers(1, 12))
+def test_adaptive_bins_are_the_loop_over_pytorch_s_bins(size, bins):
+    x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
+    for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
+        want = loops.adaptive(x, reduce, (bins,))
+        np.testing.assert_allclose(jax.jit(AdaptivePool(bins, by).fwd)(x, None)[0], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["channel_first", "channel_last", "HWNC"])
+def test_global_pooling_reduces_all_places(layout):
+    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
+    axes = {"channel_first": (2, 3), "channel_last": (1, 2), "HWNC": (0, 1)}[layout]
+    for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
+        for keep in (False, True):
+            y, _ = GlobalPool(by, keep, layout).fwd(x, None)
+            np.testing.assert_allclose(y, reduce(x, axis=axes, keepdims=keep), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [MaxPool((3, 4)), MaxPool((3, 4), (1, 1)), GlobalPool("max"), AdaptivePool(1, "max")])
+def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
+    x = jnp.zeros((1, 3, 4, 1)).at[0, 1:, 1:3].set(2.0)
+    d_x = jax.grad(lambda x: layer.fwd(x, None)[0].sum())(x)
+    np.testing.assert_array_equal(d_x, jnp.zeros_like(x).at[0, 1, 1].set(1.0))
+
+
+@pytest.mark.parametrize(
+    "layer", [MaxPool(2), MaxPool(2, 1), MaxPool(20, 1, 9), GlobalPool("max"), AdaptivePool(3, "max")]
+)
+def test_a_nan_is_the_largest(layer):
+    x = jnp.zeros((1, 4, 4, 1)).at[0, 0, 1].set(jnp.nan)
+    y, _ = layer.fwd(x, None)
+    assert jnp.isnan(y).any() and jnp.isnan(y.reshape(-1)[0])
+
+
+def test_forward_mode_and_second_derivatives_work():
+    x = jax.random.normal(RNG, (1, 6, 2))
+    for layer in (MaxPool(3, 2, 1), GlobalPool("max"), Pool(jnp.logaddexp, -math.inf, 2)):
+
+        @jax.jit
+        def function(x):
+            return (layer.fwd(x, None)[0] ** 2).sum()
+
+        forward = jax.jacfwd(function)(x)
+        np.testing.assert_allclose(forward, jax.grad(function)(x), rtol=1e-5, atol=1e-5)
+        twice = jax.grad(lambda x: (jax.grad(function)(x) ** 2).sum())(x)
+        assert jnp.isfinite(twice).all()
+
+
+def test_accum_dtype_adds_up_wide():
+    x = jnp.full((1, 64, 64, 1), 1.0 + 2**-7, jnp.bfloat16)
+    for layer in (GlobalPool(accum_dtype="float32"), MeanPool(64, accum_dtype="float32")):
+        y, _ = layer.fwd(x, None)
+        assert y.dtype == jnp.bfloat16 and (y == x[0, 0, 0, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "words"),
+    [
+        (MaxPool((2, 2)), (4, 32, 3), r"MaxPool\(\(2, 2\)\): window has 2 axes .* 1 spatial axis; pass window=\(2,\)"),
+        (MaxPool(3), (4, 2, 2, 3), "window covers 3 places but the input .* has 2"),
+        (MeanPool(2, padding=2), (4, 5, 3), "a window holds nothing but padding"),
+        (SumPool(2, padding="FULL"), (4, 5, 3), "padding is 'FULL'"),
+        (Pool(lax.add, 0.0, 2, layout="CHW"), (4, 5, 3), "layout is 'CHW'"),
+        (GlobalPool(), (4, 5), "needs a batch axis"),
+        (AdaptivePool((2, 2)), (4, 5, 3), r"size has 2 numbers .* 1 spatial axes; pass size=\(2,\)"),
+        (AdaptivePool(0), (4, 5, 3), "size is 0, but must be whole numbers"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert str(caught.value).startswith(f"{layer}: ")
+
+
+@pytest.mark.parametrize("kind", [GlobalPool, lambda by: AdaptivePool(2, by)])
+def test_a_reduction_that_is_none_is_refused(kind):
+    with pytest.raises(ValueError, match="by is 'median', but must be one of mean, max, sum"):
+        kind("median")
