@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test lint matrix bench clean
+.PHONY: help demo test lint matrix bench references clean
 
 help:  ## what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and predictions in runs/digits
 	$(RUN)python examples/digits.py
@@ -26,6 +26,11 @@ matrix:  ## run the tests on every Python of 3.11 to 3.13 that is here
 bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
 	@for file in benchmarks/*.py; do echo "== $$file"; $(RUN)python $$file || exit 1; done
+
+references:  ## make the reference files of the tests anew, with PyTorch in an environment of its own
+	$(PYTHON) -m venv .venv-references
+	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
+	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
 
 clean:  ## remove the environments and what was made
 	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache

@@ -1,0 +1,58 @@
+"""Flatten and Reshape: the same numbers in another shape."""
+
+import math
+
+from mlax.core import Layer, frozen
+
+
+@frozen
+class Flatten(Layer):
+    """Make one axis of all that come after the batch axis: (b, ...) to (b, n), in the dtype of the input."""
+
+    def init(self, rng, x):
+        if x.ndim == 0:
+            raise ValueError(f"{self}: the input is a scalar but needs a batch axis; reshape it to (1,).")
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return x.reshape(x.shape[0], math.prod(x.shape[1:])), non_trainables
+
+
+@frozen
+class Reshape(Layer):
+    """Give each example another shape: (b, ...) to (b, *shape), in the dtype of the input.
+
+    One size of `shape` may be -1: what is left.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self):
+        if not isinstance(self.shape, tuple) or not all(isinstance(size, int) for size in self.shape):
+            raise TypeError(f"Reshape: shape is {self.shape!r}, but must be a tuple of whole numbers.")
+        if min(self.shape, default=0) < -1 or self.shape.count(-1) > 1:
+            raise ValueError(
+                f"Reshape: shape is {self.shape}, but must be sizes of 0 and more, one of them at most left open by -1."
+            )
+
+    def init(self, rng, x):
+        if x.ndim == 0:
+            raise ValueError(f"{self}: the input is a scalar but needs a batch axis; reshape it to (1,).")
+        self._sizes(x.shape[1:])
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return x.reshape(x.shape[0], *self._sizes(x.shape[1:])), non_trainables
+
+    def _sizes(self, given: tuple[int, ...]) -> tuple[int, ...]:
+        size, known = math.prod(given), math.prod(size for size in self.shape if size != -1)
+        if -1 not in self.shape:
+            fits, rest = size == known, 0
+        else:
+            fits, rest = (size % known == 0, size // known) if known else (False, 0)
+        if not fits:
+            raise ValueError(
+                f"{self}: each example has the shape {given}, which is {size} numbers, and they do not fill "
+                f"{self.shape}; pass sizes whose product is that."
+            )
+        return tuple(rest if size == -1 else size for size in self.shape)

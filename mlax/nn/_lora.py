@@ -1,0 +1,97 @@
+"""LoRA: a linear map plus a learned change of low rank."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, named_key, replace
+from mlax.dtypes import cast
+from mlax.nn._linear import Linear
+from mlax.ops._linear import linear
+
+
+@frozen
+class LoRA(Wrapper):
+    """Add `alpha / rank * x @ down @ up` to the output of a Linear: `x @ (kernel + alpha / rank * down @ up) + bias`.
+
+    Shapes and dtype as in the Linear. Trainables: those of the Linear, under the same paths and of the same values as
+    without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up (rank, features),
+    which begins at zero. To train these only:
+
+        model = mlax.replace(model, "blocks/attend/query", nn.LoRA(mlax.get(model, "blocks/attend/query"), rank=8))
+        frozen, live = mlax.freeze(model.init(rng, x)[0], "**/lora/*")
+        frozen = pretrained
+
+    and differentiate by `live` what is computed with `mlax.merge(live, frozen)`; `nn.merge_lora` then gives the
+    variables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
+    """
+
+    layer: Linear
+    rank: int
+    alpha: float | None = None  # None: as large as the rank, so that the change has the factor 1
+    down_init: Initializer = lecun("normal")
+    up_init: Initializer = Zeros()
+
+    def __post_init__(self):
+        if not isinstance(self.layer, Linear):
+            raise TypeError(f"LoRA: {self.layer!r} is no Linear; LoRA goes around each Linear inside, by mlax.replace.")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"LoRA: rank is {self.rank!r}, but must be a whole number of at least 1.")
+
+    @property
+    def factor(self) -> float:
+        """What the product of down and up is multiplied with."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @property
+    def param_dtype(self) -> Any:
+        """The Linear's own."""
+        return self.layer.param_dtype
+
+    def init(self, rng, x):
+        trainables, _ = self.layer.init(rng, x)
+        d, f = x.shape[-1], self.layer.features
+        if self.rank > min(d, f):
+            raise ValueError(
+                f"{self}: the rank {self.rank} is above that of any {d} x {f} matrix; pass at most {min(d, f)}, or "
+                "train the kernel itself."
+            )
+        dtype = self.param_dtype or x.dtype
+        lora = {
+            "down": self.down_init(named_key(rng, "down"), (d, self.rank), dtype),
+            "up": self.up_init(named_key(rng, "up"), (self.rank, f), dtype),
+        }
+        return {**trainables, "lora": lora}, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        base = {name: leaf for name, leaf in trainables.items() if name != "lora"}
+        y, _ = self.layer.fwd(x, base, rng=rng, inference_mode=inference_mode)
+        lora = cast(trainables["lora"], x.dtype)
+        how = {"precision": self.layer.precision, "accum_dtype": self.layer.accum_dtype}
+        return y + self.factor * linear(linear(x, lora["down"], **how), lora["up"], **how), non_trainables
+
+    def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
+        Layer.check_variables(self, x, trainables, non_trainables)
+
+
+def merge_lora(model: Layer, trainables: Tree) -> Tree:
+    """The trainables of the model without LoRA: each `kernel + alpha / rank * down @ up`, in the kernel's dtype.
+
+    `model` is the one with LoRA in it, `trainables` are its own; the model without computes the same with the result.
+    """
+    found = {path: lora for path, layer in {"": model, **layers(model)}.items() if (lora := _unwrapped(layer))}
+    if not found:
+        raise ValueError(f"merge_lora: there is no LoRA in {model}; pass the model that has LoRA in place of Linears.")
+    for path, lora in found.items():
+        own = get(trainables, path) if path else trainables
+        change = jnp.matmul(own["lora"]["down"], own["lora"]["up"], precision="highest")  # (..., d, f)
+        merged = {name: leaf for name, leaf in own.items() if name != "lora"}
+        merged["kernel"] = own["kernel"] + lora.factor * change
+        trainables = replace(trainables, path, merged) if path else merged
+    return trainables
+
+
+def _unwrapped(layer: Layer) -> LoRA | None:
+    while isinstance(layer, Wrapper) and not isinstance(layer, LoRA):
+        layer = layer.layer
+    return layer if isinstance(layer, LoRA) else None

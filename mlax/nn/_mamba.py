@@ -1,0 +1,144 @@
+"""Mamba: a selective state-space layer."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen, named_key
+from mlax.dtypes import cast
+from mlax.nn._linear import Linear
+from mlax.ops._selective_scan import causal_filter, selective_scan
+
+
+@frozen
+class Mamba(Composite):
+    """Mix the times of a sequence by a linear recurrence whose coefficients depend on the input, behind a gate.
+
+    (b, t, d) to (b, t, width), in the dtype of the input; no time sees a later one. With c = expansion * width:
+    a projection to c channels and c gates, a causal filter over `window` times, silu, the selective scan with `states`
+    numbers a channel, the gate, and a projection to `width`. https://arxiv.org/abs/2312.00752, figure 3, algorithm 2.
+
+    Parts: expand, filter, select, step, scan, contract. `rank` is that of the map to the steps, a 16th of the width by
+    default. `chunk` times are scanned in parallel: more of them take more memory.
+
+    With `decode=True` a call goes on where the one before it ended: what the filter and the scan remember of each row
+    is in non_trainables, (b, window - 1, c) and (b, c, states), so that a prompt and then one token a call give the
+    same as all at once.
+    """
+
+    width: int
+    states: int = 16
+    expansion: int = 2
+    window: int = 4
+    rank: int | None = None
+    chunk: int = 32
+    decode: bool = False
+    accum_dtype: DType = None  # of the scan and its state; None: the input's own
+
+    def __post_init__(self):
+        for name in ("width", "states", "expansion", "window", "chunk"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"Mamba: {name} is {getattr(self, name)!r}, but must be a whole number of at least 1.")
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"Mamba: rank is {self.rank}, but must be at least 1, or None for a 16th of the width.")
+
+    def parts(self) -> Mapping[str, Layer]:
+        channels, rank = self.expansion * self.width, self._rank()
+        return {
+            "expand": Linear(2 * channels, bias=False),
+            "filter": CausalFilter(self.window, decode=self.decode),
+            "select": Linear(rank + 2 * self.states, bias=False),
+            "step": Linear(channels, kernel_init=Uniform(rank**-0.5), bias_init=StepSizes()),
+            "scan": SelectiveScan(self.chunk, decode=self.decode, accum_dtype=self.accum_dtype),
+            "contract": Linear(self.width, bias=False),
+        }
+
+    def wire(self, sub: Sub, x: Any) -> Any:
+        if x.ndim != 3:
+            raise ValueError(f"{self}: the input has the shape {x.shape}, but must be (b, t, d).")
+        rank = self._rank()
+        x, gate = jnp.split(sub.expand(x), 2, axis=-1)  # each (b, t, c)
+        x = jax.nn.silu(sub.filter(x))
+        step, write, read = jnp.split(sub.select(x), (rank, rank + self.states), axis=-1)
+        step = jax.nn.softplus(sub.step(step))  # (b, t, c)
+        y = sub.scan({"x": x, "step": step, "write": write, "read": read})
+        return sub.contract(y * jax.nn.silu(gate))
+
+    def _rank(self) -> int:
+        return self.rank or -(-self.width // 16)
+
+
+@frozen
+class CausalFilter(Layer):
+    """Filter each channel over the present and the `window - 1` times before it: (b, t, c) to the same.
+
+    Trainables: kernel (window, c), the present last, and bias (c,). With `decode`, non_trainables: window, the inputs
+    (b, window - 1, c) before the present, zeros at first.
+    """
+
+    window: int
+    decode: bool = False
+    param_dtype: DType = None  # None: the input's own
+
+    def init(self, rng, x):
+        (b, _, c), dtype = x.shape, self.param_dtype or x.dtype
+        kernel = Uniform(self.window**-0.5)(named_key(rng, "kernel"), (self.window, c), dtype)
+        state = {"window": jnp.zeros((b, self.window - 1, c), x.dtype)} if self.decode else None
+        return {"kernel": kernel, "bias": Zeros()(named_key(rng, "bias"), (c,), dtype)}, state
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        weights = cast(trainables, x.dtype)
+        if non_trainables is None:
+            return causal_filter(x, **weights)[0], None
+        before = non_trainables["window"]
+        y, seen = causal_filter(x, **weights, before=cast(before, x.dtype))
+        return y, {"window": cast(seen, before.dtype)}
+
+
+@frozen
+class SelectiveScan(Layer):
+    """Run the recurrence of `ops.selective_scan` over a dict of x and step (b, t, c), write and read (b, t, n).
+
+    (b, t, c) out. Trainables: log_rate (c, n), the logarithms of minus the rates, log 1 to log n at first (S4D-real),
+    and skip (c,). With `decode`, non_trainables: state (b, c, n), in `accum_dtype`, zeros at first.
+    """
+
+    takes_statistics: ClassVar[bool] = True  # the state is a long sum
+
+    chunk: int = 32
+    decode: bool = False
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def init(self, rng, x):
+        (b, _, c), n, dtype = x["x"].shape, x["write"].shape[-1], self.param_dtype or x["x"].dtype
+        log_rate = jnp.broadcast_to(jnp.log(jnp.arange(1, n + 1, dtype=dtype)), (c, n))
+        state = {"state": jnp.zeros((b, c, n), self.accum_dtype or x["x"].dtype)} if self.decode else None
+        return {"log_rate": log_rate, "skip": Ones()(named_key(rng, "skip"), (c,), dtype)}, state
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        weights = cast(trainables, x["x"].dtype)
+        how = {"chunk": self.chunk, "accum_dtype": self.accum_dtype}
+        if non_trainables is None:
+            return selective_scan(**x, **weights, **how)[0], None
+        before = non_trainables["state"]
+        y, after = selective_scan(**x, **weights, state=cast(before, self.accum_dtype or x["x"].dtype), **how)
+        return y, {"state": cast(after, before.dtype)}
+
+
+@frozen
+class StepSizes(Initializer):
+    """Biases whose softplus is spread from `low` to `high`, evenly in the logarithm: the steps at first.
+
+    https://arxiv.org/abs/2312.00752, section 3.6.
+    """
+
+    low: float = 1e-3
+    high: float = 1e-1
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        evenly = Uniform(0.5)(rng, shape, dtype) + 0.5
+        size = self.low * (self.high / self.low) ** evenly
+        return size + jnp.log(-jnp.expm1(-size))  # the inverse of softplus

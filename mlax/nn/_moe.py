@@ -1,0 +1,116 @@
+"""MoE: a mixture of experts, of which each token sees a few."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.lax import PrecisionLike
+
+from mlax.core import Composite, DType, Initializer, Layer, Map, Sub, frozen, lecun, named_key
+from mlax.dtypes import cast
+from mlax.ops._linear import linear
+from mlax.ops._moe import combine, dispatch, expert_capacity, expert_places, jitter, route
+
+
+@frozen
+class MoE(Composite):
+    """Send each token to the `k` of `experts` that a router picks, and add up what they make of it, times their gates.
+
+    (b, ..., d) to ((b, ..., f), {"balance": (b,), "z": (b,)}): the output, and beside it the router's two losses, which
+    are for the training loss to add, times small factors such as 0.01 and 0.001. The tokens of one row of the batch,
+    over all axes between the first and the last, are routed together; to route all rows together, make them one.
+    The output has the dtype of the input, the losses have `accum_dtype`.
+
+    `expert` is any layer from (b, n, d) to (b, n, f). Parts: router, with kernel (d, experts), and experts, the
+    variables of `expert` with a leading axis of `experts`.
+
+    An expert takes at most `capacity_factor` times its equal share of the tokens, rounded up. Tokens are served in
+    order: one that comes when an expert of its is full gets 0 from that expert, so put a residual connection around.
+    With `capacity_factor=None` no token is dropped, and each expert computes all tokens, which costs `experts / k`
+    times as much. Switch Transformer: https://arxiv.org/abs/2101.03961, section 2.
+
+    `noise` multiplies what the router sees, while training, by numbers drawn evenly from 1 - noise to 1 + noise.
+    """
+
+    takes_statistics: ClassVar[bool] = True  # the router's softmax
+
+    expert: Layer
+    experts: int
+    k: int = 2
+    capacity_factor: float | None = 1.25
+    renormalize: bool = True  # divide the gates of a token by their sum, where k > 1
+    noise: float = 0.0
+    precision: PrecisionLike = None  # of the router
+    accum_dtype: DType = None  # of the router; None: the input's own
+
+    def __post_init__(self):
+        if not isinstance(self.expert, Layer):
+            raise TypeError(f"MoE: expert is {self.expert!r}, but must be a layer.")
+        if not 1 <= self.k <= self.experts:
+            raise ValueError(
+                f"MoE: each token goes to k={self.k} of {self.experts} experts; k must be from 1 to {self.experts}."
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(
+                f"MoE: capacity_factor is {self.capacity_factor}, but must be above 0, or None for no limit."
+            )
+        if not 0.0 <= self.noise < 1.0:
+            raise ValueError(f"MoE: noise is {self.noise}, but must be from 0 to less than 1.")
+
+    def parts(self) -> Mapping[str, Layer]:
+        router = Router(self.experts, self.noise, precision=self.precision, accum_dtype=self.accum_dtype)
+        return {"router": router, "experts": Map(self.expert, axis=1, variables=0)}
+
+    def wire(self, sub: Sub, x: Any) -> Any:
+        if x.ndim < 3:
+            raise ValueError(
+                f"{self}: the input has the shape {x.shape}, but must be (b, ..., d), with tokens to route between the "
+                "first axis and the last; x[None] routes all rows together."
+            )
+        b, t, d = x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]
+        tokens = x.reshape(b, t, d)
+        routes = route(sub.router(tokens), self.k, renormalize=self.renormalize)
+        if self.capacity_factor is None:
+            size = t
+            place = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[:, None]
+            sent = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
+        else:
+            size = expert_capacity(t, self.experts, self.k, self.capacity_factor)
+            place = expert_places(routes.expert, self.experts, size)
+            sent = dispatch(tokens, place, self.experts * size).reshape(b, self.experts, size, d)
+        out = sub.experts(sent)  # (b, experts, size, f)
+        if out.shape[:-1] != sent.shape[:-1]:
+            raise ValueError(
+                f"{self}: the experts turn {sent.shape} into {out.shape}, the second axis being the experts'; "
+                "they may change the last axis only."
+            )
+        y = combine(out.reshape(b, self.experts * size, out.shape[-1]), place, cast(routes.gate, x.dtype))
+        return y.reshape(*x.shape[:-1], y.shape[-1]), {"balance": routes.balance, "z": routes.z}
+
+
+@frozen
+class Router(Layer):
+    """Give each token a logit for each expert: (b, t, d) to (b, t, experts), in `accum_dtype`.
+
+    Trainables: kernel (d, experts).
+    """
+
+    experts: int
+    noise: float = 0.0
+    kernel_init: Initializer = lecun()
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def init(self, rng, x):
+        shape, dtype = (x.shape[-1], self.experts), self.param_dtype or x.dtype
+        return {"kernel": self.kernel_init(named_key(rng, "kernel"), shape, dtype)}, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x = cast(x, self.accum_dtype)
+        if self.noise and not inference_mode:
+            if rng is None:
+                raise ValueError(f"{self}: there is no key to draw noise by; pass rng=, or inference_mode=True.")
+            x = jitter(x, rng, self.noise)
+        return linear(x, cast(trainables["kernel"], x.dtype), precision=self.precision), non_trainables

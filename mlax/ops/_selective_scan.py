@@ -1,0 +1,99 @@
+"""The selective state space: a linear recurrence whose coefficients depend on the input, and the filter before it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from mlax.ops._checks import same_dtype
+
+
+def selective_scan(
+    x: Float[Array, "b t c"],
+    step: Float[Array, "b t c"],
+    log_rate: Float[Array, "c n"],
+    write: Float[Array, "b t n"],
+    read: Float[Array, "b t n"],
+    skip: Float[Array, " c"],
+    state: Float[Array, "b c n"] | None = None,
+    *,
+    chunk: int = 32,
+    accum_dtype: Any = None,
+) -> tuple[Float[Array, "b t c"], Float[Array, "b c n"]]:
+    """Run the recurrence over time from `state`, or from 0: what it reads out, and the last state.
+
+        state = exp(-step * exp(log_rate)) * state + step * write * x
+        y     = sum(read * state) + skip * x
+
+    in the dtype of `x`, or in `accum_dtype` if one is given; then the state has that dtype too. Times in one chunk
+    are computed in parallel (associative scan), the chunks one after the other, and each is computed anew in the
+    backward pass, so that no more than `chunk` states of each row are held at once, and one for each chunk.
+    https://arxiv.org/abs/2312.00752, equations 2 and 4 and algorithm 2.
+    """
+    same_dtype("selective_scan", x=x, step=step, log_rate=log_rate, write=write, read=read, skip=skip)
+    b, t, c = x.shape
+    dtype = x.dtype if accum_dtype is None else jnp.dtype(accum_dtype)
+    wide = [lax.convert_element_type(array, dtype) for array in (x, step, write, read)]
+    rate = -jnp.exp(lax.convert_element_type(log_rate, dtype))
+    if state is None:
+        state = jnp.zeros((b, c, rate.shape[-1]), dtype)
+    chunk = max(1, min(chunk, t))
+    pieces = [_chunked(array, chunk) for array in wide]
+
+    def piece(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _chunk(state, rate, *now)
+
+    if t <= chunk:
+        state, y = piece(state, [array[0] for array in pieces])
+    else:
+        state, y = lax.scan(jax.checkpoint(piece, prevent_cse=False), state, pieces)
+        y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * chunk, c)[:, :t]
+    y = y + lax.convert_element_type(skip, dtype) * wide[0]
+    return lax.convert_element_type(y, x.dtype), state
+
+
+def causal_filter(
+    x: Float[Array, "b t c"],
+    kernel: Float[Array, "w c"],
+    bias: Float[Array, " c"] | None = None,
+    before: Float[Array, "b v c"] | None = None,
+) -> tuple[Float[Array, "b t c"], Float[Array, "b v c"]]:
+    """Filter each channel by its own kernel, which sees the present (last row) and the times before it.
+
+    Also returns the last `w - 1` inputs, which are `before` for the times that follow; None stands for zeros.
+    A sum of shifted products: for a handful of rows it is faster than a convolution with one group for each channel.
+    """
+    same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
+    (b, t, c), w = x.shape, kernel.shape[0]
+    if before is None:
+        before = jnp.zeros((b, w - 1, c), x.dtype)
+    seen = jnp.concatenate([before, x], axis=1)  # (b, w - 1 + t, c)
+    y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias, x.shape)
+    for row in range(w):
+        y = y + seen[:, row : row + t] * kernel[row]
+    return y, seen[:, t:]
+
+
+def _chunked(x: jax.Array, chunk: int) -> jax.Array:
+    """(b, t, ...) as (chunks, b, chunk, ...), with zeros after the end: a step of 0 leaves the state as it is."""
+    b, t, *rest = x.shape
+    count = max(1, -(-t // chunk))
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, count * chunk - t, 0), *((0, 0, 0) for _ in rest)])
+    return jnp.moveaxis(x.reshape(b, count, chunk, *rest), 1, 0)
+
+
+def _chunk(
+    state: jax.Array, rate: jax.Array, x: jax.Array, step: jax.Array, write: jax.Array, read: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One chunk, all times at once: the state after it, and what is read out at each time."""
+    decay = jnp.exp(step[..., None] * rate)  # (b, l, c, n)
+    added = (step * x)[..., None] * write[:, :, None]
+    decay, added = lax.associative_scan(_compose, (decay, added), axis=1)
+    states = decay * state[:, None] + added
+    return states[:, -1], lax.reduce_sum(states * read[:, :, None], (3,))
+
+
+def _compose(first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return first[0] * then[0], then[0] * first[1] + then[1]

@@ -1,0 +1,142 @@
+"""MLP, GLU, activations, Flatten and Reshape, and Linear on many axes, beyond what the catalogue holds them to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mlax
+from mlax import dtypes, nn, ops
+from mlax.nn._flatten import Flatten, Reshape
+from mlax.nn._glu import GLU
+from mlax.nn._mlp import MLP
+from mlax.ops._activations import quick_gelu, snake, soft_cap, squared_relu
+from tests.references.experts import agrees_with_torch, cases
+
+RNG = jax.random.key(0)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.mark.parametrize("case", cases("mlp"))
+def test_an_mlp_is_that_of_torch(case):
+    agrees_with_torch(case, MLP((9, 4)))
+
+
+@pytest.mark.parametrize("case", cases("glu"))
+def test_each_kind_of_glu_is_that_of_torch(case):
+    agrees_with_torch(case, GLU(4, getattr(jax.nn, case.split()[1])))
+
+
+def test_an_mlp_of_one_width_is_a_linear_and_its_parts_can_be_edited():
+    x = jnp.ones((2, 3))
+    layer = MLP((4,))
+    trainables, _ = layer.init(RNG, x)
+    np.testing.assert_array_equal(layer.fwd(x, trainables)[0], nn.Linear(4).fwd(x, trainables["linear_0"])[0])
+    edited = mlax.override(MLP((4, 2)), nn.Linear, kernel_init=mlax.Zeros())
+    assert not any(leaf.any() for leaf in jax.tree.leaves(edited.init(RNG, x)[0]))
+
+
+REFERENCES = {
+    "squared_relu": (squared_relu, lambda x: np.maximum(x, 0) ** 2),
+    "quick_gelu": (quick_gelu, lambda x: x / (1 + np.exp(-1.702 * x))),
+    "snake": (lambda x: snake(x, 2.5), lambda x: x + np.sin(2.5 * x) ** 2 / 2.5),
+    "soft_cap": (lambda x: soft_cap(x, 3.0), lambda x: 3 * np.tanh(x / 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_activations_are_their_formulas_in_one_dtype(name, dtype):
+    function, reference = REFERENCES[name]
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.asarray(np.linspace(-4, 4, 41), dtype)
+        tolerance = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-14}[dtype]
+        exact = np.asarray(x, np.float64)
+        np.testing.assert_allclose(np.asarray(function(x), np.float64), reference(exact), tolerance, tolerance)
+        slope = jax.grad(lambda x: jax.lax.reduce_sum(function(x), (0,)))
+        assert dtypes.audit(function, x) == dtypes.audit(slope, x) == ()
+        if dtype == "float64":
+            numeric = (reference(exact + 1e-6) - reference(exact - 1e-6)) / 2e-6
+            np.testing.assert_allclose(slope(x), numeric, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), b=st.integers(0, 3))
+def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
+    x = np.arange(b * int(np.prod(shape)), dtype=np.float32).reshape(b, *shape)
+    flat, _ = Flatten().fwd(x, None)
+    np.testing.assert_array_equal(flat, x.reshape(b, int(np.prod(shape))))
+    back, _ = Reshape(tuple(shape)).fwd(flat, None)
+    np.testing.assert_array_equal(back, x)
+    open_, _ = Reshape((1, -1)).fwd(x, None)
+    np.testing.assert_array_equal(open_[:, 0], flat)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: MLP(()), "must be a tuple of whole numbers"),
+        (lambda: MLP((3, 2.0)), "must be a tuple of whole numbers"),
+        (lambda: MLP((3,), "relu"), "activation is 'relu', but must be a function"),
+        (lambda: GLU(3, None), "activation is None, but must be a function"),
+        (lambda: Reshape(3), "must be a tuple of whole numbers"),
+        (lambda: Reshape((-1, -1)), "one of them at most left open by -1"),
+        (lambda: Reshape((4, 2)).init(RNG, jnp.ones((2, 3, 3))), r"\(3, 3\), which is 9 numbers.*do not fill \(4, 2\)"),
+        (lambda: Reshape((4, -1)).init(RNG, jnp.ones((2, 3, 3))), r"do not fill \(4, -1\)"),
+        (lambda: Flatten().init(RNG, jnp.ones(())), "needs a batch axis"),
+    ],
+)
+def test_mistakes_are_named(build, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        build()
+
+
+def reshapes(function, *args):
+    return str(jax.make_jaxpr(function)(*args)).count("= reshape[")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only on a CPU is the input flattened")
+def test_linear_flattens_an_input_of_many_axes_on_one_device():
+    x, kernel = jnp.ones((4, 3, 2, 6)), jnp.ones((6, 5))
+    assert reshapes(ops.linear, x, kernel) == 2
+    assert reshapes(ops.linear, x[0, 0], kernel) == 0
+    assert ops.linear(x, kernel).shape == (4, 3, 2, 5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "time"), P(None, "time"), P(("data", "time"))])
+def test_linear_over_a_sharded_sequence_gathers_nothing(kind, spec):
+    draws = np.random.default_rng(0)
+    x, kernel, bias = (jnp.asarray(draws.normal(size=s), jnp.float32) for s in ((8, 4, 6), (6, 5), (5,)))
+
+    def loss(x, kernel, bias):
+        y = jnp.tanh(ops.linear(x, kernel, bias))
+        return (y * y).sum(), y
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, want), grads = step(x, kernel, bias)
+    mesh = jax.make_mesh((4, 2), ("data", "time"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        shared = jax.device_put((kernel, bias), NamedSharding(mesh, P()))
+        compiled = step.lower(placed, *shared).compile()
+        (_, got), got_grads = compiled(placed, *shared)
+    assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), (got, got_grads), (want, grads))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 2, 1, 3), (2, 0, 3), (0, 2, 2), (2, 1, 2, 2, 1)])
+def test_gradients_of_linear_are_those_of_numpy_for_many_axes(shape):
+    draws = np.random.default_rng(0)
+    x, kernel = draws.normal(size=shape).astype(np.float32), draws.normal(size=(shape[-1], 4)).astype(np.float32)
+    probe = draws.normal(size=(*shape[:-1], 4)).astype(np.float32)
+    dx, dk = jax.jit(jax.grad(lambda x, k: (ops.linear(x, k) * probe).sum(), (0, 1)))(x, kernel)
+    np.testing.assert_allclose(dx, probe @ kernel.T, rtol=1e-5, atol=1e-5)
+    rows = int(np.prod(shape[:-1]))
+    want = x.reshape(rows, shape[-1]).T @ probe.reshape(rows, 4)
+    np.testing.assert_allclose(dk, want, rtol=1e-5, atol=1e-5)
