@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test lint matrix bench references clean
+.PHONY: help demo test thorough lint matrix bench references clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -14,6 +14,9 @@ demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and
 
 test: $(VENV)/.ready lint  ## check style and types, then run all tests
 	$(RUN)pytest -n 2 --dist worksteal
+
+thorough: $(VENV)/.ready  ## run all tests, and every row of the catalogue in every dtype
+	$(RUN)pytest -n 2 --dist worksteal --thorough
 
 lint: $(VENV)/.ready
 	$(RUN)ruff check .

@@ -1,36 +1,81 @@
-"""Claims: initialisation is fast in a cold process.
+"""Claims: a transformer-like stack of 12 blocks is initialised fast in a cold process.
 
-(a) The shape pass, `jax.eval_shape(model.init, key, x)`, of a 12-block transformer-like stack: under 0.2 s.
-(b) `init` of that stack is faster than the same in Flax NNX, Equinox and Haiku, eager or jitted, both as a Series of
-    12 blocks and as Repeat(block, 12), whose peers are the other libraries' own stacked forms.
-(c) 150 leaves of 150 distinct shapes, of 1e4 to 1e6 numbers each kernel: under 5 s.
-(d) Equal shapes share one compiled initialiser: 12 blocks compile no more programs than 1 block.
+(a) The shape pass, `jax.eval_shape(model.init, key, x)`, takes under 0.2 s.
+(b) `init` is faster than that of the same model in Flax NNX, Equinox and Haiku, eager or jitted: as a Series of
+    12 blocks, and as Repeat(block, 12), whose peers are the stacked forms of the other libraries.
+(c) Equal shapes share one compiled initialiser: 12 blocks compile no more programs than one block.
 
-Each measurement runs in a fresh process, the libraries taking turns; it starts after the imports and ends when all
-leaves are there. A block holds 12 leaves: two layer norms, and linear maps 768 -> 2304, 768 -> 768, 768 -> 3072 and
-3072 -> 768; the stack has 85 million numbers, float32. Each library draws what it draws by default: truncated
-normals, but uniform numbers, which cost less, in Equinox; `mlax uniform` draws the latter.
+Each measurement runs in a fresh process, the libraries taking turns. It starts when the imports are done and the
+device has made a first key, and ends when all leaves are there. A block has 12 leaves: two layer norms, and linear
+maps 768 -> 2304, 768 -> 768, 768 -> 3072 and 3072 -> 768, in float32; 12 blocks hold 85 million numbers. Each
+library draws what it draws by default: truncated normals, but uniform numbers in Equinox, for biases too. Plain JAX
+is what one would write by hand.
 
-    python benchmarks/init.py            # all; 5 minutes
-    python benchmarks/init.py stack      # (a), (b) and (d) alone
-    python benchmarks/init.py shapes     # (c) alone
+    python benchmarks/init.py    # 5 minutes
 
-Typical, on 2 shared cores: ...
+Typical, on 2 quiet cores of a server, JAX 0.11.2. Shapes: mlax 0.21 s, Flax NNX 0.21, Equinox 0.12, Haiku 0.22: (a)
+misses its limit there by 5%. Series: mlax 2.0 s, Flax NNX 2.9, Equinox 3.0, Haiku 4.3, jitted 4.7 to 6.4. Repeat: mlax
+2.18 s and Haiku's jitted layer_stack 2.16, a draw; all others 3.1 to 5.0. Programs: 7 for one block and for 12.
 """
 
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from side_by_side import answer, compilations, fresh, in_turns, median, seconds, show, verdict
+from side_by_side import Answer, answer, compilations, fresh, in_turns, median, seconds, show, verdict
 
 BLOCKS, WIDTH = 12, 768
 LINEARS = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
-WIDTHS = range(100, 1001, 12)  # 76 of them: 75 linear maps, no two kernels and no two biases of one shape
-CAP = 30.0  # seconds that a peer may take over (c)
+SHAPE_PASS = 0.2  # seconds
 
-Form = Callable[[], Any]  # makes a model and returns its leaves
+HEADER = ("library", "imports", "time", "processor", "compiled", "compiling", "time / mlax", "claim")
+
+Case = tuple[str, str]  # a library and a form
+Form = Callable[[], Any]  # makes a model and returns a tree of its leaves
+
+
+def main() -> None:
+    passes = [(library, "shape pass") for library in LIBRARIES]
+    series = [("mlax", "series"), *((library, form) for library in PEERS for form in ("series", "series, jit"))]
+    repeat = [("mlax", "repeat"), *((library, form) for library in PEERS for form in ("repeat", "repeat, jit"))]
+    results = in_turns(
+        {case: functools.partial(fresh, *case) for case in (*passes, *series, *repeat)}, rounds=4, seconds=120
+    )
+    rounds = len(results["mlax", "series"])
+    taken = {case: median(answers, "seconds") for case, answers in results.items()}
+
+    claim = verdict(f"under {SHAPE_PASS} s", taken["mlax", "shape pass"] < SHAPE_PASS)
+    show(f"(a) Shapes of 12 blocks: medians of {rounds}", HEADER, _rows(passes, results, claim))
+    for name, cases in ("Series of 12 blocks", series), ("Repeat(block, 12)", repeat):
+        fastest = min((case for case in cases if case[0] != "plain JAX"), key=taken.__getitem__)
+        claim = verdict("fastest library", fastest[0] == "mlax")
+        show(f"(b) {name}: medians of {rounds}", HEADER, _rows(cases, results, claim))
+
+    rows = []
+    for library in LIBRARIES:
+        one, all_ = fresh(library, "one block")["compilations"], results[library, "series"][0]["compilations"]
+        claim = verdict("no more for 12 blocks", all_ <= one) if library == "mlax" else ""
+        rows.append((library, str(one), str(all_), f"{all_ / one:.2f}", claim))
+    show("(c) Programs compiled", ("library, eager", "one block", "12 blocks", "ratio", "claim"), rows)
+
+
+def _rows(cases: list[Case], results: dict[Case, list[Answer]], claim: str) -> Iterator[tuple[str, ...]]:
+    """One row a case; the first of them is mlax and gets the claim."""
+    for library, form in cases:
+        answers = results[library, form]
+        taken = median(answers, "seconds")
+        yield (
+            f"{library}, jit" if "jit" in form else library,
+            seconds(median(answers, "imports")),
+            seconds(taken),
+            seconds(median(answers, "processor")),
+            f"{median(answers, 'compilations'):.0f}",
+            seconds(median(answers, "compiling")),
+            f"{taken / median(results[cases[0]], 'seconds'):.2f}",
+            claim if library == "mlax" else "",
+        )
 
 
 def mlax_forms() -> dict[str, Form]:
@@ -40,73 +85,80 @@ def mlax_forms() -> dict[str, Form]:
     import mlax
     from mlax import nn
 
-    def block(kernel_init: mlax.Initializer) -> mlax.Layer:
+    def block() -> mlax.Layer:
         return mlax.Series(
             norm1=nn.LayerNorm(),
-            qkv=nn.Linear(3 * WIDTH, kernel_init=kernel_init),
+            qkv=nn.Linear(3 * WIDTH),
             value=mlax.F(first_third),
-            mix=nn.Linear(WIDTH, kernel_init=kernel_init),
+            mix=nn.Linear(WIDTH),
             norm2=nn.LayerNorm(),
-            up=nn.Linear(4 * WIDTH, kernel_init=kernel_init),
+            up=nn.Linear(4 * WIDTH),
             gelu=mlax.F(jax.nn.gelu),
-            down=nn.Linear(WIDTH, kernel_init=kernel_init),
+            down=nn.Linear(WIDTH),
         )
 
-    def series(blocks: int = BLOCKS, kernel_init: mlax.Initializer = mlax.lecun()) -> mlax.Layer:
-        return mlax.Series(**{f"block{i}": block(kernel_init) for i in range(blocks)})
+    def series(blocks: int = BLOCKS) -> mlax.Layer:
+        return mlax.Series(**{f"block{i}": block() for i in range(blocks)})
 
-    def repeat() -> mlax.Layer:
-        return mlax.Repeat(block(mlax.lecun()), BLOCKS)
-
-    def chain() -> mlax.Layer:
-        return mlax.Series(*(nn.Linear(width) for width in WIDTHS[1:]))
-
-    x, narrow = jax.ShapeDtypeStruct((1, WIDTH), jnp.float32), jax.ShapeDtypeStruct((1, WIDTHS[0]), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, WIDTH), jnp.float32)
     return {
         "shape pass": lambda: jax.eval_shape(series().init, jax.random.key(0), x),
-        "stack": lambda: series().init(jax.random.key(0), x),
-        "stack, uniform": lambda: series(kernel_init=mlax.lecun("uniform")).init(jax.random.key(0), x),
-        "stack, jit": lambda: jax.jit(lambda key: series().init(key, x))(jax.random.key(0)),
-        "one block": lambda: series(blocks=1).init(jax.random.key(0), x),
-        "repeat, shape pass": lambda: jax.eval_shape(repeat().init, jax.random.key(0), x),
-        "repeat": lambda: repeat().init(jax.random.key(0), x),
-        "repeat, jit": lambda: jax.jit(lambda key: repeat().init(key, x))(jax.random.key(0)),
-        "chain": lambda: chain().init(jax.random.key(0), narrow),
+        "one block": lambda: series(1).init(jax.random.key(0), x),
+        "series": lambda: series().init(jax.random.key(0), x),
+        "repeat": lambda: mlax.Repeat(block(), BLOCKS).init(jax.random.key(0), x),
+    }
+
+
+def plain_forms() -> dict[str, Form]:
+    import jax
+    import jax.numpy as jnp
+
+    def block(key: jax.Array) -> list[jax.Array]:
+        leaves = [jnp.ones(WIDTH), jnp.zeros(WIDTH), jnp.ones(WIDTH), jnp.zeros(WIDTH)]
+        for (d, f), own in zip(LINEARS, jax.random.split(key, len(LINEARS)), strict=True):
+            leaves += [jax.random.truncated_normal(own, -2.0, 2.0, (d, f)) * (1.137 / d**0.5), jnp.zeros(f)]
+        return leaves
+
+    def series(key: jax.Array, blocks: int = BLOCKS) -> list[list[jax.Array]]:
+        return [block(key) for key in jax.random.split(key, blocks)]
+
+    def repeat(key: jax.Array) -> list[jax.Array]:
+        return jax.vmap(block)(jax.random.split(key, BLOCKS))
+
+    return {
+        "shape pass": lambda: jax.eval_shape(series, jax.random.key(0)),
+        "one block": lambda: series(jax.random.key(0), 1),
+        "series": lambda: series(jax.random.key(0)),
+        "series, jit": lambda: jax.jit(series)(jax.random.key(0)),
+        "repeat": lambda: repeat(jax.random.key(0)),
+        "repeat, jit": lambda: jax.jit(repeat)(jax.random.key(0)),
     }
 
 
 def flax_forms() -> dict[str, Form]:
-    import jax
     from flax import nnx
 
     class Block(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.qkv, self.mix, self.up, self.down = (nnx.Linear(*sizes, rngs=rngs) for sizes in LINEARS)
+            self.qkv, self.mix, self.up, self.down = (nnx.Linear(d, f, rngs=rngs) for d, f in LINEARS)
 
-    class Stack(nnx.Module):
+    class Series(nnx.Module):
         def __init__(self, rngs: nnx.Rngs, blocks: int = BLOCKS):
             self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
 
-    class Chain(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            pairs = zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
-            self.linears = nnx.List([nnx.Linear(*sizes, rngs=rngs) for sizes in pairs])
-
     @nnx.split_rngs(splits=BLOCKS)
     @nnx.vmap(in_axes=(0,), out_axes=0)
-    def stacked(rngs: nnx.Rngs) -> Block:
+    def repeat(rngs: nnx.Rngs) -> Block:
         return Block(rngs)
 
     return {
-        "shape pass": lambda: nnx.state(nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))),
-        "stack": lambda: nnx.state(Stack(nnx.Rngs(0))),
-        "stack, jit": lambda: nnx.state(nnx.jit(lambda: Stack(nnx.Rngs(0)))()),
-        "one block": lambda: nnx.state(Stack(nnx.Rngs(0), blocks=1)),
-        "repeat, shape pass": lambda: nnx.state(nnx.eval_shape(lambda: stacked(nnx.Rngs(0)))),
-        "repeat": lambda: nnx.state(stacked(nnx.Rngs(0))),
-        "repeat, jit": lambda: nnx.state(nnx.jit(lambda: stacked(nnx.Rngs(0)))()),
-        "chain": lambda: nnx.state(Chain(nnx.Rngs(0))),
+        "shape pass": lambda: nnx.state(nnx.eval_shape(lambda: Series(nnx.Rngs(0)))),
+        "one block": lambda: nnx.state(Series(nnx.Rngs(0), 1)),
+        "series": lambda: nnx.state(Series(nnx.Rngs(0))),
+        "series, jit": lambda: nnx.state(nnx.jit(lambda: Series(nnx.Rngs(0)))()),
+        "repeat": lambda: nnx.state(repeat(nnx.Rngs(0))),
+        "repeat, jit": lambda: nnx.state(nnx.jit(lambda: repeat(nnx.Rngs(0)))()),
     }
 
 
@@ -119,32 +171,23 @@ def equinox_forms() -> dict[str, Form]:
         linears: list[eqx.nn.Linear]
 
         def __init__(self, key: jax.Array):
-            self.norms = [eqx.nn.LayerNorm(WIDTH) for _ in range(2)]
+            self.norms = [eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)]
             keys = jax.random.split(key, len(LINEARS))
-            self.linears = [eqx.nn.Linear(*sizes, key=key) for sizes, key in zip(LINEARS, keys, strict=True)]
+            self.linears = [eqx.nn.Linear(d, f, key=key) for (d, f), key in zip(LINEARS, keys, strict=True)]
 
-    def stack(key: jax.Array, blocks: int = BLOCKS) -> list[Block]:
+    def series(key: jax.Array, blocks: int = BLOCKS) -> list[Block]:
         return [Block(key) for key in jax.random.split(key, blocks)]
 
-    def stacked(key: jax.Array) -> Block:
+    def repeat(key: jax.Array) -> Block:
         return eqx.filter_vmap(Block)(jax.random.split(key, BLOCKS))
 
-    def chain(key: jax.Array) -> list[eqx.nn.Linear]:
-        triples = zip(WIDTHS[:-1], WIDTHS[1:], jax.random.split(key, len(WIDTHS) - 1), strict=True)
-        return [eqx.nn.Linear(d, f, key=key) for d, f, key in triples]
-
-    def arrays(model: Any) -> Any:
-        return eqx.filter(model, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-
     return {
-        "shape pass": lambda: arrays(eqx.filter_eval_shape(stack, jax.random.key(0))),
-        "stack": lambda: arrays(stack(jax.random.key(0))),
-        "stack, jit": lambda: arrays(eqx.filter_jit(stack)(jax.random.key(0))),
-        "one block": lambda: arrays(stack(jax.random.key(0), blocks=1)),
-        "repeat, shape pass": lambda: arrays(eqx.filter_eval_shape(stacked, jax.random.key(0))),
-        "repeat": lambda: arrays(stacked(jax.random.key(0))),
-        "repeat, jit": lambda: arrays(eqx.filter_jit(stacked)(jax.random.key(0))),
-        "chain": lambda: arrays(chain(jax.random.key(0))),
+        "shape pass": lambda: eqx.filter_eval_shape(series, jax.random.key(0)),
+        "one block": lambda: series(jax.random.key(0), 1),
+        "series": lambda: series(jax.random.key(0)),
+        "series, jit": lambda: eqx.filter_jit(series)(jax.random.key(0)),
+        "repeat": lambda: repeat(jax.random.key(0)),
+        "repeat, jit": lambda: eqx.filter_jit(repeat)(jax.random.key(0)),
     }
 
 
@@ -158,71 +201,21 @@ def haiku_forms() -> dict[str, Form]:
         x = hk.LayerNorm(-1, True, True)(hk.Linear(WIDTH)(x))
         return hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(x)))
 
-    def stack(x: jax.Array, blocks: int = BLOCKS) -> jax.Array:
+    def in_series(x: jax.Array, blocks: int = BLOCKS) -> jax.Array:
         for _ in range(blocks):
             x = block(x)
         return x
 
-    def stacked(x: jax.Array) -> jax.Array:
-        return hk.experimental.layer_stack(BLOCKS)(block)(x)
-
-    def chain(x: jax.Array) -> jax.Array:
-        for width in WIDTHS[1:]:
-            x = hk.Linear(width)(x)
-        return x
-
-    def init(model: Callable[..., jax.Array]) -> Callable[..., Any]:
-        return hk.transform(model).init
-
-    def x(width: int = WIDTH) -> jax.Array:
-        return jnp.zeros((1, width))
-
+    one = hk.transform(lambda x: in_series(x, 1)).init
+    series = hk.transform(in_series).init
+    repeat = hk.transform(lambda x: hk.experimental.layer_stack(BLOCKS)(block)(x)).init
     return {
-        "shape pass": lambda: jax.eval_shape(init(stack), jax.random.key(0), x()),
-        "stack": lambda: init(stack)(jax.random.key(0), x()),
-        "stack, jit": lambda: jax.jit(init(stack))(jax.random.key(0), x()),
-        "one block": lambda: init(lambda x: stack(x, blocks=1))(jax.random.key(0), x()),
-        "repeat, shape pass": lambda: jax.eval_shape(init(stacked), jax.random.key(0), x()),
-        "repeat": lambda: init(stacked)(jax.random.key(0), x()),
-        "repeat, jit": lambda: jax.jit(init(stacked))(jax.random.key(0), x()),
-        "chain": lambda: init(chain)(jax.random.key(0), x(WIDTHS[0])),
-    }
-
-
-def plain_forms() -> dict[str, Form]:
-    """What one would write by hand: one draw of `jax.random` for each kernel."""
-    import jax
-    import jax.numpy as jnp
-
-    def linear(key: jax.Array, d: int, f: int) -> list[jax.Array]:
-        return [jax.random.truncated_normal(key, -2.0, 2.0, (d, f)) / (0.88 * d**0.5), jnp.zeros(f)]
-
-    def block(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(LINEARS))
-        linears = [linear(key, *sizes) for sizes, key in zip(LINEARS, keys, strict=True)]
-        norms = [jnp.ones(WIDTH), jnp.zeros(WIDTH)] * 2
-        return sum(linears, norms)
-
-    def stack(key: jax.Array, blocks: int = BLOCKS) -> list[Any]:
-        return [block(key) for key in jax.random.split(key, blocks)]
-
-    def stacked(key: jax.Array) -> list[jax.Array]:
-        return jax.vmap(block)(jax.random.split(key, BLOCKS))
-
-    def chain(key: jax.Array) -> list[Any]:
-        triples = zip(WIDTHS[:-1], WIDTHS[1:], jax.random.split(key, len(WIDTHS) - 1), strict=True)
-        return [linear(key, d, f) for d, f, key in triples]
-
-    return {
-        "shape pass": lambda: jax.eval_shape(stack, jax.random.key(0)),
-        "stack": lambda: stack(jax.random.key(0)),
-        "stack, jit": lambda: jax.jit(stack)(jax.random.key(0)),
-        "one block": lambda: stack(jax.random.key(0), blocks=1),
-        "repeat, shape pass": lambda: jax.eval_shape(stacked, jax.random.key(0)),
-        "repeat": lambda: stacked(jax.random.key(0)),
-        "repeat, jit": lambda: jax.jit(stacked)(jax.random.key(0)),
-        "chain": lambda: chain(jax.random.key(0)),
-        "chain, jit": lambda: jax.jit(chain)(jax.random.key(0)),
+        "shape pass": lambda: jax.eval_shape(series, jax.random.key(0), jnp.zeros((1, WIDTH))),
+        "one block": lambda: one(jax.random.key(0), jnp.zeros((1, WIDTH))),
+        "series": lambda: series(jax.random.key(0), jnp.zeros((1, WIDTH))),
+        "series, jit": lambda: jax.jit(series)(jax.random.key(0), jnp.zeros((1, WIDTH))),
+        "repeat": lambda: repeat(jax.random.key(0), jnp.zeros((1, WIDTH))),
+        "repeat, jit": lambda: jax.jit(repeat)(jax.random.key(0), jnp.zeros((1, WIDTH))),
     }
 
 
@@ -230,13 +223,8 @@ def first_third(x: Any) -> Any:
     return x[..., : x.shape[-1] // 3]
 
 
-LIBRARIES = {
-    "mlax": mlax_forms,
-    "plain JAX": plain_forms,
-    "Flax NNX": flax_forms,
-    "Equinox": equinox_forms,
-    "Haiku": haiku_forms,
-}
+PEERS = {"Flax NNX": flax_forms, "Equinox": equinox_forms, "Haiku": haiku_forms, "plain JAX": plain_forms}
+LIBRARIES = {"mlax": mlax_forms, **PEERS}
 
 
 def measure(library: str, form: str) -> None:
@@ -245,23 +233,23 @@ def measure(library: str, form: str) -> None:
     import jax
 
     compiled = compilations()
-    jax.block_until_ready(jax.random.key(1))  # starts the device, which is nobody's initialisation
+    jax.block_until_ready(jax.random.key(1))
     compiled.clear()
-    middle = time.perf_counter()
-    leaves = jax.tree.leaves(make())
-    if isinstance(leaves[0], jax.Array):
-        jax.block_until_ready(leaves)
+    middle, worked = time.perf_counter(), time.process_time()
+    leaves = [leaf for leaf in jax.tree.leaves(make()) if hasattr(leaf, "shape")]  # Equinox has others too
+    jax.block_until_ready(leaves)
+    end = time.perf_counter()
+    numbers = sum(leaf.size for leaf in leaves) * (BLOCKS if form == "one block" else 1)
+    if numbers != 85_054_464:
+        raise ValueError(f"{library} {form}: {numbers} numbers, which is another model.")
     answer(
         imports=middle - start,
-        seconds=time.perf_counter() - middle,
+        seconds=end - middle,
+        processor=time.process_time() - worked,
         compilations=len(compiled),
-        compiling=sum(seconds for _, seconds in compiled),
-        leaves=len(leaves),
-        numbers=sum(leaf.size for leaf in leaves),
+        compiling=sum(duration for _, duration in compiled),
     )
-    for name, duration in compiled:
-        print(f"{duration * 1e3:8.1f} ms  {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    measure(*sys.argv[1:])
+    measure(*sys.argv[1:]) if len(sys.argv) > 1 else main()

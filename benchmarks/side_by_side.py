@@ -1,56 +1,63 @@
-"""Measure several things side by side: taking turns in one run, so that the noise of the machine falls on all alike.
+"""Measure several things side by side, taking turns in one run: the noise of the machine falls on all alike.
 
-Not a benchmark but what the benchmarks share: turns, fresh processes and one way to print rows.
+Not a benchmark but what the benchmarks share: turns, fresh processes, and one way to print rows.
 """
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-T = TypeVar("T")
-HOLDS, FAILS = "[green]holds[/green]", "[bold red]FAILS[/bold red]"
+K, T = TypeVar("K"), TypeVar("T")
+Answer = dict[str, Any]  # what a measurement in a fresh process found
 
 
 def in_turns(
-    measurements: Mapping[str, Callable[[], T]], *, rounds: int, seconds: float = float("inf")
-) -> dict[str, list[T]]:
-    """Make each measurement once, then each once again, `rounds` times; no new round after `seconds`."""
-    results: dict[str, list[T]] = {name: [] for name in measurements}
+    measurements: Mapping[K, Callable[[], T]], *, rounds: int, seconds: float = float("inf")
+) -> dict[K, list[T]]:
+    """Make each measurement once, then each once again, `rounds` times; no new round begins after `seconds`.
+
+    Each round has an order of its own, so that none of them always follows the same other.
+    """
+    results: dict[K, list[T]] = {name: [] for name in measurements}
+    names, order = list(measurements), random.Random(0)
     start = time.perf_counter()
     for turn in range(rounds):
         if turn and time.perf_counter() - start > seconds:
             break
-        for name, measure in measurements.items():
-            results[name].append(measure())
+        order.shuffle(names)
+        for name in names:
+            results[name].append(measurements[name]())
     return results
 
 
-def fresh(*arguments: str, limit: float = 120.0) -> dict[str, Any] | None:
-    """Run this benchmark with `arguments` in a fresh process: what it says by `answer`, None past `limit` seconds."""
-    without_cache = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+def fresh(*arguments: str, limit: float = 120.0) -> Answer:
+    """What this benchmark, run with `arguments` in a fresh process, hands to `answer`; {} past `limit` seconds."""
+    uncached = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     command = [sys.executable, sys.argv[0], *arguments]
     try:
-        done = subprocess.run(command, env=without_cache, stdout=subprocess.PIPE, timeout=limit, check=True, text=True)
+        done = subprocess.run(command, env=uncached, stdout=subprocess.PIPE, timeout=limit, check=True, text=True)
     except subprocess.TimeoutExpired:
-        return None
+        return {}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def answer(**values: Any) -> None:
-    """In a fresh process, hand these values to the one that asked for them."""
+    """In a fresh process: hand these values to the one that asked for them."""
     print(json.dumps(values))
 
 
 def compilations() -> list[tuple[str, float]]:
-    """A list that grows by (program, seconds) each time XLA compiles something."""
+    """A list that grows by (program, seconds) whenever XLA compiles something."""
     import jax
 
     seen: list[tuple[str, float]] = []
@@ -63,32 +70,33 @@ def compilations() -> list[tuple[str, float]]:
     return seen
 
 
-def median(results: Iterable[dict[str, Any] | None], value: str) -> float:
-    """The median of one value of several answers; infinite if any of them never came."""
-    return statistics.median(float("inf") if result is None else result[value] for result in results)
+def median(answers: Iterable[Answer], value: str) -> float:
+    """The median of one value over several answers; one that never came counts as infinite."""
+    return statistics.median(answer.get(value, float("inf")) for answer in answers)
 
 
-def seconds(value: float, limit: float = 120.0) -> str:
-    """A duration as it is printed."""
-    return f"> {limit:.0f} s" if value == float("inf") else f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+def seconds(duration: float, limit: float = 120.0) -> str:
+    """A duration as it is printed; an infinite one as more than `limit`."""
+    if duration == float("inf"):
+        return f"> {limit:.0f} s"
+    for unit, size in ("s", 1.0), ("ms", 1e-3):
+        if duration >= size:
+            return f"{duration / size:.3g} {unit}"
+    return f"{duration * 1e6:.0f} µs"
 
 
 def verdict(claim: str, holds: bool) -> str:
     """A claim and whether it holds, as it is printed."""
-    return f"{claim}: {HOLDS if holds else FAILS}"
+    return f"{claim}: {'[green]holds[/green]' if holds else '[bold red]FAILS[/bold red]'}"
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print one row a measurement; all columns but the first and the last are aligned to the right."""
-    table = Table(title=f"{title} (Python {sys.version.split()[0]}, {_jax_version()})", title_justify="left")
+    """Print one row a measurement; numbers, which stand between the first and the last column, to the right."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    busy = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    table = Table(title=f"{title}\nPython {python}, JAX {version('jax')}, {busy}", title_justify="left")
     for place, name in enumerate(header):
         table.add_column(name, justify="right" if 0 < place < len(header) - 1 else "left")
     for row in rows:
         table.add_row(*row)
     Console(width=115).print(table)
-
-
-def _jax_version() -> str:
-    from importlib.metadata import version
-
-    return f"JAX {version('jax')}"

@@ -17,3 +17,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 with install_import_hook("mlax.ops", "beartype.beartype"):
     import mlax.nn
     import mlax.ops  # noqa: F401
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="every row of the catalogue in every dtype")

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from mlax.core._private import define_prng_impl, threefry_2x32
 from mlax.core._shape_key import is_shape_key
 
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
@@ -81,12 +82,11 @@ _cut_unoptimised = jax.jit(_first, static_argnums=1, compiler_options={"xla_back
 @functools.cache
 def _entered_threefry() -> Any:
     """JAX's default generator with the first position as a third word of the key."""
-    from jax.extend import random  # 30 ms to import, and needed only once something is drawn
 
     def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         low = key[2] + lax.iota(np.uint32, math.prod(shape))
         counts = lax.concatenate([lax.full_like(low, 0), low], 0)
-        left, right = lax.split(random.threefry_2x32((key[0], key[1]), counts), (low.size, low.size))
+        left, right = lax.split(threefry_2x32((key[0], key[1]), counts), (low.size, low.size))
         if width == 64:
             words = lax.shift_left(left.astype(np.uint64), np.uint64(32)) | right.astype(np.uint64)
         else:
@@ -96,7 +96,7 @@ def _entered_threefry() -> Any:
     def refuse(*_: Any) -> Any:
         raise TypeError("an entered key serves one draw and is neither seeded, split nor folded.")
 
-    return random.define_prng_impl(
+    return define_prng_impl(
         key_shape=(3,),
         seed=refuse,
         split=refuse,

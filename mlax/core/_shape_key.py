@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mlax.core._private import define_prng_impl
+
 
 @functools.cache
 def shape_key() -> Any:
@@ -20,12 +22,10 @@ def is_shape_key(rng: jax.Array) -> bool:
 
 @functools.cache
 def _impl() -> Any:
-    from jax.extend import random  # 30 ms to import, and needed only once a layer is used
-
     def zeros(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         return jnp.zeros(shape, f"uint{width}")
 
-    return random.define_prng_impl(
+    return define_prng_impl(
         key_shape=(1,),
         seed=lambda seed: jnp.zeros(1, jnp.uint32),
         split=lambda key, shape: jnp.zeros((*shape, 1), jnp.uint32),

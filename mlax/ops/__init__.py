@@ -1,9 +1,78 @@
 """The mathematics of the layers: pure functions of arrays, without weights of their own."""
 
+from mlax.ops._activations import quick_gelu, snake, soft_cap, squared_relu
+from mlax.ops._alibi import alibi, alibi_slopes
+from mlax.ops._alpha_dropout import alpha_dropout
+from mlax.ops._attend import attend
+from mlax.ops._attention import attention
+from mlax.ops._attention_kernel import attention_kernel
+from mlax.ops._batch_norm import batch_norm, batch_statistics
+from mlax.ops._conv import conv
+from mlax.ops._conv_transpose import conv_transpose
 from mlax.ops._dropout import dropout
 from mlax.ops._embed import embed
+from mlax.ops._global_pool import adaptive_pool, global_pool
+from mlax.ops._glu import glu
+from mlax.ops._group_norm import group_norm
 from mlax.ops._layer_norm import layer_norm
 from mlax.ops._linear import linear
+from mlax.ops._moe import combine, dispatch, route
+from mlax.ops._pad import pad
+from mlax.ops._patches import patches
+from mlax.ops._pool import mean_pool, pool
+from mlax.ops._positions import sinusoids
 from mlax.ops._reduce import mean
+from mlax.ops._relative_bias import relative_bias, relative_buckets
+from mlax.ops._rms_norm import rms_norm
+from mlax.ops._rotary import linear_frequencies, llama3_frequencies, ntk_frequencies, rotary, rotary_frequencies
+from mlax.ops._selective_scan import causal_filter, selective_scan
+from mlax.ops._softmax import softmax
+from mlax.ops._spectral_norm import spectral_norm
+from mlax.ops._weight_norm import weight_norm
 
-__all__ = ["dropout", "embed", "layer_norm", "linear", "mean"]
+__all__ = [
+    "adaptive_pool",
+    "alibi",
+    "alibi_slopes",
+    "alpha_dropout",
+    "attend",
+    "attention",
+    "attention_kernel",
+    "batch_norm",
+    "batch_statistics",
+    "causal_filter",
+    "combine",
+    "conv",
+    "conv_transpose",
+    "dispatch",
+    "dropout",
+    "embed",
+    "global_pool",
+    "glu",
+    "group_norm",
+    "layer_norm",
+    "linear",
+    "linear_frequencies",
+    "llama3_frequencies",
+    "mean",
+    "mean_pool",
+    "ntk_frequencies",
+    "pad",
+    "patches",
+    "pool",
+    "quick_gelu",
+    "relative_bias",
+    "relative_buckets",
+    "rms_norm",
+    "rotary",
+    "rotary_frequencies",
+    "route",
+    "selective_scan",
+    "sinusoids",
+    "snake",
+    "soft_cap",
+    "softmax",
+    "spectral_norm",
+    "squared_relu",
+    "weight_norm",
+]

@@ -1,4 +1,7 @@
-"""Runs a contract test over every row of the catalogue, and in every floating dtype where it asks for one."""
+"""Runs a contract test over every row of the catalogue, and in every floating dtype where it asks for one.
+
+Second and further rows of a layer run in float32 and bfloat16 only, unless pytest is given `--thorough`.
+"""
 
 import jax
 import pytest
@@ -15,3 +18,14 @@ def row(request):
 def dtype(request):
     with jax.enable_x64(request.param == "float64"):
         yield request.param
+
+
+def pytest_collection_modifyitems(config, items):
+    def is_extra(item):
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        return " " in parameters.get("row", "") and parameters.get("dtype") in ("float16", "float64")
+
+    if not config.getoption("--thorough"):
+        extra = [item for item in items if is_extra(item)]
+        config.hook.pytest_deselected(items=extra)
+        items[:] = [item for item in items if not is_extra(item)]
