@@ -28,7 +28,7 @@ matrix:  ## run the tests on every Python of 3.11 to 3.13 that is here
 
 bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
-	@for file in benchmarks/*.py; do echo "== $$file"; $(RUN)python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/side_by_side.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
 references:  ## make the reference files of the tests anew, with PyTorch in an environment of its own
 	$(PYTHON) -m venv .venv-references
