@@ -14,8 +14,8 @@ is what one would write by hand.
     python benchmarks/init.py    # 5 minutes
 
 Typical, on 2 quiet cores of a server, JAX 0.11.2. Series: mlax 2.0 s, Flax NNX 2.9, Equinox 3.0, Haiku 4.3, jitted 4.7
-to 6.4. Repeat: mlax 2.18 s and Haiku's jitted layer_stack 2.16, a draw; all others 3.1 to 5.0. Programs: 7 for one block
-and for 12. Shapes, on 2 quiet cores of a smaller machine: mlax 0.09 s with JAX 0.10.2, 0.10 s with JAX 0.12.
+to 6.4. Repeat: mlax 2.18 s and Haiku's jitted layer_stack 2.16, a draw; all others 3.1 to 5.0. Programs: 7 for one
+block and for 12. Shapes, on 2 quiet cores of a smaller machine: mlax 0.09 s with JAX 0.10.2, 0.10 s with JAX 0.12.
 """
 
 import functools
