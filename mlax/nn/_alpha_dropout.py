@@ -2,7 +2,7 @@
 
 from mlax.core import Layer, frozen
 from mlax.nn._dropout import check_rate, drop_key
-from mlax.ops._alpha_dropout import alpha_dropout
+from mlax.ops import alpha_dropout
 
 
 @frozen

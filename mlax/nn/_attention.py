@@ -6,7 +6,7 @@ from jax.lax import PrecisionLike
 
 from mlax.core import DType, Initializer, Layer, Zeros, frozen, named_key
 from mlax.dtypes import cast
-from mlax.ops._attention import attention
+from mlax.ops import attention
 from mlax.ops._attention_kernel import Kernel
 
 EXTRAS = ("segments", "source_segments", "lengths", "query_positions", "key_positions", "mask", "bias")

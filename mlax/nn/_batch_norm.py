@@ -10,7 +10,7 @@ from mlax.dtypes import cast
 from mlax.nn._affine import scale_and_shift
 from mlax.nn._channels import channels
 from mlax.nn._state import check_state_dtype
-from mlax.ops._batch_norm import batch_norm, batch_statistics
+from mlax.ops import batch_norm, batch_statistics
 
 
 @frozen

@@ -7,7 +7,7 @@ from jax.lax import PrecisionLike
 from mlax.core import DType, Initializer, Layer, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._kernel import check_features, groups_of, kernel_and_bias
-from mlax.ops._conv import conv
+from mlax.ops import conv
 from mlax.ops._layout import layout_of
 from mlax.ops._pad import PadWith, check_pad
 from mlax.ops._windows import Padding, Sizes, windows

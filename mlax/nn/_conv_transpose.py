@@ -7,7 +7,8 @@ from jax.lax import PrecisionLike
 from mlax.core import DType, Initializer, Layer, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._kernel import check_features, groups_of, kernel_and_bias
-from mlax.ops._conv_transpose import conv_transpose, stamps
+from mlax.ops import conv_transpose
+from mlax.ops._conv_transpose import stamps
 from mlax.ops._layout import layout_of
 from mlax.ops._windows import Padding, Sizes, per_axis
 

@@ -7,7 +7,7 @@ import jax
 
 from mlax.core import Composite, Layer, Sub, frozen
 from mlax.nn._linear import Linear
-from mlax.ops._glu import glu
+from mlax.ops import glu
 
 
 @frozen

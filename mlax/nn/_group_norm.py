@@ -6,7 +6,7 @@ from mlax.core import DType, Initializer, Layer, Ones, Zeros, frozen
 from mlax.dtypes import cast
 from mlax.nn._affine import scale_and_shift
 from mlax.nn._channels import channels
-from mlax.ops._group_norm import group_norm
+from mlax.ops import group_norm
 
 
 @frozen

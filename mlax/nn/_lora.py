@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, named_key, replace
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
-from mlax.ops._linear import linear
+from mlax.ops import linear
 
 
 @frozen

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen, named_key
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
-from mlax.ops._selective_scan import causal_filter, selective_scan
+from mlax.ops import causal_filter, selective_scan
 
 
 @frozen

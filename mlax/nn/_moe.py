@@ -9,8 +9,8 @@ from jax.lax import PrecisionLike
 
 from mlax.core import Composite, DType, Initializer, Layer, Map, Sub, frozen, lecun, named_key
 from mlax.dtypes import cast
-from mlax.ops._linear import linear
-from mlax.ops._moe import combine, dispatch, expert_capacity, expert_places, jitter, route
+from mlax.ops import combine, dispatch, linear, route
+from mlax.ops._moe import expert_capacity, expert_places, jitter
 
 
 @frozen

@@ -1,8 +1,8 @@
 """Patches: each window of the spatial axes as features."""
 
 from mlax.core import Layer, frozen
+from mlax.ops import patches
 from mlax.ops._layout import layout_of
-from mlax.ops._patches import patches
 from mlax.ops._windows import Padding, Sizes, windows
 
 

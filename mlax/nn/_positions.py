@@ -6,8 +6,7 @@ import numpy as np
 
 from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
 from mlax.dtypes import cast
-from mlax.ops._embed import embed
-from mlax.ops._positions import sinusoids
+from mlax.ops import embed, sinusoids
 
 
 @frozen

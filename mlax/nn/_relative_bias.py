@@ -1,7 +1,7 @@
 """RelativeBias: a learned number for each head and each bucket of distances between query and key."""
 
 from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
-from mlax.ops._relative_bias import relative_bias
+from mlax.ops import relative_bias
 
 
 @frozen

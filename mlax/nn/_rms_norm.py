@@ -5,7 +5,7 @@ from typing import ClassVar
 from mlax.core import DType, Initializer, Layer, Ones, frozen, named_key
 from mlax.dtypes import cast
 from mlax.nn._axes import shape_over
-from mlax.ops._rms_norm import rms_norm
+from mlax.ops import rms_norm
 
 
 @frozen

@@ -3,7 +3,7 @@
 import abc
 
 from mlax.core import Layer, frozen
-from mlax.ops._rotary import linear_frequencies, llama3_frequencies, ntk_frequencies, rotary, rotary_frequencies
+from mlax.ops import linear_frequencies, llama3_frequencies, ntk_frequencies, rotary, rotary_frequencies
 
 
 @frozen

@@ -9,7 +9,8 @@ from mlax.core._paths import flat, nested
 from mlax.nn._apart import apart
 from mlax.nn._leaves import check_axis, check_present, leaves_named
 from mlax.nn._state import check_state_dtype
-from mlax.ops._spectral_norm import power_iteration, spectral_norm, unit
+from mlax.ops import spectral_norm
+from mlax.ops._spectral_norm import power_iteration, unit
 
 
 @frozen

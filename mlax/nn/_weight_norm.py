@@ -6,7 +6,8 @@ from mlax.core import DType, Wrapper, frozen
 from mlax.core._paths import flat, nested
 from mlax.nn._apart import apart
 from mlax.nn._leaves import check_axis, check_present, leaves_named
-from mlax.ops._weight_norm import output_norms, weight_norm
+from mlax.ops import weight_norm
+from mlax.ops._weight_norm import output_norms
 
 
 @frozen
