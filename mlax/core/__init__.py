@@ -1,5 +1,6 @@
 """The contract, the combinators, initialisers and surgery: what `import mlax` gives directly."""
 
+from mlax.core._cell import Cell, CompositeCell
 from mlax.core._composite import Composite
 from mlax.core._f import F
 from mlax.core._frozen import DType, frozen
@@ -22,7 +23,7 @@ from mlax.core._keys import named_key
 from mlax.core._layer import Layer, Tree
 from mlax.core._map import Map
 from mlax.core._parts import Sub
-from mlax.core._recurrent import Cell, Recurrent
+from mlax.core._recurrent import Recurrent
 from mlax.core._remat import Remat
 from mlax.core._repeat import Repeat
 from mlax.core._residual import Residual
@@ -35,6 +36,7 @@ from mlax.core._wrapper import Wrapper
 __all__ = [
     "Cell",
     "Composite",
+    "CompositeCell",
     "Constant",
     "DType",
     "F",

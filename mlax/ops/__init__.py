@@ -14,8 +14,10 @@ from mlax.ops._embed import embed
 from mlax.ops._global_pool import adaptive_pool, global_pool
 from mlax.ops._glu import glu
 from mlax.ops._group_norm import group_norm
+from mlax.ops._gru import blend, gru
 from mlax.ops._layer_norm import layer_norm
 from mlax.ops._linear import linear
+from mlax.ops._lstm import lstm, lstm_memory, lstm_output
 from mlax.ops._moe import combine, dispatch, route
 from mlax.ops._pad import pad
 from mlax.ops._patches import patches
@@ -40,6 +42,7 @@ __all__ = [
     "attention_kernel",
     "batch_norm",
     "batch_statistics",
+    "blend",
     "causal_filter",
     "combine",
     "conv",
@@ -50,10 +53,14 @@ __all__ = [
     "global_pool",
     "glu",
     "group_norm",
+    "gru",
     "layer_norm",
     "linear",
     "linear_frequencies",
     "llama3_frequencies",
+    "lstm",
+    "lstm_memory",
+    "lstm_output",
     "mean",
     "mean_pool",
     "ntk_frequencies",

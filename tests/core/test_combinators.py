@@ -1,4 +1,4 @@
-"""Series, Parallel, Residual, F, Remat, Map, Recurrent and Tied, beyond what the catalogue holds them to."""
+"""Series, Parallel, Residual, F, Remat, Map and Tied, beyond what the catalogue holds them to."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 import mlax
 from mlax import nn
-from tests.layers import Block, Cell, Count
+from tests.layers import Block, Count
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 RNG = jax.random.key(1)
@@ -96,41 +96,6 @@ def test_map_over_an_axis_that_is_not_there_is_refused():
         mlax.Map(nn.Linear(2), axis=3).init(RNG, X)
     with pytest.raises(ValueError, match=r"has the sizes \[3, 6\]"):
         mlax.Map(mlax.F(lambda pair: pair[0])).init(RNG, (X, X[:, :3]))
-
-
-TIME = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 3)), jnp.float32)
-
-
-def test_a_carry_can_be_given_and_taken():
-    whole, steps = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), carry=True)
-    trainables, _ = whole.init(RNG, TIME)
-    carry = Cell(5).start(TIME[:, 0])
-    same, _ = steps.init(RNG, (carry, TIME))
-    jax.tree.map(np.testing.assert_array_equal, same, trainables)
-    (carry, first), _ = steps.fwd((carry, TIME[:, :4]), trainables)
-    (carry, second), _ = steps.fwd((carry, TIME[:, 4:]), trainables)
-    y, _ = whole.fwd(TIME, trainables)
-    np.testing.assert_allclose(jnp.concatenate([first, second], 1), y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(carry, y[:, -1], rtol=1e-5, atol=1e-6)
-
-
-def test_reverse_reads_from_the_end():
-    forward, backward = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), reverse=True, unroll=3)
-    trainables, _ = forward.init(RNG, TIME)
-    flipped = jnp.flip(forward.fwd(jnp.flip(TIME, 1), trainables)[0], 1)
-    np.testing.assert_allclose(backward.fwd(TIME, trainables)[0], flipped, rtol=1e-5, atol=1e-6)
-
-
-def test_time_may_lie_on_another_axis():
-    by_axis = mlax.Recurrent(Cell(5), axis=0)
-    trainables, _ = by_axis.init(RNG, TIME.swapaxes(0, 1))
-    y, _ = by_axis.fwd(TIME.swapaxes(0, 1), trainables)
-    np.testing.assert_allclose(y.swapaxes(0, 1), mlax.Recurrent(Cell(5)).fwd(TIME, trainables)[0], rtol=1e-6)
-
-
-def test_a_layer_that_is_no_cell_is_refused():
-    with pytest.raises(TypeError, match=r"is no mlax\.Cell"):
-        mlax.Recurrent(nn.Linear(3))
 
 
 AUTOENCODER = mlax.Series(up=nn.Linear(8), tanh=mlax.F(jnp.tanh), down=nn.Linear(6))

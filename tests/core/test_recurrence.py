@@ -1,0 +1,290 @@
+"""Recurrent: a cell over time, beyond what the catalogue holds it to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import mlax
+from mlax import nn
+from tests.layers import Cell, Count
+
+RNG = jax.random.key(1)
+TIME = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 3)), jnp.float32)
+
+
+def test_a_carry_can_be_given_and_taken():
+    whole, steps = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), carry=True)
+    trainables, _ = whole.init(RNG, TIME)
+    carry = Cell(5).start(TIME[:, 0])
+    same, _ = steps.init(RNG, (carry, TIME))
+    jax.tree.map(np.testing.assert_array_equal, same, trainables)
+    (carry, first), _ = steps.fwd((carry, TIME[:, :4]), trainables)
+    (carry, second), _ = steps.fwd((carry, TIME[:, 4:]), trainables)
+    y, _ = whole.fwd(TIME, trainables)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(carry, y[:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_reverse_reads_from_the_end():
+    forward, backward = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), reverse=True, unroll=3)
+    trainables, _ = forward.init(RNG, TIME)
+    flipped = jnp.flip(forward.fwd(jnp.flip(TIME, 1), trainables)[0], 1)
+    np.testing.assert_allclose(backward.fwd(TIME, trainables)[0], flipped, rtol=1e-5, atol=1e-6)
+
+
+def test_time_may_lie_on_another_axis():
+    by_axis = mlax.Recurrent(Cell(5), axis=0)
+    trainables, _ = by_axis.init(RNG, TIME.swapaxes(0, 1))
+    y, _ = by_axis.fwd(TIME.swapaxes(0, 1), trainables)
+    np.testing.assert_allclose(y.swapaxes(0, 1), mlax.Recurrent(Cell(5)).fwd(TIME, trainables)[0], rtol=1e-6)
+
+
+def test_a_layer_that_is_no_cell_is_refused():
+    with pytest.raises(TypeError, match=r"is no mlax\.Cell"):
+        mlax.Recurrent(nn.Linear(3))
+
+
+@mlax.frozen
+class Gated(mlax.CompositeCell):
+    """A cell with all that a step may hold: a part used twice, one with a key, one without weights, two carries."""
+
+    features: int
+    rate: float = 0.0
+
+    def parts(self):
+        return {
+            "input": nn.Linear(self.features),
+            "mix": nn.Linear(self.features),
+            "drop": nn.Dropout(self.rate),
+            "tanh": mlax.F(jnp.tanh),
+        }
+
+    def start(self, x):
+        return jnp.zeros((*x.shape[:-1], self.features), x.dtype), jnp.zeros(x.shape[:1], jnp.int32)
+
+    def ahead(self, sub, x):
+        return sub.drop(sub.input(x))
+
+    def feedback(self, sub, carry):
+        return sub.mix(carry[0])
+
+    def step(self, sub, carry, ahead):
+        h, time = carry
+        h = sub.tanh(ahead + sub.mix(sub.drop(sub.tanh(h))))
+        return (h, time + 1), (h, time)
+
+
+@mlax.frozen
+class Whole(mlax.Cell):
+    """The same cell with its halves joined, which a scan must differentiate as it comes."""
+
+    cell: Gated
+
+    def start(self, x):
+        return self.cell.start(x)
+
+    def init(self, rng, x):
+        return self.cell.init(rng, x)
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return self.cell.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+
+
+LENGTHS = jnp.asarray([7, 3])
+
+
+def loss(layer):
+    def scalar(trainables, x):
+        y, time = layer.fwd((x, LENGTHS), trainables, rng=RNG)[0]
+        assert time.dtype == jnp.int32
+        return (y**2).sum()
+
+    return scalar
+
+
+def close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), a, b)
+
+
+@pytest.fixture(scope="module")
+def halves():
+    """A recurrent layer split in two halves and the same one whole, with variables and an input in float64."""
+    with jax.enable_x64(True):
+        split, whole = (mlax.Recurrent(cell, lengths=True) for cell in (Gated(5), Whole(Gated(5))))
+        x = jnp.asarray(TIME, jnp.float64)
+        trainables, _ = split.init(RNG, (x, LENGTHS))
+        yield loss(split), loss(whole), trainables, x
+
+
+def test_the_halves_of_a_cell_compute_what_the_whole_does(halves):
+    split, whole, *at = halves
+    close(split(*at), whole(*at))
+
+
+def test_gradients_deferred_past_the_scan_are_those_of_the_scan(halves):
+    split, whole, *at = halves
+    close(jax.jit(jax.grad(split, (0, 1)))(*at), jax.jit(jax.grad(whole, (0, 1)))(*at))
+
+
+def test_forward_derivatives_exist(halves):
+    split, whole, *at = halves
+    ones = jax.tree.map(jnp.ones_like, at)
+    close(jax.jvp(split, at, ones), jax.jvp(whole, at, ones))
+
+
+def test_second_derivatives_exist_and_are_the_same_both_ways(halves):
+    split, _, trainables, x = halves
+    along = jax.tree.map(jnp.ones_like, trainables)
+
+    def slope(trainables):
+        return jax.jvp(lambda trainables: split(trainables, x), (trainables,), (along,))[1]
+
+    forward_over_backward = jax.jit(lambda t: jax.jvp(lambda t: jax.grad(split)(t, x), (t,), (along,))[1])
+    close(forward_over_backward(trainables), jax.jit(jax.grad(slope))(trainables))
+
+
+def test_gradients_of_one_example_at_a_time_exist(halves):
+    split, whole, trainables, x = halves
+    each = jnp.stack([x, 2 * x])
+    gradients = [jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(trainables, each) for loss in (split, whole)]
+    close(*gradients)
+
+
+def test_the_backward_scan_carries_no_gradient_of_weights():
+    layer = mlax.Recurrent(Gated(5))
+    trainables, _ = layer.init(RNG, TIME)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda t: layer.fwd(TIME, t, inference_mode=True)[0][0].sum()))(trainables)
+
+    def scans(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                yield eqn
+            for value in eqn.params.values():
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    yield from scans(getattr(value, "jaxpr", value))
+
+    carried = {var.aval.shape for eqn in scans(jaxpr.jaxpr) for var in eqn.outvars[: eqn.params["num_carry"]]}
+    assert (2, 5) in carried
+    assert not carried & {leaf.shape for leaf in jax.tree.leaves(trainables)}
+
+
+def test_parts_draw_anew_at_each_step_and_each_call():
+    @mlax.frozen
+    class Noise(mlax.CompositeCell):
+        def parts(self):
+            return {"drop": nn.Dropout(0.5)}
+
+        def start(self, x):
+            return jnp.ones(x.shape, x.dtype)
+
+        def ahead(self, sub, x):
+            return sub.drop(x)
+
+        def feedback(self, sub, carry):
+            return 8 * sub.drop(carry)
+
+        def step(self, sub, carry, ahead):
+            return carry, ahead + 64 * sub.drop(carry) + 512 * sub.drop(carry)
+
+    y, _ = mlax.Recurrent(Noise()).fwd(jnp.ones((64, 3, 5)), None, rng=RNG)
+    digits = np.stack([np.asarray(y, np.int64) // 8**place % 8 for place in range(4)])  # one for each draw, 0 or 2
+    assert set(digits.ravel()) == {0, 2}
+    draws = np.concatenate(digits.swapaxes(1, 2).swapaxes(0, 1)).reshape(12, -1)  # four calls at three steps
+    agreements = (draws[:, None] == draws[None]).mean(-1)[~np.eye(12, dtype=bool)]
+    assert agreements.min() > 0.3 and agreements.max() < 0.7
+
+
+def test_gradients_through_drawn_parts_are_those_of_finite_differences():
+    with jax.enable_x64(True):
+        layer, x = mlax.Recurrent(Gated(5, rate=0.5)), jnp.asarray(TIME, jnp.float64)
+        trainables, _ = layer.init(RNG, x)
+        y = jax.jit(lambda trainables, x: layer.fwd(x, trainables, rng=RNG)[0][0])
+        check_grads(y, (trainables, x), order=1, modes=("rev",))
+
+
+def test_a_part_with_state_keeps_it_from_step_to_step():
+    @mlax.frozen
+    class Counting(mlax.CompositeCell):
+        def parts(self):
+            return {"mix": nn.Linear(3), "count": Count()}
+
+        def start(self, x):
+            return jnp.zeros_like(x)
+
+        def ahead(self, sub, x):
+            return x
+
+        def step(self, sub, carry, ahead):
+            h = sub.count(sub.mix(carry) + ahead)
+            return h, h
+
+    layer = mlax.Recurrent(Counting())
+    trainables, state = layer.init(RNG, TIME)
+    _, state = layer.fwd(TIME, trainables, state)
+    assert state["count"]["calls"] == 7
+
+
+def test_an_error_in_a_part_names_it_and_what_it_was_called_on():
+    layer = mlax.Recurrent(Gated(5, rate=0.5))
+    trainables, _ = layer.init(RNG, TIME)
+    with pytest.raises(ValueError, match="no key to drop by") as caught:
+        layer.fwd(TIME, trainables)
+    assert caught.value.__notes__[0].startswith("in drop, called on float32[")
+    with pytest.raises(ValueError, match="trainables lacks kernel") as caught:
+        layer.fwd(TIME, {**trainables, "mix": {"bias": trainables["mix"]["bias"]}}, inference_mode=True)
+    assert caught.value.__notes__[0].startswith("in mix, called on float32[")
+
+
+def test_every_product_carries_the_path_of_its_part():
+    model = mlax.Series(encoder=mlax.Recurrent(Gated(5)))
+    trainables, _ = model.init(RNG, TIME)
+    step = jax.jit(jax.grad(lambda trainables: model.fwd(TIME, trainables, inference_mode=True)[0][0].sum()))
+    text = step.lower(trainables).compile().as_text()
+    products = [line.split('op_name="')[1].split('"')[0] for line in text.splitlines() if " dot(" in line]
+    assert len(products) >= 5
+    for path in products:
+        assert "encoder" in path and ("input" in path or "mix" in path), path
+
+
+def test_a_cell_that_changes_the_shape_of_its_carry_is_refused():
+    @mlax.frozen
+    class Growing(mlax.Cell):
+        def start(self, x):
+            return x
+
+        def init(self, rng, x):
+            return None, None
+
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            h, x = x
+            return (jnp.concatenate([h, x], -1), x), non_trainables
+
+    with pytest.raises(ValueError, match=r"turns a carry of float32\[2, 3\] into float32\[2, 6\]"):
+        mlax.Recurrent(Growing()).fwd(TIME, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (np.asarray([7, 8]), "lengths go from 7 to 8, but the input has 7 time steps"),
+        (np.asarray([-1, 2]), "lengths go from -1 to 2"),
+        (np.asarray([1, 2, 3], np.int32), r"lengths is int32\[3\], but must be whole numbers of the shape \(2,\)"),
+        (np.asarray([1.0, 2.0], np.float32), r"lengths is float32\[2\], but must be whole numbers"),
+    ],
+)
+def test_impossible_lengths_are_refused(lengths, message):
+    layer = mlax.Recurrent(Cell(5), lengths=True)
+    trainables, _ = layer.init(RNG, (TIME, LENGTHS))
+    with pytest.raises(ValueError, match=message):
+        layer.fwd((TIME, jnp.asarray(lengths)), trainables)
+
+
+def test_an_input_that_lacks_what_the_fields_ask_for_is_refused():
+    with pytest.raises(ValueError, match=r"must be the tuple \(carry, x, lengths\), as carry=True and lengths=True"):
+        mlax.Recurrent(Cell(5), carry=True, lengths=True).init(RNG, TIME)
+    with pytest.raises(ValueError, match="which has no axis 3"):
+        mlax.Recurrent(Cell(5), axis=3).init(RNG, TIME)
+    with pytest.raises(ValueError, match="unroll is 0, but must be a whole number"):
+        mlax.Recurrent(Cell(5), unroll=0)
