@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mlax.core._fence import fenced
+
 
 def over_all_steps(function: Callable[[Any], Any], value: Any) -> Any:
     """`jax.vmap(function)(value)`, where `function` treats each example of its batch alike.
@@ -20,6 +22,7 @@ def over_all_steps(function: Callable[[Any], Any], value: Any) -> Any:
         return jax.vmap(function)(value)
     times, batch = sizes.pop()
     y = function(jax.tree.map(lambda leaf: leaf.reshape(times * batch, *leaf.shape[2:]), value))
+    y = fenced(y)  # XLA adds a bias in place, but fused with the reshape, into a second array as large
     return jax.tree.map(lambda leaf: leaf.reshape(times, batch, *leaf.shape[1:]), y)
 
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from mlax.core._all_steps import over_all_steps
 from mlax.core._cell import added
+from mlax.core._keeping import keeping_scan
 
 Function = Callable[[Any, Any], Any]  # of (weights, value)
 Apply = Callable[[str, Function, Any], Any]  # of (name, function, value): function(weights[name], value)
@@ -70,10 +71,10 @@ def deferred_scan(
                     return jax.tree.map(_nudged, y, nudges[len(values) - 1])
 
                 after, y = step(apply, weights, carry, x, fixed)
-                return after, (y, carry, values)
+                return after, (y, (carry, values))
 
-            carry, (y, before, values) = lax.scan(body, carry, (xs, fixed, nudges), reverse=reverse, unroll=unroll)
-            return (carry, y), (before, values)
+            carry, (y, kept) = keeping_scan(body, carry, (xs, fixed, nudges), reverse=reverse, unroll=unroll)
+            return (carry, y), kept
 
         still = [jax.tree.map(lambda leaf: jnp.zeros((times, *leaf.shape), leaf.dtype), like) for _, _, like in uses]
         out, push, (before, values) = jax.linearize(nudged_scan, carry, xs, still, has_aux=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
+from mlax.core._fence import fenced
 from mlax.core._frozen import frozen
 from mlax.core._layer import Tree
 from mlax.core._notes import brief, located, signature
@@ -54,10 +55,10 @@ class Repeat(Wrapper):
         stacked = (trainables, non_trainables, keys)
         if self.mode != "unroll":
             return lax.scan(step, x, stacked, length=self.times)
-        news = []
+        news = []  # unfenced, 48 blocks compile two to four times as long on a CPU and run slower, fused time and again
         for time, own in enumerate(unstacked(stacked, self.times)):
             with located(str(time), x):
-                x, new = step(*_fenced((x, own)))
+                x, new = step(*fenced((x, own)))
                 news.append(new)
         return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *news)
 
@@ -68,17 +69,3 @@ class Repeat(Wrapper):
                     f"{brief(self)}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
                     f"{self.times}; pass what init returned for this layer."
                 )
-
-
-def _fenced(tree: Any) -> Any:
-    """The same tree; on a CPU, XLA fuses nothing across it, forward or backward.
-
-    Without a fence XLA's CPU compiler fuses a long residual chain again and again: 48 blocks compiled two to four
-    times as long and ran slower than scanned. It drops a bare `optimization_barrier` in some versions, but never a
-    conditional whose condition it cannot see. On other devices fusion across blocks is welcome.
-    """
-
-    def on_cpu(tree: Any) -> Any:
-        return lax.cond(lax.optimization_barrier(False), lax.optimization_barrier, lambda tree: tree, tree)
-
-    return lax.platform_dependent(tree, cpu=on_cpu, default=lambda tree: tree)

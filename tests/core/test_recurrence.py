@@ -8,6 +8,7 @@ from jax.test_util import check_grads
 
 import mlax
 from mlax import nn
+from mlax.core._keeping import keeping_scan
 from tests.layers import Cell, Count
 
 RNG = jax.random.key(1)
@@ -168,6 +169,22 @@ def test_the_backward_scan_carries_no_gradient_of_weights():
     given = {var.aval.shape for eqn in scans(jaxpr.jaxpr) for var in eqn.outvars}  # what is not carried is (7, ...)
     assert (2, 5) in given
     assert not given & {leaf.shape for leaf in jax.tree.leaves(trainables)}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("times", [0, 1, 4])
+def test_what_a_scan_keeps_of_its_carry_is_what_the_step_was_given(times, reverse):
+    def body(carry, x):
+        after = {"shown": carry["shown"] + x, "hidden": carry["hidden"] * 2}
+        return after, (after["shown"], carry)
+
+    carry = {"shown": jnp.full((2,), 3.0), "hidden": jnp.ones(2)}
+    xs = jnp.arange(2.0 * times).reshape(times, 2)
+    jaxpr = jax.make_jaxpr(lambda *args: keeping_scan(body, *args, reverse=reverse, unroll=1))(carry, xs)
+    (scan,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert sum(var.aval.shape == (times, 2) for var in scan.outvars) == 2  # "shown" and "hidden"
+    found = keeping_scan(body, carry, xs, reverse=reverse, unroll=1)
+    close(found, jax.lax.scan(body, carry, xs, reverse=reverse))
 
 
 def test_parts_draw_anew_at_each_step_and_each_call():

@@ -1,0 +1,18 @@
+"""A fence across which nothing is fused."""
+
+from typing import Any
+
+from jax import lax
+
+
+def fenced(tree: Any) -> Any:
+    """The same tree; on a CPU, XLA fuses nothing across it, forward or backward.
+
+    XLA drops a bare `optimization_barrier` in some versions, but never a conditional whose condition it cannot see,
+    and that copies nothing. On other devices fusion is welcome.
+    """
+
+    def on_cpu(tree: Any) -> Any:
+        return lax.cond(lax.optimization_barrier(False), lax.optimization_barrier, lambda tree: tree, tree)
+
+    return lax.platform_dependent(tree, cpu=on_cpu, default=lambda tree: tree)
