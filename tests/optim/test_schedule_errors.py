@@ -1,0 +1,100 @@
+"""Whatever is wrong with a schedule is said in words."""
+
+import math
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from mlax.optim.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    InverseRoot,
+    Joined,
+    Linear,
+    OneCycle,
+    Polynomial,
+    Restarts,
+    Scaled,
+    Steps,
+    Warmup,
+    WarmupCosine,
+    WarmupStableDecay,
+)
+
+LAST = 2**31 - 1
+
+BAD = {
+    "no number": (lambda: Constant("0.1"), "value is '0.1', but must be a finite"),
+    "not finite": (lambda: Constant(math.nan), "value is nan, but must be a finite"),
+    "infinite": (lambda: Linear(0.1, math.inf, 5), "end is inf, but must be a finite"),
+    "too large for float32": (lambda: Cosine(1e39, 5), "start is 1e\\+39, but must be a finite float32"),
+    "a truth": (lambda: Scaled(Constant(1.0), True), "factor is True, but must be a finite"),
+    "steps of float": (lambda: Linear(0.1, 0.0, 1e4), "steps is 10000.0, but must be a whole number from 1"),
+    "no steps": (lambda: Cosine(0.1, 0), "steps is 0, but must be a whole number from 1"),
+    "too many steps": (lambda: Cosine(0.1, 2**31), "steps is 2147483648, but must be a whole number"),
+    "power": (lambda: Polynomial(0.1, 0.0, 5, 0), "power is 0, but must be more than 0"),
+    "growth without bound": (lambda: Exponential(0.1, 2.0), "grows without bound; pass end="),
+    "no growth": (lambda: Exponential(0.1, 1.0), "factor is 1, which changes nothing; use Constant"),
+    "negative factor": (lambda: Exponential(0.1, -0.5), "factor is -0.5, but must be more than 0"),
+    "floor above": (lambda: Exponential(0.1, 0.5, end=0.2), "end is 0.2, but it falls from 0.1"),
+    "ceiling below": (lambda: Exponential(0.1, 2.0, end=0.05), "end is 0.05, but it grows from 0.1"),
+    "staircase": (lambda: Exponential(0.1, 0.5, staircase=1), "staircase is 1, but must be True or False"),
+    "no drops": (lambda: Steps(0.1, ()), r"drops is \(\), but must be pairs"),
+    "drops unpaired": (lambda: Steps(0.1, (30, 60)), r"drops is \(30, 60\), but must be pairs"),
+    "drops unordered": (lambda: Steps(0.1, ((60, 0.1), (30, 0.1))), r"are at \(60, 30\), but must be in ascending"),
+    "a drop at 0": (lambda: Steps(0.1, ((0, 0.1),)), r"one of the drops is \(0, 0.1\), but must be a step from 1"),
+    "drops that overflow": (lambda: Steps(1e30, ((1, 1e30),)), "which no float32 holds; lower a factor"),
+    "warmup to the end": (lambda: WarmupCosine(0.1, 10, 10), "warmup is 10, but must be less than total, 10"),
+    "decay too long": (lambda: WarmupStableDecay(0.1, 10, 15, 6), "together more than total, 15"),
+    "shape": (lambda: WarmupStableDecay(0.1, 1, 9, 2, shape="square"), "shape is 'square', but must be one of linear"),
+    "no warmup": (lambda: InverseRoot(0.1, 0), "warmup is 0, but must be a whole number from 1"),
+    "all rise": (lambda: OneCycle(0.1, 10, rise=1.0), "rise is 1.0 of 10 steps, but must be less than all"),
+    "no rise": (lambda: OneCycle(0.1, 3), "rise is 0.3 of 3 steps, but must be less than all of them and more"),
+    "first": (lambda: OneCycle(0.1, 10, first=0.0), "first is 0.0, but must be more than 0"),
+    "a first that overflows": (lambda: OneCycle(0.1, 10, first=1e-44), "which no float32 holds; raise first or last"),
+    "a number for a schedule": (lambda: Warmup(0.1, 5), "0.1 stands where a schedule must stand"),
+    "a class for a schedule": (lambda: Scaled(Cosine, 2.0), "stands where a schedule must stand"),
+    "warmup too long": (lambda: Warmup(Cosine(0.1, LAST), 1), "lasts 2147483648 steps, but a step counts to"),
+    "no parts": (lambda: Joined(()), r"parts is \(\), but must be pairs"),
+    "no schedule in a part": (lambda: Joined(((0.1, 5),)), "0.1 stands where a schedule must stand"),
+    "endless in the middle": (
+        lambda: Joined(((Constant(0.1), None), (Constant(0.2), 5))),
+        "part 0 has None steps, but must have a whole number",
+    ),
+    "parts too long": (
+        lambda: Joined(((Constant(0.1), LAST), (Constant(0.1), 9), (InverseRoot(1.0, 1), None))),
+        "its last part begins at 2147483656",
+    ),
+    "restarts without end": (lambda: Restarts(InverseRoot(0.1, 5), 2), "has no end to restart at"),
+    "restarts of a constant": (lambda: Restarts(Constant(0.1), 2), "has no end to restart at"),
+    "restarts too long": (lambda: Restarts(Cosine(0.1, 2**20), 12, stretch=2), "lasts 4293918720 steps"),
+    "restarts too often": (lambda: Restarts(Cosine(0.1, 1), 10**9, stretch=2), "more steps than can be counted"),
+    "restarts half as long": (lambda: Restarts(Cosine(0.1, 8), 2, stretch=0.5), "stretch is 0.5, but must be a whole"),
+    "restarts too high": (lambda: Restarts(Cosine(0.1, 8), 999, factor=10.0), "no float32 holds after 999 times"),
+    "negative values": (lambda: Constant(0.1).values(-1), "steps is -1, but must be at least 0"),
+    "endless table": (lambda: InverseRoot(0.1, 5).table(), "goes on for ever; pass steps="),
+    "endless curve": (lambda: Exponential(0.1, 0.5).curve(), "goes on for ever; pass steps="),
+    "endless picture": (lambda: Exponential(0.1, 0.5).draw("never.png"), "goes on for ever; pass steps="),
+    "steps of a table": (lambda: Constant(0.1).table(0), "steps is 0, but must be a whole number from 1"),
+    "rows": (lambda: Cosine(0.1, 5).table(rows=1), "rows is 1, but must be a whole number of at least 2"),
+    "width": (lambda: Cosine(0.1, 5).curve(width=0), "width and height are 0 and 8, but must be whole numbers"),
+    "step of float": (lambda: Cosine(0.1, 5)(1.0), "the step is float64, but must be a whole number"),
+    "step of bool": (lambda: Cosine(0.1, 5)(jnp.zeros(3, bool)), "the step is bool, but must be a whole number"),
+    "an array": (lambda: Constant(jnp.float32(0.1)), "field `value` is an array"),
+    "a list": (lambda: Steps(0.1, [(30, 0.1)]), "field `drops` is a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_in_words(name):
+    act, words = BAD[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        act()
+
+
+def test_draw_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install mlax\[demo\]"):
+        Cosine(0.1, 5).draw(tmp_path / "schedule.png")

@@ -1,0 +1,243 @@
+"""Schedules give the numbers of Optax, PyTorch and their formulas, exactly at the ends, however they are run."""
+
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax.core import frozen
+from mlax.optim import schedules
+from mlax.optim.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    Joined,
+    Linear,
+    OneCycle,
+    Restarts,
+    Scaled,
+    Steps,
+    WarmupStableDecay,
+)
+from tests.optim.schedule_rows import ROWS
+
+LAST = 2**31 - 1
+every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+
+
+def test_every_exported_schedule_has_a_row():
+    shown = {type(row.make()).__name__ for row in ROWS.values()}
+    assert shown == set(schedules.__all__) - {"Schedule"}
+
+
+@every_row
+def test_equal_schedules_are_equal_and_hash_equal(row):
+    schedule = row.make()
+    assert schedule == row.make() and hash(schedule) == hash(row.make())
+    assert schedule != Scaled(schedule, 2.0)
+    assert eval(repr(schedule), vars(schedules)) == schedule == pickle.loads(pickle.dumps(schedule))
+
+
+@every_row
+def test_values_are_those_of_the_reference(row):
+    steps = np.arange(150)
+    with jax.numpy_dtype_promotion("standard"):
+        want = np.broadcast_to(np.asarray(row.reference(steps), np.float64), steps.shape)
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(row.make().values(150), want, rtol=3e-6, atol=2e-7 * scale)
+
+
+@every_row
+def test_first_peak_and_last_value_are_exact(row):
+    schedule = row.make()
+    compiled = jax.jit(schedule)
+    together = schedule.values(list(row.exact))
+    for value, (step, want) in zip(together, row.exact.items(), strict=True):
+        assert [schedule(step), compiled(step), value] == [np.float32(want)] * 3, step
+
+
+@every_row
+def test_values_are_those_of_one_call_each(row):
+    schedule = row.make()
+    values = schedule.values(110)
+    assert values.dtype == np.float32 and isinstance(values, np.ndarray)
+    scale = np.abs(values).max()
+    one_by_one = np.asarray([schedule(step) for step in range(0, 110, 5)])
+    np.testing.assert_allclose(values[::5], one_by_one, rtol=1e-6, atol=1e-7 * scale)
+    chosen = np.asarray([[3, 1], [4, 100]])
+    np.testing.assert_allclose(schedule.values(chosen), values[chosen], 1e-6, 1e-7 * scale)
+
+
+@every_row
+def test_all_steps_are_one_compilation(row):
+    traces = []
+
+    @jax.jit
+    def value(step):
+        traces.append(step)
+        return row.make()(step)
+
+    values = [value(jnp.int32(step)) for step in (0, 5, 60, 1000)]
+    _, scanned = jax.lax.scan(lambda step, _: (step + 1, row.make()(step)), jnp.int32(0), length=101)
+    mapped = jax.vmap(row.make())(jnp.arange(101, dtype=jnp.int32))
+    assert len(traces) == 1
+    atol = 1e-7 * float(abs(mapped).max())
+    np.testing.assert_allclose(values[:3], mapped[np.asarray([0, 5, 60])], 1e-6, atol)
+    np.testing.assert_allclose(scanned, mapped, 1e-6, atol)
+
+
+@every_row
+def test_it_no_longer_changes_after_its_length(row):
+    schedule = row.make()
+    assert schedule.length == row.length
+    if row.length is None:
+        assert schedule(10**6) != schedule(10**3)
+    else:
+        beyond = schedule.values([row.length + extra for extra in (0, 1, 2, 1000, 10**6)] + [LAST])
+        assert len(set(beyond.tolist())) == 1
+        assert row.length == 0 or schedule(row.length - 1) != beyond[0]
+
+
+@every_row
+@pytest.mark.parametrize("x64", [False, True])
+def test_values_are_strong_float32_whatever_counts_the_step(row, x64):
+    schedule = row.make()
+    with jax.enable_x64(x64):
+        steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
+        for value in [*map(schedule, steps), *map(jax.jit(schedule), steps[:4])]:
+            assert value.dtype == jnp.float32 and not value.weak_type and value.shape == ()
+            np.testing.assert_allclose(value, schedule(20), rtol=1e-6)
+        assert schedule(np.zeros((2, 0, 3), int)).shape == (2, 0, 3)
+
+
+@every_row
+def test_steps_near_the_last_do_not_overflow(row):
+    schedule = row.make()
+    far = schedule.values(np.asarray([2**24 + 1, 2**30, LAST - 1, LAST, 2**31, 2**40, 2**62]))
+    assert np.isfinite(far).all()
+    assert len(set(far[3:].tolist())) == 1
+    assert schedule(2**40) == schedule(LAST) and schedule(-5) == schedule(0)
+    with jax.debug_nans(True):
+        schedule.values([0, 10, 1000, LAST])
+
+
+@every_row
+def test_a_stretched_schedule_is_the_same_curve(row):
+    steps = np.arange(80)
+    schedule, longer = row.make(), row.make().stretched(3)
+    values = schedule.values(steps)
+    np.testing.assert_allclose(longer.values(3 * steps), values, 2e-6, 2e-7 * np.abs(values).max())
+    if row.length is None:
+        assert longer.length is None
+    else:  # an exponential meets its end between two steps
+        assert 3 * row.length - 3 < longer.length <= 3 * row.length
+
+
+@every_row
+def test_table_and_curve_hold_the_right_numbers(row):
+    schedule = row.make()
+    lines = schedule.table(100, rows=6).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[0].split() == ["step", "value"]
+    shown = {int(step): float(value) for step, value in (line.split() for line in lines[1:])}
+    assert shown.keys() == {0, 20, 40, 60, 80, 100, *(mark for mark in schedule.marks if mark <= 100)}
+    np.testing.assert_allclose(list(shown.values()), schedule.values(list(shown)), rtol=1e-5)
+
+    values = schedule.values(101)
+    top, *_, bottom, axis, numbers = schedule.curve(100, width=30, height=5).splitlines()
+    if values.min() < values.max():
+        assert top.split(" │")[0].strip() == f"{values.max():.6g}"
+    assert bottom.split(" │")[0].strip() == f"{values.min():.6g}"
+    assert numbers.split() == ["0", "100"] and len(top) == len(bottom) == len(axis) == len(numbers)
+
+
+@every_row
+def test_draw_writes_a_picture(row, tmp_path):
+    row.make().draw(tmp_path / "schedule.png", 100)
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_equal_schedules_share_one_compilation():
+    traces = []
+
+    @frozen
+    class Own(schedules.Schedule):
+        slope: float
+        length = None
+
+        def stretched(self, times):
+            return Own(self.slope / times)
+
+        def at(self, step):
+            traces.append(step)
+            return step.astype(jnp.float32) * self.slope
+
+    for slope in (0.5, 0.5, 0.25, 0.5):
+        assert jax.jit(Own(slope))(jnp.int32(6)) == 6 * slope
+    assert len(traces) == 2
+
+
+def test_the_curve_looks_like_the_schedule():
+    assert Linear(0.0, 1.0, 8).curve(width=4, height=2).splitlines() == [
+        "1 │⠀⠀⣠⠞",
+        "0 │⣠⠞⠁⠀",
+        "  └────",
+        "   0  8",
+    ]
+
+
+def test_one_cycle_is_that_of_torch():
+    # torch 2.13: OneCycleLR(optimizer, max_lr=0.1, total_steps=101), the rate before each step
+    want = {
+        0: 0.004,
+        1: 0.00427565104002732,
+        10: 0.02904739632130776,
+        28: 0.0995344576688545,
+        29: 0.09997516976618613,
+        30: 0.09997581421134295,
+        31: 0.09985740952939573,
+        50: 0.08029841875256725,
+        75: 0.027807012733911028,
+        99: 4.975461039612925e-05,
+        100: 4e-07,
+    }
+    np.testing.assert_allclose(OneCycle(0.1, 101).values(list(want)), list(want.values()), rtol=2e-6)
+
+
+def test_cosine_is_that_of_torch():
+    # torch 2.13: CosineAnnealingLR(optimizer, T_max=10, eta_min=0.01) from 0.5
+    want = [0.5, 0.48800884649231263, 0.4532091636218621, 0.39900738681165593, 0.33070916362186215, 0.255]
+    want += [0.17929083637813792, 0.11099261318834411, 0.05679083637813791, 0.021991153507687385, 0.01]
+    np.testing.assert_allclose(Cosine(0.5, 10, end=0.01).values(11), want, rtol=1e-6)
+
+
+def test_restarts_are_those_of_torch():
+    # torch 2.13: CosineAnnealingWarmRestarts(optimizer, T_0=4, T_mult=2) from 0.5
+    want = [0.5, 0.42677669529663687, 0.25, 0.07322330470336313, 0.5, 0.4809698831278217, 0.42677669529663687]
+    want += [0.34567085809127246, 0.25, 0.15432914190872757, 0.07322330470336313, 0.019030116872178315, 0.5]
+    np.testing.assert_allclose(Restarts(Cosine(0.5, 4), 3, stretch=2).values(13), want, rtol=1e-6)
+
+
+def test_steps_are_counted_exactly_where_float32_no_longer_can():
+    boundary = 2**30 + 1
+    steps = boundary + np.arange(-2, 3)
+    assert Steps(1.0, ((boundary, 0.5),)).values(steps).tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
+    late = Joined(((Constant(1.0), boundary), (Linear(1.0, 0.0, 4), None)))
+    assert late.values(steps).tolist() == [1.0, 1.0, 1.0, 0.75, 0.5]
+    decay = WarmupStableDecay(1.0, 0, boundary + 2, 4)
+    assert decay.values(steps).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("make", [Linear, lambda start, end, steps: Cosine(start, steps, end)])
+def test_nothing_cancels_near_the_end(make):
+    steps = 10**6
+    left = 3 / steps
+    want = {"Linear": left, "Cosine": math.sin(math.pi / 2 * left) ** 2}
+    schedule = make(1.0, 0.0, steps)
+    np.testing.assert_allclose(schedule(steps - 3), want[type(schedule).__name__], rtol=1e-6)
+
+
+def test_a_factor_near_one_keeps_its_digits():
+    np.testing.assert_allclose(Exponential(1.0, 0.999999)(10**6), 0.999999**1e6, rtol=1e-6)
