@@ -8,7 +8,7 @@ from pathlib import Path
 import mlax
 
 PACKAGE = Path(mlax.__file__).parent
-BELOW = {"core": set(), "ops": set(), "dtypes": {"core"}, "nn": {"core", "ops", "dtypes"}}
+BELOW = {"core": set(), "ops": set(), "dtypes": {"core"}, "nn": {"core", "ops", "dtypes"}, "optim": {"core"}}
 
 
 def rooms_imported(file):
@@ -21,13 +21,13 @@ def rooms_imported(file):
 
 def test_imports_point_one_way():
     for room, below in BELOW.items():
-        for file in (PACKAGE / room).glob("*.py"):
+        for file in (PACKAGE / room).rglob("*.py"):
             assert set(rooms_imported(file)) <= {room, *below}, file
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(BELOW)
 
 
 def test_every_public_name_is_documented():
-    for room in ("", ".nn", ".ops", ".dtypes"):
+    for room in ("", ".nn", ".ops", ".dtypes", ".optim"):
         module = importlib.import_module(f"mlax{room}")
         for name in module.__all__:
             value = getattr(module, name)

@@ -1,0 +1,51 @@
+"""Around: an optimizer that changes what another one is given, or what it gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlax.core import Tree, frozen
+from mlax.optim._now import Now
+from mlax.optim._optimizer import Advanced, Flat, Optimizer
+from mlax.optim._slot import Slot
+from mlax.optim._state import State
+
+
+@frozen
+class Around(Optimizer):
+    """An optimizer around another, whose slots stay where they are. It may add some, by `adds`."""
+
+    optimizer: Optimizer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"{type(self).__name__}: {self.optimizer!r} is no optimizer; it goes around one.")
+
+    def adds(self, path: str, w: Any) -> dict[str, Slot]:
+        """The slots of its own beside one leaf."""
+        return {}
+
+    def within(self):
+        return (self.optimizer,)
+
+    def slots(self, path, w):
+        inner, own = self.optimizer.slots(path, w), self.adds(path, w)
+        both = inner.keys() & own.keys()
+        if both:
+            raise ValueError(f"{type(self).__name__}: the optimizer inside has a slot {min(both)!r} already.")
+        return {**inner, **own}
+
+    def scalars(self):
+        return self.optimizer.scalars()
+
+    def policy(self, path):
+        return self.optimizer.policy(path)
+
+    def patterns(self):
+        return self.optimizer.patterns()
+
+    def advance(self, now: Now, grads: Flat, weights: Flat, slots: Mapping[str, Any]) -> Advanced:
+        return self.optimizer.advance(now, grads, weights, slots)
+
+    def averaged(self, state: State, trainables: Tree) -> Any:
+        return self.optimizer.averaged(state, trainables)

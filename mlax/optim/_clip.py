@@ -1,0 +1,86 @@
+"""Clip: gradients kept within limits before an optimizer sees them."""
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core import frozen
+from mlax.optim._around import Around
+from mlax.optim._norms import norm
+from mlax.optim._numbers import Amount
+from mlax.optim._optimizer import Flat
+from mlax.optim._whole import global_norm, scalar
+
+
+@frozen
+class ClipValue(Around):
+    """Each number of a gradient between -`limit` and `limit`."""
+
+    limit: Amount = 1.0
+
+    def advance(self, now, grads, weights, slots):
+        limit = now.numbers(self)["limit"]
+        clipped = {path: jnp.clip(g, -scalar(limit, g), scalar(limit, g)) for path, g in grads.items()}
+        return self.optimizer.advance(now, clipped, weights, slots)
+
+
+@frozen
+class ClipNorm(Around):
+    """Each leaf of the gradient scaled down to the norm `limit`, if its own is larger."""
+
+    limit: Amount = 1.0
+
+    def advance(self, now, grads, weights, slots):
+        limit = now.numbers(self)["limit"]
+        clipped = {path: g * _shrink(norm(g), scalar(limit, g)) for path, g in grads.items()}
+        return self.optimizer.advance(now, clipped, weights, slots)
+
+
+@frozen
+class ClipGlobalNorm(Around):
+    """The whole gradient scaled down to the norm `limit`, if its own is larger.
+
+    https://proceedings.mlr.press/v28/pascanu13.html
+    """
+
+    limit: Amount = 1.0
+
+    def advance(self, now, grads, weights, slots):
+        size = global_norm(grads)
+        factor = _shrink(size, scalar(now.numbers(self)["limit"], size))
+        clipped = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
+        return self.optimizer.advance(now, clipped, weights, slots)
+
+
+@frozen
+class ClipAdaptive(Around):
+    """The gradient of each output scaled down to `limit` times the norm of its weights, that being at least `eps`.
+
+    An output is a place on the last axis of a leaf of two axes, on the first of one of more, as kernels lie; a vector
+    counts as a whole. Equation 3 of https://arxiv.org/abs/2102.06171
+    """
+
+    limit: Amount = 0.01
+    eps: Amount = 1e-3
+
+    def advance(self, now, grads, weights, slots):
+        numbers = now.numbers(self)
+
+        def clipped(g: jax.Array, w: jax.Array) -> jax.Array:
+            most = scalar(numbers["limit"], g) * jnp.maximum(_by_output(w), scalar(numbers["eps"], g))
+            return g * _shrink(_by_output(g), most)
+
+        changed: Flat = {path: clipped(g, weights[path]) for path, g in grads.items()}
+        return self.optimizer.advance(now, changed, weights, slots)
+
+
+def _shrink(size: jax.Array, limit: jax.Array) -> jax.Array:
+    """The factor that brings `size` down to `limit`: at most 1, and 1 for a zero."""
+    over = size > limit
+    return jnp.where(over, limit / jnp.where(over, size, jnp.ones_like(size)), jnp.ones_like(size))
+
+
+def _by_output(x: jax.Array) -> jax.Array:
+    if x.ndim < 2:
+        return norm(x)
+    axes = (0,) if x.ndim == 2 else tuple(range(1, x.ndim))
+    return jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))

@@ -1,0 +1,30 @@
+"""Freeze: leaves that stay as they are."""
+
+from mlax.core import frozen
+from mlax.core._paths import matches
+from mlax.optim._around import Around
+from mlax.optim._layout import Policy
+from mlax.optim._optimizer import among
+
+
+@frozen
+class Freeze(Around):
+    """The leaves that match a pattern of `frozen` stay to the bit, and have no slots."""
+
+    frozen: tuple[str, ...] = ()
+
+    def patterns(self):
+        return (*self.frozen, *self.optimizer.patterns())
+
+    def slots(self, path, w):
+        return {} if self._is_frozen(path) else super().slots(path, w)
+
+    def policy(self, path):
+        return Policy() if self._is_frozen(path) else super().policy(path)
+
+    def advance(self, now, grads, weights, slots):
+        live = [path for path in grads if not self._is_frozen(path)]
+        return self.optimizer.advance(now, among(grads, live), among(weights, live), slots)
+
+    def _is_frozen(self, path: str) -> bool:
+        return any(matches(pattern, path) for pattern in self.frozen)

@@ -1,0 +1,34 @@
+"""LAMB: Adam whose steps are as long as the weights of a leaf."""
+
+from jax import lax
+
+from mlax.core import frozen
+from mlax.optim._average_of import average
+from mlax.optim._leafwise import Leafwise
+from mlax.optim._norms import norm, ratio
+from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._slot import Slot
+
+
+@frozen
+class LAMB(Leafwise):
+    """AdamW's step, decay included, times the norm of a leaf's weights over the norm of that step.
+
+    Slots: mean, square. `decayed` as in `AdamW`. Algorithm 2 of https://arxiv.org/abs/1904.00962
+    """
+
+    rate: Rate
+    b1: Beta = 0.9
+    b2: Beta = 0.999
+    eps: Amount = 1e-6
+    decay: Amount = 0.01
+    decayed: tuple[str, ...] | None = None
+
+    def keeps(self, path, w):
+        return {"mean": Slot(), "square": Slot()}
+
+    def step(self, now, g, w, slots):
+        mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
+        root = lax.sqrt(square / now.correction(now.b2))
+        step = mean / now.correction(now.b1) / (root + now.eps) + now.decay * w
+        return w - now.rate * ratio(norm(w), norm(step)) * step, {"mean": mean, "square": square}

@@ -1,0 +1,193 @@
+"""Layout: which slots an optimizer keeps beside each leaf of some trainables, in which dtypes."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core._notes import signature
+from mlax.core._paths import matching
+from mlax.optim._rounding import Nearest, Rounding
+from mlax.optim._slot import Slot, absent, nbytes
+from mlax.optim._state import State, state
+from mlax.optim._trees import Leaves
+from mlax.optim._wide import wide, widest
+
+
+class Policy(NamedTuple):
+    """The dtype of the arithmetic at a leaf, those of its slots by name, and how its weights are rounded."""
+
+    accum_dtype: Any = None  # None: the parameter's own, or float32 if that is narrower
+    slot_dtypes: tuple[tuple[str, Any], ...] = ()
+    rounding: Rounding = Nearest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The slots beside each leaf, by path and name."""
+
+    leaves: Leaves
+    policies: dict[str, Policy]
+    declared: dict[str, dict[str, Slot]]
+    names: tuple[str, ...]
+    by_rounding: frozenset[str]  # those among the names that the optimizer itself does not know of
+    scalars: dict[str, float | int]
+
+    def has(self, name: str, path: str) -> bool:
+        """Whether this leaf has this slot."""
+        return name in self.declared[path]
+
+    def slot(self, name: str, path: str) -> Slot:
+        """The slot as declared, or an absent one."""
+        return self.declared[path].get(name) or absent()
+
+    def dtype(self, name: str, path: str) -> Any:
+        """The dtype of a slot at a leaf."""
+        chosen = dict(self.policies[path].slot_dtypes).get(name) or self.slot(name, path).dtype
+        return jnp.dtype(chosen or self.leaves.by_path[path].dtype)
+
+    def wide(self, path: str) -> Any:
+        """The dtype of the arithmetic at a leaf."""
+        return _wide(self.policies[path], self.leaves.by_path[path])
+
+    def first(self, name: str, path: str, w: Any) -> Any:
+        """The first value of a slot at a leaf."""
+        return self.slot(name, path).first(w, self.dtype(name, path))
+
+    def scalar_dtype(self, name: str) -> Any:
+        """The dtype of a scalar: whole numbers, or as wide as the widest arithmetic."""
+        if isinstance(self.scalars[name], int):
+            return jnp.dtype(jnp.int32)
+        return widest(self.wide(path) for path in self.leaves.by_path)
+
+    def widened(self, path: str, leaf: Any) -> Any:
+        """A leaf, if it holds floating-point numbers, in the dtype of the arithmetic."""
+        return leaf.astype(self.wide(path)) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    def slots_of(self, given: State) -> dict[str, dict[str, Any]]:
+        """The slots of a state by name and path, without the leaves that are absent."""
+        found = {name: self.leaves.same(getattr(given, name), name) for name in self.names}
+        return {
+            name: {path: leaf for path, leaf in slot.items() if self.has(name, path)} for name, slot in found.items()
+        }
+
+    def opened(self, given: State) -> dict[str, Any]:
+        """The scalars of a state, and the optimizer's own slots in the dtype of the arithmetic."""
+        slots = {
+            name: {path: self.widened(path, leaf) for path, leaf in slot.items()}
+            for name, slot in self.slots_of(given).items()
+            if name not in self.by_rounding
+        }
+        return {**{name: getattr(given, name) for name in self.scalars}, **slots}
+
+    def read(self, path: str, w: Any, slots: dict[str, dict[str, Any]]) -> Any:
+        """A parameter in the dtype of the arithmetic."""
+        if self.wide(path) == w.dtype:
+            return w
+        own = {name: slot[path] for name, slot in slots.items() if path in slot}
+        return self.policies[path].rounding.read(w, own, self.wide(path))
+
+    def write(self, path: str, w: Any, step: Any) -> tuple[Any, dict[str, Any]]:
+        """A parameter in its own dtype, and what its rounding keeps, in that of the slot."""
+        dtype = self.leaves.by_path[path].dtype
+        if self.wide(path) == dtype:
+            return w, {}
+        new, kept = self.policies[path].rounding.write(w, dtype, step, path)
+        return new, {name: leaf.astype(self.dtype(name, path)) for name, leaf in kept.items()}
+
+    def check(self, given: State) -> None:
+        """Refuse the state of another optimizer, or of other trainables."""
+        wanted = ("step", *self.names, *self.scalars)
+        if getattr(given, "_fields", None) != wanted:
+            raise ValueError(
+                f"{self.leaves.owner}: the state has {', '.join(getattr(given, '_fields', [type(given).__name__]))}, "
+                f"but must have {', '.join(wanted)}; make it by `init` of the same optimizer."
+            )
+        for name in self.names:
+            for path, leaf in self.leaves.same(getattr(given, name), name).items():
+                shape, dtype = self.slot(name, path).shape(self.leaves.by_path[path]), self.dtype(name, path)
+                if leaf.shape != shape or leaf.dtype != dtype:
+                    raise ValueError(
+                        f"{self.leaves.owner}: {name} at {path!r} is {signature(leaf)}, but must be "
+                        f"{signature(jax.ShapeDtypeStruct(shape, dtype))}; make it by `init` of the same optimizer."
+                    )
+
+    def partition(self, specs: Any) -> State:
+        """The state's specs from the trainables'."""
+        by_path = self.leaves.same(specs, "specs")
+        fields = {"step": Slot(()).sharding(next(iter(by_path.values()), jax.sharding.PartitionSpec()))}
+        for name in self.names:
+            fields[name] = self.leaves.tree(
+                {path: self.slot(name, path).sharding(spec) for path, spec in by_path.items()}
+            )
+        return state({**fields, **dict.fromkeys(self.scalars, fields["step"])})
+
+    def table(self) -> str:
+        """The slots in words: dtypes, leaves, numbers, bytes, and all of it against the weights."""
+        rows = [("", "dtype", "leaves", "numbers", "bytes")]
+        rows += _rows("trainables", [(w.shape, w.dtype) for w in self.leaves.by_path.values()])
+        for name in self.names:
+            kept = [
+                (self.slot(name, path).shape(w), self.dtype(name, path))
+                for path, w in self.leaves.by_path.items()
+                if self.has(name, path)
+            ]
+            rows += _rows(name, kept)
+        rows += _rows("step", [((), jnp.int32)])
+        for name in self.scalars:
+            rows += _rows(name, [((), self.scalar_dtype(name))])
+        widths = [max(len(row[place]) for row in rows) for place in range(5)]
+        lines = [
+            "  ".join(
+                word.ljust(width) if place < 2 else word.rjust(width)
+                for place, (word, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        total = sum(int(row[4].replace(",", "")) for row in rows[1:] if row[0] != "trainables" and row[4])
+        return "\n".join([self.leaves.owner, *(line.rstrip() for line in lines), f"the state: {total:,} bytes"])
+
+
+def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
+    """The layout of an optimizer beside these trainables; refuses patterns and slot dtypes that fit nothing."""
+    matching(optimizer.patterns(), leaves.by_path)
+    policies = {path: optimizer.policy(path) for path in leaves.by_path}
+    declared: dict[str, dict[str, Slot]] = {}
+    by_rounding: set[str] = set()
+    for path, w in leaves.by_path.items():
+        declared[path] = dict(optimizer.slots(path, w))
+        rounding = policies[path].rounding
+        if rounding != Nearest() and _wide(policies[path], w) != w.dtype:
+            extra = rounding.slots(_wide(policies[path], w).name)
+            by_rounding |= extra.keys()
+            declared[path] |= extra
+    names = tuple(dict.fromkeys(name for slots in declared.values() for name in slots))
+    for policy in policies.values():
+        for name, _ in policy.slot_dtypes:
+            if name not in names:
+                raise ValueError(
+                    f"{leaves.owner}: slot_dtypes names {name!r}, but the slots are {', '.join(names) or 'none'}."
+                )
+    return Layout(leaves, policies, declared, names, frozenset(by_rounding), optimizer.scalars())
+
+
+def _wide(policy: Policy, w: Any) -> Any:
+    return jnp.dtype(policy.accum_dtype or wide(w.dtype))
+
+
+def _rows(name: str, leaves: list[tuple[tuple[int, ...], Any]]) -> list[tuple[str, ...]]:
+    by_dtype: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)
+    for shape, dtype in leaves:
+        by_dtype[jnp.dtype(dtype).name].append(shape)
+    return [
+        (
+            name,
+            dtype,
+            f"{len(shapes):,}",
+            f"{sum(nbytes(shape, 'int8') for shape in shapes):,}",
+            f"{sum(nbytes(shape, dtype) for shape in shapes):,}",
+        )
+        for dtype, shapes in by_dtype.items()
+    ]

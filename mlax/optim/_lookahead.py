@@ -1,0 +1,36 @@
+"""Lookahead: slow weights that follow fast ones from time to time."""
+
+import jax.numpy as jnp
+
+from mlax.core import frozen
+from mlax.optim._around import Around
+from mlax.optim._numbers import Amount
+from mlax.optim._optimizer import Advanced
+from mlax.optim._slot import Slot
+from mlax.optim._trees import kept_as
+from mlax.optim._whole import scalar
+
+
+@frozen
+class Lookahead(Around):
+    """Every `every` steps the slow weights go the part `alpha` of the way to the fast, which go on from there.
+
+    Slot: slow, which `averaged` gives. Algorithm 1 of https://arxiv.org/abs/1907.08610
+    """
+
+    every: int = 6
+    alpha: Amount = 0.5
+
+    def adds(self, path, w):
+        return {"slow": Slot(copies=True)}
+
+    def advance(self, now, grads, weights, slots):
+        fast, after = self.optimizer.advance(now, grads, weights, slots)
+        alpha = now.numbers(self)["alpha"]
+        due = now.step % self.every == self.every - 1
+        met = {path: slots["slow"][path] + scalar(alpha, w) * (w - slots["slow"][path]) for path, w in fast.items()}
+        slow = {path: jnp.where(due, w, slots["slow"][path]) for path, w in met.items()}
+        return Advanced({path: jnp.where(due, met[path], w) for path, w in fast.items()}, {**after, "slow": slow})
+
+    def averaged(self, state, trainables):
+        return kept_as(self, state.slow, trainables)

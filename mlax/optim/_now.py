@@ -1,0 +1,35 @@
+"""Now: what an update knows besides its arrays."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from mlax.optim._numbers import ranges, values_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """The moment of an update, as an optimizer hands it to the ones that it wraps."""
+
+    step: jax.Array  # () int32, the updates made before this one
+    given: Mapping[str, Any]  # numbers passed to `update`
+    factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the rate, by path
+    value: Any = None
+    evaluate: Callable[[Any], Any] | None = None  # weights by path to the loss and its gradients by path
+
+    def numbers(self, optimizer: Any) -> dict[str, Any]:
+        """The numbers of an optimizer at this step."""
+        return values_of(optimizer, self.step, self.given)
+
+    def scaled(self, factors: Mapping[str, Any]) -> "Now":
+        """The same moment with the rates of some leaves multiplied."""
+        both = {path: factor * self.factors.get(path, 1.0) for path, factor in factors.items()}
+        return dataclasses.replace(self, factors={**self.factors, **both})
+
+    def without(self, optimizer: Any) -> "Now":
+        """The same moment without the numbers given to this optimizer, for one inside of it that has the same."""
+        return dataclasses.replace(
+            self, given={k: v for k, v in self.given.items() if k not in ranges(type(optimizer))}
+        )

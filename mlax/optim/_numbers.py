@@ -1,0 +1,127 @@
+"""The numbers of an optimizer: what they may be, and what they are at one step."""
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mlax.core._frozen import fields_of
+from mlax.optim._wide import wide
+from mlax.optim.schedules import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What a number may be: finite, at least `least`, and below `limit` if there is one."""
+
+    least: float = 0.0
+    limit: float = math.inf
+
+    def __str__(self) -> str:
+        return f"at least {self.least:g}" + (f" and below {self.limit:g}" if self.limit < math.inf else "")
+
+
+Rate = Annotated[float | Schedule, Range()]  # a learning rate, momentum's mate
+Beta = Annotated[float | Schedule, Range(0.0, 1.0)]  # how much of an average is kept
+Amount = Annotated[float | Schedule, Range()]  # of decay, of a limit, of whatever is not negative
+
+
+@functools.cache
+def ranges(kind: type) -> dict[str, Range]:
+    """The fields of a description that are numbers, and what they may be."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        field.name: note
+        for field in dataclasses.fields(kind)
+        for each in (hints[field.name], *typing.get_args(hints[field.name]))  # a number, or one that may be None
+        for note in getattr(each, "__metadata__", ())
+        if isinstance(note, Range)
+    }
+
+
+def check(description: Any) -> None:
+    """Refuse a number that is out of its range."""
+    for name, allowed in ranges(type(description)).items():
+        value = getattr(description, name)
+        if value is None or isinstance(value, Schedule):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{type(description).__name__}: {name} is {value!r}, but must be a number or a schedule.")
+        _within(type(description).__name__, name, float(value), allowed)
+
+
+def check_given(description: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a number passed to `update` that is no scalar, or, as far as its value is known, out of its range."""
+    for name, value in given.items():
+        if np.shape(value) != ():
+            raise ValueError(f"{type(description).__name__}: {name} has the shape {np.shape(value)}, but is a scalar.")
+        if not isinstance(value, Tracer):
+            _within(type(description).__name__, name, float(value), ranges(type(description))[name])
+
+
+def _within(where: str, name: str, value: float, allowed: Range) -> None:
+    if not (math.isfinite(value) and allowed.least <= value < allowed.limit):
+        raise ValueError(f"{where}: {name} is {value:g}, but must be finite, {allowed}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The numbers of an optimizer at one step for one leaf, by name: Python's as they are, arrays in its dtype."""
+
+    step: jax.Array  # () int32, the updates made before this one
+    values: Mapping[str, Any]
+    path: str = ""
+    dtype: Any = jnp.float32
+    factor: Any = None  # of the rate
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.values:
+            raise AttributeError(name)
+        value = self.values[name]
+        if not isinstance(value, int | float):
+            value = value.astype(self.dtype)
+        if name == "rate" and self.factor is not None:
+            return value * jnp.asarray(self.factor, self.dtype)
+        return value
+
+    @property
+    def t(self) -> jax.Array:
+        """The number of this update, counted from 1, in no dtype narrower than float32."""
+        return (self.step + 1).astype(wide(self.dtype))
+
+    def raised(self, beta: Any, exponent: Any = None) -> jax.Array:
+        """`beta ** exponent`, the exponent being `t` unless given."""
+        exponent = self.t if exponent is None else exponent
+        if isinstance(beta, int | float):
+            return jnp.exp(exponent * math.log(beta)) if beta > 0 else jnp.zeros_like(exponent)
+        return beta.astype(exponent.dtype) ** exponent
+
+    def correction(self, beta: Any) -> jax.Array:
+        """`1 - beta ** t`, by which the average of `t` values that began at zero is too small; never rounded to 0."""
+        if isinstance(beta, int | float):
+            gone = -jnp.expm1(self.t * math.log(beta)) if beta > 0 else jnp.ones_like(self.t)
+        else:
+            gone = -jnp.expm1(self.t * jnp.log(beta.astype(self.t.dtype)))
+        return gone.astype(self.dtype)
+
+
+def values_of(description: Any, step: jax.Array, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Each number of a description: as passed to `update`, or by its schedule, or as it stands in its field."""
+    values = {name: value for name, value in fields_of(description).items() if name in ranges(type(description))}
+    for name, value in values.items():
+        if name in given:
+            values[name] = jnp.asarray(given[name])
+        elif value is None:
+            continue
+        elif isinstance(value, Schedule):
+            values[name] = value(step)
+        else:
+            values[name] = float(value)
+    return values

@@ -1,0 +1,141 @@
+"""from_optax, to_optax: a transformation of Optax as an optimizer of mlax, and the other way round."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core import Tree, frozen
+from mlax.optim._optimizer import Optimizer
+from mlax.optim._state import State, state
+from mlax.optim._trees import leaves_of, like
+from mlax.optim._wide import wide
+
+if TYPE_CHECKING:
+    import optax
+
+
+@frozen
+class FromOptax(Optimizer):
+    """An Optax transformation under the contract: named slots like the trainables, every leaf keeps dtype and place.
+
+    Whatever in its state has the tree of the trainables is a slot, named as Optax names it (`mu`, `nu`); the rest are
+    scalars. Weights narrower than float32 are given to it in float32, and so are its slots.
+    """
+
+    transformation: Any
+
+    def init(self, trainables):
+        leaves = leaves_of(self, trainables)
+        with jax.numpy_dtype_promotion("standard"):
+            return self._named(leaves, jax.tree.map(jnp.asarray, self.transformation.init(_widened(trainables))))
+
+    def update(self, grads, state, trainables, *, value=None, loss=None, **numbers):
+        leaves = leaves_of(self, trainables)
+        leaves.of_gradients(grads)
+        if numbers:
+            raise TypeError(f"FromOptax: update has no numbers such as {min(numbers)!r}; use optax.inject_hyperparams.")
+        with jax.numpy_dtype_promotion("standard"):
+            before = jax.eval_shape(self.transformation.init, _widened(trainables))
+            inner = self._unnamed(leaves, before, state)
+            grads, weights = _widened(grads), _widened(trainables)
+            extra = {} if value is None else {"value": value, "grad": grads}
+            extra |= {} if loss is None else {"value_fn": loss}
+            updates, inner = self.transformation.update(grads, inner, weights, **extra)
+            new = jax.tree.map(lambda new, u, w: like(new + u.astype(new.dtype), w), weights, updates, trainables)
+            after = self._named(leaves, inner)
+        return new, after._replace(
+            **{name: jax.tree.map(like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]},
+            step=state.step + 1,
+        )
+
+    def partition(self, specs, trainables=None):
+        if trainables is None:
+            raise ValueError(
+                "FromOptax: what Optax keeps depends on the parameters; call partition(specs, trainables)."
+            )
+        leaves = leaves_of(self, trainables)
+        layout = self._named(leaves, jax.eval_shape(self.transformation.init, _widened(trainables)))
+        whole = jax.sharding.PartitionSpec()
+        return type(layout)(*(specs if self._is_slot(leaves, field) else whole for field in layout))  # pyright: ignore[reportReturnType]
+
+    def describe(self, trainables):
+        named = self._named(leaves_of(self, trainables), jax.eval_shape(self.transformation.init, _widened(trainables)))
+        lines = [
+            f"{name}: {sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(field)):,} bytes"
+            for name, field in named._asdict().items()
+        ]
+        return "\n".join([str(self), *lines])
+
+    def slots(self, path, w):
+        raise NotImplementedError("FromOptax: Optax declares no slots; `init` names those that it makes.")
+
+    def advance(self, now, grads, weights, slots):
+        raise NotImplementedError("FromOptax: goes inside no other optimizer; use Optax's own wrappers around it.")
+
+    def policy(self, path):
+        raise NotImplementedError("FromOptax: Optax has its own dtypes.")
+
+    def _is_slot(self, leaves: Any, field: Any) -> bool:
+        return jax.tree.structure(field) == leaves.structure
+
+    def _named(self, leaves: Any, inner: Any) -> State:
+        """The state's parts by name: `step` first, which counts whatever Optax counts."""
+        found, _ = jax.tree_util.tree_flatten_with_path(inner, is_leaf=lambda node: self._is_slot(leaves, node))
+        fields: dict[str, Any] = {"step": jnp.zeros((), jnp.int32)}
+        for keys, field in found:
+            name = jax.tree_util.keystr(keys[-1:], simple=True) if keys else "state"
+            name = name if name.isidentifier() else f"part_{name}"
+            fields[_unused(name, fields)] = field
+        return state(fields)
+
+    def _unnamed(self, leaves: Any, before: Any, named: State) -> Any:
+        structure = jax.tree.structure(before, is_leaf=lambda node: self._is_slot(leaves, node))
+        if len(named) != structure.num_leaves + 1:
+            raise ValueError(f"{self}: the state is of another optimizer; make it by `init` of this one.")
+        return structure.unflatten(named[1:])
+
+
+def from_optax(transformation: "optax.GradientTransformation") -> FromOptax:
+    """The optimizer that runs an Optax transformation, rate and sign included: `from_optax(optax.adam(1e-3))`."""
+    return FromOptax(transformation)
+
+
+def to_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
+    """The Optax transformation that runs an mlax optimizer: its updates are the new weights less the old.
+
+    With narrow weights the sum of both rounds once more; use `optimizer.update` itself where that matters.
+    """
+    import optax
+
+    def init(params: Tree) -> Any:
+        return optimizer.init(params)
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(f"{optimizer}: needs the weights; call update(grads, state, params).")
+        new, state = optimizer.update(updates, state, params, **_known(extra))
+        return jax.tree.map(lambda a, b: a - b, new, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _widened(tree: Tree) -> Any:
+    def widened(leaf: Any) -> Any:
+        dtype = wide(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+
+    return jax.tree.map(widened, tree)
+
+
+def _known(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What Optax passes along, under our names."""
+    given = {name: value for name, value in extra.items() if name not in ("grad", "value_fn")}
+    return {**given, **({"loss": extra["value_fn"]} if "value_fn" in extra else {})}
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    """The name, or with a number behind it that is not taken."""
+    tries = (name, *(f"{name}_{place}" for place in range(1, len(taken) + 1)))
+    return next(each for each in tries if each not in taken)

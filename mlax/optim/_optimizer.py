@@ -1,0 +1,182 @@
+"""Optimizer: a frozen description that turns gradients into new weights, leaf beside leaf."""
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core import Tree, frozen
+from mlax.core._notes import brief
+from mlax.optim._layout import Layout, Policy, layout_of
+from mlax.optim._now import Now
+from mlax.optim._numbers import check, check_given, ranges
+from mlax.optim._slot import Slot
+from mlax.optim._state import State, state
+from mlax.optim._trees import Leaves, leaves_of, like
+
+Flat = Mapping[str, Any]  # the leaves of a tree by path
+
+
+class Advanced(NamedTuple):
+    """What `advance` gives: new weights by path, and new slots, each by path, and scalars, by name."""
+
+    weights: dict[str, jax.Array]
+    slots: dict[str, Any]
+
+
+@frozen
+class Optimizer(abc.ABC):
+    """A description of how weights follow from gradients. Its state has a place for each leaf of the weights.
+
+        state = optimizer.init(trainables)
+        trainables, state = jax.jit(optimizer.update)(grads, state, trainables)
+
+    The state is a named tuple: `step`, the number of updates made; slots, each with exactly the tree of the
+    trainables; and scalars, if the algorithm has any. A leaf of a slot has the shape of its parameter, or some of its
+    axes and some of its own, as `slots` declares; (0,) stands for nothing. Wrapping an optimizer moves no slot.
+    `update` keeps the shape, dtype and placement of every leaf.
+    """
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @abc.abstractmethod
+    def slots(self, path: str, w: Any) -> dict[str, Slot]:
+        """What is kept beside the parameter at `path`, of which only shape and dtype are looked at."""
+
+    def scalars(self) -> dict[str, float | int]:
+        """What is kept once: the first value of each scalar, a float for a float32 and an int for an int32."""
+        return {}
+
+    @abc.abstractmethod
+    def advance(self, now: Now, grads: Flat, weights: Flat, slots: Mapping[str, Any]) -> Advanced:
+        """One step for the leaves in `grads`, all in the dtype of the arithmetic; a leaf that is left out stays."""
+
+    @abc.abstractmethod
+    def policy(self, path: str) -> Policy:
+        """The dtypes and the rounding at this leaf."""
+
+    def patterns(self) -> tuple[str, ...]:
+        """Every path pattern in the description: one that matches no leaf is an error."""
+        return ()
+
+    def within(self) -> "tuple[Optimizer, ...]":
+        """The optimizers that this one wraps."""
+        return ()
+
+    def init(self, trainables: Tree) -> State:
+        """The first state, laid over the devices as the trainables are."""
+        leaves = leaves_of(self, trainables)
+        layout = layout_of(self, leaves)
+        # a scalar of the weights' own devices: another place would compile `update` anew after its first step
+        anchor = next(iter(leaves.by_path.values()), jnp.zeros(()))
+        fields = {"step": Slot(()).first(anchor, jnp.int32)}
+        for name in layout.names:
+            fields[name] = leaves.tree({path: layout.first(name, path, w) for path, w in leaves.by_path.items()})
+        for name, start in layout.scalars.items():
+            fields[name] = Slot((), start=start).first(anchor, layout.scalar_dtype(name))
+        return state(fields)
+
+    def update(
+        self,
+        grads: Tree,
+        state: State,
+        trainables: Tree,
+        *,
+        value: Any = None,
+        loss: Callable[[Any], Any] | None = None,
+        **numbers: Any,
+    ) -> tuple[Any, State]:
+        """New trainables and the next state.
+
+        `numbers` replace fields, `rate=0.1` say, and may be arrays: no change of theirs compiles anew. `value`, the
+        loss, is for optimizers that look at it; `loss`, a function of the trainables, for those that evaluate more.
+        """
+        leaves = leaves_of(self, trainables)
+        given = leaves.of_gradients(grads)
+        layout = layout_of(self, leaves)
+        layout.check(state)
+        _check_names(self, numbers)
+        kept = layout.slots_of(state)
+        now = Now(state.step, numbers, value=value, evaluate=_evaluated(leaves, layout, loss))
+        weights, after = self.advance(
+            now,
+            {path: layout.widened(path, g) for path, g in given.items()},
+            {path: layout.read(path, w, kept) for path, w in leaves.by_path.items()},
+            {"step": state.step + 1, **layout.opened(state)},
+        )
+        return _written(leaves, layout, state, weights, after)
+
+    def averaged(self, state: State, trainables: Tree) -> Any:
+        """The weights to evaluate with, if they are not those that are trained."""
+        return trainables
+
+    def partition(self, specs: Tree, trainables: Tree = None) -> State:
+        """The state's PartitionSpecs or Shardings from those of the trainables.
+
+        `trainables`, arrays or `jax.ShapeDtypeStruct`s, are needed if the shapes decide which axes a slot keeps.
+        """
+        return layout_of(self, leaves_of(self, trainables if trainables is not None else specs)).partition(specs)
+
+    def describe(self, trainables: Tree) -> str:
+        """A table of the slots: which dtypes, how many numbers and bytes."""
+        return layout_of(self, leaves_of(self, trainables)).table()
+
+
+def among(leaves: Flat, paths: Iterable[str]) -> dict[str, Any]:
+    """Those of the leaves."""
+    return {path: leaves[path] for path in paths}
+
+
+def _written(
+    leaves: Leaves, layout: Layout, before: State, weights: Flat, after: Mapping[str, Any]
+) -> tuple[Any, State]:
+    """The trainables and the state in their own dtypes, what did not change as it was."""
+    trainables = dict(leaves.by_path)
+    slots = {name: leaves.same(getattr(before, name), name) for name in layout.names}
+    for path, w in weights.items():
+        new, remembered = layout.write(path, w, before.step)
+        trainables[path] = like(new, trainables[path])
+        for name, leaf in remembered.items():
+            slots[name][path] = leaf
+    for name in layout.names:
+        for path, leaf in after.get(name, {}).items():
+            slots[name][path] = like(leaf, slots[name][path])
+    fields = {name: leaves.tree(slot) for name, slot in slots.items()}
+    scalars = {name: after[name].astype(getattr(before, name).dtype) for name in layout.scalars}
+    return leaves.tree(trainables), state({"step": after["step"], **fields, **scalars})
+
+
+def _evaluated(leaves: Leaves, layout: Layout, loss: Callable[[Any], Any] | None) -> Callable[[Flat], Any] | None:
+    """The loss and its gradient as functions of wide weights by path."""
+    if loss is None:
+        return None
+
+    def evaluate(weights: Flat) -> tuple[jax.Array, dict[str, jax.Array]]:
+        narrow = {path: w.astype(leaves.by_path[path].dtype) for path, w in weights.items()}
+        value, grads = jax.value_and_grad(loss)(leaves.tree({**leaves.by_path, **narrow}))
+        return value, {path: layout.widened(path, g) for path, g in leaves.of_gradients(grads).items()}
+
+    return evaluate
+
+
+def _check_names(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
+    """Each number must be a field, of this optimizer or of one inside, and of one of them only."""
+    for name in numbers:
+        owners = [one for one in _nest(optimizer) if name in ranges(type(one))]
+        if not owners:
+            known = sorted({field for one in _nest(optimizer) for field in ranges(type(one))})
+            raise TypeError(f"{brief(optimizer)}: update has no number {name!r}; it has {', '.join(known) or 'none'}.")
+        levels = {type(one).__name__ for one in owners}
+        if len(levels) > 1:
+            raise TypeError(
+                f"{brief(optimizer)}: {name!r} is a field of {' and of '.join(sorted(levels))}, so whose is meant is "
+                "not clear; give that field a schedule instead."
+            )
+        check_given(owners[0], {name: numbers[name]})
+
+
+def _nest(optimizer: Optimizer) -> list[Optimizer]:
+    return [optimizer, *(one for inner in optimizer.within() for one in _nest(inner))]

@@ -1,0 +1,118 @@
+"""How new weights, computed in a wide dtype, are stored in a narrow one."""
+
+import abc
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlax.core import frozen
+from mlax.optim._slot import Slot
+
+
+@frozen
+class Rounding(abc.ABC):
+    """How weights are read into the dtype of the arithmetic, and written back. Without effect if they are one."""
+
+    def slots(self, wide: str) -> dict[str, Slot]:
+        """What it keeps beside a narrow parameter."""
+        return {}
+
+    def read(self, w: jax.Array, slots: dict[str, jax.Array], wide: Any) -> jax.Array:
+        """The parameter in the wide dtype."""
+        return w.astype(wide)
+
+    @abc.abstractmethod
+    def write(self, new: jax.Array, dtype: Any, step: jax.Array, path: str) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The parameter in its own dtype, and the slots."""
+
+
+@frozen
+class Nearest(Rounding):
+    """To the nearest number. A change smaller than half of the distance to the next one is lost."""
+
+    def write(self, new, dtype, step, path):
+        return new.astype(dtype), {}
+
+
+@frozen
+class Master(Rounding):
+    """To the nearest number, of weights that the slot `master` keeps in the wide dtype.
+
+    https://arxiv.org/abs/1710.03740. The slot rules: weights that are replaced from outside need a new state.
+    """
+
+    def slots(self, wide):
+        return {"master": Slot(dtype=wide, copies=True)}
+
+    def read(self, w, slots, wide):
+        return slots["master"]
+
+    def write(self, new, dtype, step, path):
+        return new.astype(dtype), {"master": new}
+
+
+@frozen
+class Kahan(Rounding):
+    """To the nearest number, and what that lost is kept in the slot `remainder` and added the next time.
+
+    The compensated summation of https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
+    """
+
+    def slots(self, wide):
+        return {"remainder": Slot()}
+
+    def read(self, w, slots, wide):
+        return w.astype(wide) + slots["remainder"].astype(wide)
+
+    def write(self, new, dtype, step, path):
+        w = lax.reduce_precision(new, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)  # XLA would drop a cast and back
+        return w.astype(dtype), {"remainder": new - w}
+
+
+@frozen
+class Stochastic(Rounding):
+    """Up or down at random, the nearer the likelier, so that the mean is exact: small changes add up.
+
+    The draws follow from `seed`, the step, the path and the place in the leaf. https://arxiv.org/abs/2010.06192
+    """
+
+    seed: int = 0
+
+    def write(self, new, dtype, step, path):
+        return stochastically(new, dtype, scattered(new.shape, step, zlib.crc32(f"{self.seed} {path}".encode()))), {}
+
+
+def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
+    """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits."""
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    word = jnp.dtype(f"uint{wide.bits}")
+    mask = jnp.asarray((1 << (wide.nmant - narrow.nmant)) - 1, word)  # of the bits that go
+    bits = lax.bitcast_convert_type(x, word) + (draws.astype(word) & mask)
+    rounded = lax.bitcast_convert_type(bits & ~mask, x.dtype)
+    if narrow.nexp < wide.nexp:  # below its normal numbers all neighbours are as far apart
+        grid = float(narrow.smallest_subnormal)
+        uniform = (draws >> 9).astype(x.dtype) * 2.0**-23
+        tiny = lax.sign(x) * lax.floor(lax.abs(x) * (1 / grid) + uniform) * grid
+        rounded = lax.select(lax.abs(x) < float(narrow.tiny), tiny, rounded)
+    return lax.select(lax.is_finite(x), rounded, x).astype(dtype)
+
+
+def scattered(shape: tuple[int, ...], step: jax.Array, seed: int) -> jax.Array:
+    """32 bits for each place, which look random: a hash of the place, of the step and of the seed.
+
+    A few operations beside each number, fused with the update that needs them, where JAX's generators are a pass of
+    their own. The hash and its constants are https://github.com/skeeto/hash-prospector's, applied twice.
+    """
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return _hashed(_hashed(place ^ jnp.uint32(seed)) ^ _hashed(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
+
+
+def _hashed(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)

@@ -1,0 +1,64 @@
+"""ScheduleFree: AdamW that averages its weights instead of lowering its rate."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlax.core import frozen
+from mlax.optim._average_of import average
+from mlax.optim._layout import layout_of
+from mlax.optim._leafwise import Leafwise
+from mlax.optim._numbers import Amount, Beta, Rate, values_of
+from mlax.optim._slot import Slot
+from mlax.optim._trees import leaves_of, like
+
+
+@frozen
+class ScheduleFree(Leafwise):
+    """Gradients are taken at `y`, the trainables; `base` takes the steps; `averaged` gives `x`, to evaluate with.
+
+    `y = (1 - b1) * base + b1 * x`, and x is the mean of base, weighted by the square of the largest rate so far. Over
+    `warmup` steps the rate rises. `decayed` as in `AdamW`. Slots: base, square. Scalars: weight, the sum of all
+    weights; largest. Section 4 of https://arxiv.org/abs/2405.15682
+    """
+
+    rate: Rate
+    b1: Beta = 0.9
+    b2: Beta = 0.999
+    eps: Amount = 1e-8
+    decay: Amount = 0.0
+    decayed: tuple[str, ...] | None = None
+    warmup: int = 0
+
+    def keeps(self, path, w):
+        return {"base": Slot(copies=True), "square": Slot()}
+
+    def scalars(self):
+        return {"weight": 0.0, "largest": 0.0}
+
+    def shared(self, now, scalars):
+        rate = jnp.asarray(now.rate, now.dtype)
+        rate = rate * jnp.minimum(now.t / self.warmup, 1.0) if self.warmup else rate
+        largest = jnp.maximum(scalars["largest"], rate)
+        weight = scalars["weight"] + largest * largest
+        share = jnp.where(weight > 0, largest * largest / jnp.where(weight > 0, weight, 1.0), 0.0)
+        return {"rate": rate, "largest": largest, "weight": weight, "share": share}
+
+    def step(self, now, g, w, slots):
+        square = average(slots["square"], g * g, now.b2)
+        step = g / (lax.sqrt(square / now.correction(now.b2)) + now.eps) + now.decay * w
+        base = slots["base"] - now.rate * step
+        w = average(w, slots["base"], 1 - now.share) + now.rate * (now.b1 * (1 - now.share) - 1) * step
+        return w, {"base": base, "square": square}
+
+    def averaged(self, state, trainables):
+        leaves = leaves_of(self, trainables)
+        layout, b1 = layout_of(self, leaves), values_of(self, state.step, {})["b1"]
+        base = leaves.same(state.base, "base")
+
+        def mean(path: str, w: jax.Array) -> jax.Array:
+            y, z = layout.widened(path, w), layout.widened(path, base[path])
+            beta = b1 if isinstance(b1, float) else b1.astype(y.dtype)
+            return like((y - (1 - beta) * z) / beta, w)
+
+        return leaves.tree({path: mean(path, w) for path, w in leaves.by_path.items()})

@@ -1,0 +1,69 @@
+"""Slot: what an optimizer keeps beside one parameter, and which of its axes."""
+
+import math
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+
+class Slot(NamedTuple):
+    """One leaf of a slot, declared: each of its axes is one of the parameter's, by number, or its own, None."""
+
+    axes: tuple[int | None, ...] | EllipsisType = ...  # ...: those of the parameter, all of them
+    own: tuple[int, ...] = ()  # the sizes of its own axes, in order
+    start: float = 0.0
+    dtype: Any = None  # None: the parameter's
+    copies: bool = False  # starts as the parameter itself
+
+    def shape(self, parameter: Any) -> tuple[int, ...]:
+        """Its shape beside this parameter."""
+        if isinstance(self.axes, EllipsisType):
+            return parameter.shape
+        own = iter(self.own)
+        return tuple(next(own) if axis is None else parameter.shape[axis] for axis in self.axes)
+
+    def first(self, parameter: jax.Array, dtype: Any) -> jax.Array:
+        """Its first value, laid over devices as the parameter's axes are.
+
+        A constant would lie wherever the compiler likes. So it is computed from the parameter, by a comparison which
+        never holds: that keeps the axes' placement, inside of jit and outside of it.
+        """
+        if self.copies:
+            return parameter.astype(dtype)
+        never = (parameter < 0) & (parameter > 0)
+        if not isinstance(self.axes, EllipsisType):
+            kept = sorted(axis for axis in self.axes if axis is not None)
+            never = lax.reduce_or(never, [axis for axis in range(parameter.ndim) if axis not in kept])
+            places = sorted((axis, place) for place, axis in enumerate(self.axes) if axis is not None)
+            never = _spread(never, self.shape(parameter), [place for _, place in places])
+        zero = never.astype(dtype)
+        return zero if self.start == 0 else zero + jnp.asarray(self.start, dtype)
+
+    def sharding(self, parameter: Any) -> Any:
+        """Its PartitionSpec or Sharding, given the parameter's."""
+        if isinstance(self.axes, EllipsisType):
+            return parameter
+        if isinstance(parameter, NamedSharding):
+            return NamedSharding(parameter.mesh, self.sharding(parameter.spec), memory_kind=parameter.memory_kind)
+        if isinstance(parameter, Sharding):
+            return parameter
+        entries = [None if axis is None or axis >= len(parameter) else parameter[axis] for axis in self.axes]
+        return PartitionSpec(*entries)
+
+
+def absent() -> Slot:
+    """The leaf of a slot that a parameter does not need: no numbers at all."""
+    return Slot((None,), (0,))
+
+
+def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """The bytes of an array."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _spread(x: jax.Array, shape: tuple[int, ...], places: list[int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, places)

@@ -1,0 +1,116 @@
+"""The leaves of the trees that an optimizer meets, by path, checked against each other."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec, Sharding
+
+from mlax.core._notes import brief, signature
+from mlax.core._private import with_weak_type
+from mlax.optim._wide import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """The leaves of the trainables, by path."""
+
+    owner: str
+    by_path: dict[str, Any]
+    structure: Any
+
+    def tree(self, by_path: dict[str, Any]) -> Any:
+        """The tree with these leaves in place."""
+        return self.structure.unflatten([by_path[path] for path in self.by_path])
+
+    def same(self, tree: Any, name: str) -> dict[str, Any]:
+        """The leaves of a tree that must be like the trainables."""
+        found, structure = jax.tree.flatten(tree, is_leaf=_is_spec)
+        if structure != self.structure:
+            self._differ(name, flat(tree))
+        return dict(zip(self.by_path, found, strict=True))
+
+    def of_gradients(self, grads: Any) -> dict[str, Any]:
+        """The gradients by path; each must fit its parameter."""
+        found = self.same(grads, "gradients")
+        for path, g in found.items():
+            w = self.by_path[path]
+            if jnp.shape(g) != w.shape or jnp.result_type(g) not in (w.dtype, wide(w.dtype)):
+                raise ValueError(
+                    f"{self.owner}: the gradient at {path!r} is {signature(g)}, but the parameter is {signature(w)}; "
+                    f"give gradients of that shape, in its dtype or in {wide(w.dtype)}."
+                )
+        return {path: jnp.asarray(g) for path, g in found.items()}
+
+    def _differ(self, name: str, found: dict[str, Any]) -> None:
+        missing, extra = self.by_path.keys() - found.keys(), found.keys() - self.by_path.keys()
+        wrong = (
+            f"they lack {min(missing)!r}"
+            if missing
+            else f"they also hold {min(extra)!r}"
+            if extra
+            else "its nodes differ"
+        )
+        raise ValueError(
+            f"{self.owner}: the {name} have another tree than the trainables: {wrong}. "
+            "Differentiate with respect to the same trainables, and keep the state that was made for them."
+        )
+
+
+def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
+    """The trainables by path; a leaf that is no floating-point array is refused."""
+    by_path = flat(trainables)
+    for path, leaf in by_path.items():
+        if _is_spec(leaf):
+            by_path[path] = Shapeless(brief(optimizer))
+            continue
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | Tracer):
+            raise TypeError(
+                f"{brief(optimizer)}: the trainable at {path!r} is a {type(leaf).__name__}, but must be a jax.Array."
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"{brief(optimizer)}: the trainable at {path!r} is {signature(leaf)}, but only floating-point numbers "
+                "can be trained; keep it out of the trainables (`mlax.freeze` splits a tree)."
+            )
+    return Leaves(brief(optimizer), by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapeless:
+    """A parameter of which only the path is known, as long as that is enough."""
+
+    owner: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"{self.owner}: which slots there are depends on the {name} of the parameters; "
+            "pass them too: partition(specs, trainables)."
+        )
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """The leaves of any tree by path: names and numbers with slashes in between."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
+    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in found}
+
+
+def like(new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` in the dtype, and as weak, as `old`."""
+    new = new.astype(old.dtype)
+    return with_weak_type(new) if jax.typeof(old).weak_type else new
+
+
+def kept_as(optimizer: Any, slot: Any, trainables: Any) -> Any:
+    """The slot in place of the trainables, in their dtypes; a parameter without it as it is."""
+    leaves = leaves_of(optimizer, trainables)
+    kept = leaves.same(slot, "slot")
+    return leaves.tree(
+        {path: like(kept[path], w) if kept[path].shape == w.shape else w for path, w in leaves.by_path.items()}
+    )
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec | Sharding)

@@ -1,0 +1,181 @@
+"""Every promise of an optimizer, over every row of the catalogue."""
+
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax import dtypes, optim
+from tests.catalogue.optimizers import ROWS, SHAPES, tree
+from tests.catalogue.row import FLOATS
+
+STRUCTURE = jax.tree.structure(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+WORDS = ("Optimizer", "Leafwise", "Around")  # what authors subclass
+
+
+@pytest.fixture(params=ROWS)
+def row(request):
+    return ROWS[request.param]
+
+
+@pytest.fixture(params=FLOATS)
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+def signature(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type), tree)
+
+
+def has_rate(row):
+    def nest(optimizer):
+        return [optimizer, *(one for inner in optimizer.within() for one in nest(inner))]
+
+    return any(hasattr(one, "rate") for one in nest(row.optimizer))
+
+
+def steps(row, dtype, count=3, seed=0):
+    """The trainables and the state after some steps."""
+    trainables = tree(dtype, seed)
+    state = row.optimizer.init(trainables)
+    for step in range(count):
+        trainables, state = jax.jit(row.update)(tree(dtype, seed + step + 1), state, trainables)
+    return trainables, state
+
+
+def test_every_public_optimizer_has_a_row():
+    public = {name for name in optim.__all__ if inspect.isclass(getattr(optim, name))}
+    optimizers = {name for name in public if issubclass(getattr(optim, name), optim.Optimizer)} - set(WORDS)
+    assert optimizers == {name.split()[0] for name in ROWS} - {"Everything"}
+
+
+def test_equal_descriptions_are_one(row):
+    again = (
+        pickle.loads(pickle.dumps(row.optimizer)) if row.declares else optim.from_optax(row.optimizer.transformation)
+    )
+    assert again == row.optimizer and hash(again) == hash(row.optimizer)
+    assert again.update is row.optimizer.update
+    assert repr(again) == repr(row.optimizer)
+
+
+def test_an_update_changes_nothing_that_it_was_given(row):
+    trainables, grads = tree("float32"), tree("float32", 1)
+    state = row.optimizer.init(trainables)
+    before = jax.tree.map(np.array, (grads, state, trainables))
+    once, twice = (jax.jit(row.update)(grads, state, trainables) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, before, (grads, state, trainables))
+    jax.tree.map(np.testing.assert_array_equal, once, twice)
+
+
+def test_jit_equals_eager(row):
+    trainables, grads = tree("float32"), tree("float32", 1)
+    state = row.optimizer.init(trainables)
+    eager, jitted = row.update(grads, state, trainables), jax.jit(row.update)(grads, state, trainables)
+    # where a matrix has not full rank its eigenvectors are not unique
+    free = {name: None for name in state._fields if name.endswith("_basis")}
+    eager, jitted = ((new, after._replace(**free)) for new, after in (eager, jitted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), eager, jitted)
+
+
+def test_every_leaf_keeps_its_shape_dtype_and_weak_type(row, dtype):
+    trainables = tree(dtype)
+    state = row.optimizer.init(trainables)
+    assert signature(steps(row, dtype)) == signature((trainables, state))
+
+
+def test_a_weakly_typed_parameter_stays_one():
+    trainables = {"temperature": jnp.asarray(1.0)}
+    state = optim.Adam(1e-2).init(trainables)
+    new, _ = jax.jit(optim.Adam(1e-2).update)(trainables, state, trainables)
+    assert jax.typeof(trainables["temperature"]).weak_type and signature(new) == signature(trainables)
+
+
+def test_each_slot_has_the_tree_of_the_trainables(row):
+    trainables = tree("bfloat16")
+    state = row.optimizer.init(trainables)
+    assert state._fields[0] == "step" and state.step.shape == () and state.step.dtype == jnp.int32
+    slots = [field for field in state[1:] if not isinstance(field, jax.Array)]
+    assert all(jax.tree.structure(slot) == STRUCTURE for slot in slots)
+    assert all(field.shape == () for field in state[1:] if isinstance(field, jax.Array))
+    assert steps(row, "bfloat16", 2)[1].step == 2
+
+
+def test_wrapping_moves_no_slot(row):
+    trainables = tree("float32")
+    for inner in row.optimizer.within():
+        outer, own = row.optimizer.init(trainables)._asdict(), inner.init(trainables)._asdict()
+        assert outer.keys() >= own.keys()
+        if not isinstance(row.optimizer, optim.Freeze | optim.Groups):
+            jax.tree.map(np.testing.assert_array_equal, {name: outer[name] for name in own}, own)
+
+
+def test_no_number_is_rounded_on_its_way(row, dtype):
+    """All arithmetic is in float32, or in float64; what is narrower is cast once it is read, or when it is stored."""
+    if not row.declares:
+        pytest.skip("Optax computes as it likes")
+    trainables = tree(dtype)
+    wide = "float64" if dtype == "float64" else "float32"
+    extra = {name: value for name, value in row.extra if name != "loss"}
+    if len(extra) < len(row.extra):
+        pytest.skip("the loss computes in the dtype of the weights")
+    if dtype == "float64" and has_rate(row):  # a schedule gives float32
+        extra["rate"] = jnp.asarray(0.1, wide)
+    state = row.optimizer.init(trainables)
+    found = dtypes.audit(lambda *args: row.optimizer.update(*args, **extra), trainables, state, trainables, dtype=wide)
+    storing = ("convert_element_type", "select_n", "cond", "jit", "pjit")  # a choice between what is stored
+    assert not [str(departure) for departure in found if departure.primitive not in storing]
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_zero_and_tiny_and_first_gradients_give_numbers(row, dtype, first):
+    trainables = tree(dtype)
+    state = row.optimizer.init(trainables)
+    for scale in (first, 0.0, 1e-7, 1.0):
+        grads = jax.tree.map(lambda w, scale=scale: w * jnp.asarray(scale, w.dtype), trainables)
+        trainables, state = jax.jit(row.update)(grads, state, trainables)
+    finite = [name for name, field in state._asdict().items() if name != "best"]
+    for leaf in jax.tree.leaves((trainables, {name: getattr(state, name) for name in finite})):
+        assert jnp.isfinite(leaf).all()
+
+
+def test_a_hundred_steps_at_changing_rates_are_one_compilation(row):
+    if not has_rate(row):
+        pytest.skip("has no rate")
+    traces = 0
+
+    @jax.jit
+    def update(grads, state, trainables, rate):
+        nonlocal traces
+        traces += 1
+        return row.update(grads, state, trainables, rate=rate)
+
+    trainables, grads = tree("float32"), tree("float32", 1)
+    state = row.optimizer.init(trainables)
+    for step in range(100):
+        trainables, state = update(grads, state, trainables, jnp.asarray(1e-3 / (step + 1), jnp.float32))
+    assert traces == 1
+
+
+def test_the_state_survives_as_plain_arrays(row):
+    trainables, state = steps(row, "bfloat16", 2)
+    restored = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (trainables, state))
+    assert pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))._fields == state._fields
+    grads = tree("bfloat16", 7)
+    update = jax.jit(row.update)
+    ahead, again = update(grads, state, trainables), update(grads, restored[1], restored[0])
+    jax.tree.map(np.testing.assert_array_equal, ahead, again)
+
+
+def test_an_ensemble_is_one_vmap(row):
+    members = [steps(row, "float32", 1, seed) for seed in (0, 10)]
+    grads = [tree("float32", seed) for seed in (3, 4)]
+    each = [jax.jit(row.update)(g, state, trainables) for g, (trainables, state) in zip(grads, members, strict=True)]
+    stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
+    stacked_grads, (trainables, state) = jax.tree.map(stack, *grads), jax.tree.map(stack, *members)
+    together = jax.jit(jax.vmap(row.update))(stacked_grads, state, trainables)
+    wanted = jax.tree.map(stack, *each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), together, wanted)

@@ -1,0 +1,189 @@
+"""Fifty steps of every optimizer beside PyTorch's, Optax's and those of the papers' equations in NumPy."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from mlax import optim
+from tests.optim import definitions
+from tests.optim.paths import (
+    ALL,
+    GRADS,
+    KEPT,
+    TOLERANCE,
+    WEIGHTS,
+    close,
+    flat,
+    in_dtype,
+    parts,
+    run,
+    stacked,
+    torch_path,
+    tree,
+)
+
+EVERY = 10  # steps from one estimate of Sophia's curvature to the next
+
+BY_TORCH = {
+    "sgd": optim.SGD(0.1),
+    "sgd_momentum": optim.SGD(0.1, momentum=0.9),
+    "sgd_nesterov": optim.SGD(0.1, momentum=0.9, nesterov=True),
+    "adagrad": optim.Adagrad(0.1),
+    "adagrad_start": optim.Adagrad(0.1, start=0.1),
+    "rmsprop": optim.RMSProp(0.01),
+    "rmsprop_centred": optim.RMSProp(0.01, centred=True),
+    "rmsprop_momentum": optim.RMSProp(0.01, momentum=0.9),
+    "adadelta": optim.Adadelta(),
+    "adam": optim.Adam(0.01),
+    "amsgrad": optim.AMSGrad(0.01),
+    "adamw": optim.AdamW(0.01, decay=0.1, decayed=ALL),
+    "nadam": optim.NAdam(0.01),
+    "radam": optim.RAdam(0.01),
+    "adafactor": optim.Adafactor(),
+    "adafactor_decay": optim.Adafactor(0.3, decay=0.1, decayed=ALL),
+    "l2": optim.Decay(optim.Adam(0.01), 0.1, decayed=ALL, coupled=True),
+    "clip_value": optim.ClipValue(optim.Adam(0.01), 0.5),
+}
+
+BY_DEFINITION = {
+    "adabelief": (optim.AdaBelief(0.01), {"rate": 0.01}),
+    "lion": (optim.Lion(0.01, decay=0.1, decayed=ALL), {"rate": 0.01, "decay": 0.1}),
+    "lamb": (optim.LAMB(0.01, decay=0.1, decayed=ALL), {"rate": 0.01, "decay": 0.1}),
+    "lars": (optim.LARS(1.0, decay=0.1, trust=0.01, decayed=ALL), {"rate": 1.0, "decay": 0.1, "trust": 0.01}),
+    "adafactor": (optim.Adafactor(0.3, power=0.5, clip=2.0), {"rate": 0.3, "power": 0.5, "clip": 2.0}),
+    "soap": (optim.SOAP(0.01, decay=0.0), {"rate": 0.01, "decay": 0.0}),
+    "ademamix": (optim.AdEMAMix(0.01, decay=0.1, decayed=ALL), {"rate": 0.01, "decay": 0.1}),
+}
+
+BY_OPTAX = {
+    "sgd": (optim.SGD(0.1, momentum=0.8, nesterov=True), optax.sgd(0.1, momentum=0.8, nesterov=True)),
+    "rmsprop": (optim.RMSProp(0.01, b2=0.9), optax.rmsprop(0.01, decay=0.9, eps_in_sqrt=False)),
+    "adadelta": (optim.Adadelta(0.5), optax.adadelta(0.5, rho=0.9, eps=1e-6)),
+    "adam": (optim.Adam(0.01, b1=0.8, b2=0.95, eps=1e-3), optax.adam(0.01, b1=0.8, b2=0.95, eps=1e-3)),
+    "adamw": (optim.AdamW(0.01, decay=0.1, decayed=ALL), optax.adamw(0.01, weight_decay=0.1)),
+    "adabelief": (optim.AdaBelief(0.01), optax.adabelief(0.01)),
+    "lion": (optim.Lion(0.01, decay=0.1, decayed=ALL), optax.lion(0.01, weight_decay=0.1)),
+    "lamb": (optim.LAMB(0.01, decay=0.1, decayed=ALL), optax.lamb(0.01, weight_decay=0.1)),
+    "lars": (optim.LARS(1.0, decay=0.0, decayed=ALL), optax.lars(1.0, weight_decay=0.0)),
+    "ademamix": (optim.AdEMAMix(0.01), optax.contrib.ademamix(0.01)),
+    "clip_global": (
+        optim.ClipGlobalNorm(optim.Adam(0.01), 1.0),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)),
+    ),
+    "clip_adaptive": (
+        optim.ClipAdaptive(optim.Adam(0.01)),
+        optax.chain(optax.adaptive_grad_clip(0.01, eps=1e-3), optax.adam(0.01)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", BY_TORCH)
+def test_goes_where_pytorch_goes(case, dtype):
+    path = {name: leaf[KEPT] for name, leaf in run(BY_TORCH[case], dtype).items()}
+    close(path, torch_path(case), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", BY_DEFINITION)
+def test_goes_where_the_paper_goes(case, dtype):
+    optimizer, settings = BY_DEFINITION[case]
+    close(run(optimizer, dtype), stacked(getattr(definitions, case)(WEIGHTS, GRADS, **settings)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", BY_OPTAX)
+def test_goes_where_optax_goes(case):
+    optimizer, transformation = BY_OPTAX[case]
+
+    def step(carry, grads):
+        updates, state = transformation.update(grads, carry[1], carry[0])
+        weights = optax.apply_updates(carry[0], updates)
+        return (weights, state), weights
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        weights = tree(WEIGHTS)
+        _, path = lax.scan(step, (weights, transformation.init(weights)), tree(stacked(GRADS)))
+    close(run(optimizer), flat(path), 1e-9)
+
+
+def test_ademamix_warms_its_slow_average_up():
+    path = run(optim.AdEMAMix(0.01, warmup=30))
+    close(path, stacked(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
+
+
+def test_soap_refreshes_its_bases_as_often_as_told():
+    path = run(optim.SOAP(0.01, b1=0.9, b2=0.98, decay=0.0, every=3))
+    close(path, stacked(definitions.soap(WEIGHTS, GRADS, rate=0.01, b1=0.9, b2=0.98, decay=0.0, every=3)), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_takes_kernels_and_leaves_the_rest_to_adamw(nesterov, dtype):
+    names = {"tall/kernel": "dense/kernel", "tall/bias": "dense/bias", "wide/kernel": "dense/kernel"}
+    weights, *grads = (
+        {name: step[leaf].T if name == "wide/kernel" else step[leaf] for name, leaf in names.items()}
+        for step in (WEIGHTS, *GRADS)
+    )
+    kernels = {name: leaf for name, leaf in weights.items() if name.endswith("kernel")}
+    reference = definitions.muon(kernels, grads, rate=0.02, nesterov=nesterov)
+    rest = definitions.adamw({"tall/bias": weights["tall/bias"]}, grads, rate=3e-4)
+    path = run(optim.Muon(0.02, nesterov=nesterov), dtype, weights, grads)
+    close(path, stacked(reference) | stacked(rest), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sophia_steps_by_the_curvature_it_was_last_given(dtype):
+    optimizer = optim.SophiaG(0.01, gamma=0.05, decayed=ALL)
+    sampled = GRADS[1:6]
+
+    def update(carry, grads):
+        trainables, state = optimizer.update(grads, carry[1], carry[0])
+        return (trainables, state), trainables
+
+    def estimate(carry, series):
+        trainables, state = carry
+        return lax.scan(update, (trainables, optimizer.estimate(series[0], state, 8)), series[1])
+
+    with jax.enable_x64(dtype == "float64"):
+        trainables = in_dtype(dtype, WEIGHTS)
+        grads = jax.tree.map(lambda g: g.reshape(-1, EVERY, *g.shape[1:]), in_dtype(dtype, stacked(GRADS)))
+        start = trainables, optimizer.init(trainables)
+        _, path = lax.scan(estimate, start, (in_dtype(dtype, stacked(sampled)), grads))
+        path = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in flat(path).items()}
+    reference = definitions.sophia_g(WEIGHTS, GRADS, sampled, rate=0.01, gamma=0.05, batch=8, every=EVERY)
+    close(path, stacked(reference), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_schedule_free_trains_at_y_and_evaluates_at_x(warmup, dtype):
+    optimizer = optim.ScheduleFree(0.01, decay=0.1, decayed=ALL, warmup=warmup)
+    trained, evaluated = run(optimizer, dtype, averaged=True)
+    reference = definitions.schedule_free(WEIGHTS, GRADS, rate=0.01, decay=0.1, warmup=warmup)
+    close(trained, parts(reference, 0), TOLERANCE[dtype])
+    close(evaluated, parts(reference, 1), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_lbfgs_without_a_search_steps_by_the_two_loops(dtype):
+    optimizer = optim.LBFGS(0.3, history=4, search=0)
+
+    def gradient(w):
+        return w + w**3
+
+    def step(carry, _):
+        trainables, state = optimizer.update(jax.tree.map(gradient, carry[0]), carry[1], carry[0])
+        return (trainables, state), trainables
+
+    with jax.enable_x64(dtype == "float64"):
+        trainables = in_dtype(dtype, {"kernel": WEIGHTS["dense/kernel"].ravel()})
+        _, path = lax.scan(step, (trainables, optimizer.init(trainables)), length=20)
+        path = flat(path)
+    ws, gs = [WEIGHTS["dense/kernel"].ravel()], [gradient(WEIGHTS["dense/kernel"].ravel())]
+    for _ in range(20):
+        steps, changes = (list(np.diff(values, axis=0)[-4:]) if len(values) > 1 else [] for values in (ws, gs))
+        ws.append(ws[-1] + 0.3 * definitions.lbfgs_direction(gs[-1], steps, changes))
+        gs.append(gradient(ws[-1]))
+    close(path, {"kernel": np.stack(ws[1:])}, TOLERANCE[dtype])
