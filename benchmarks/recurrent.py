@@ -1,34 +1,22 @@
 """A training step of LSTM and GRU, 256 wide, 64 steps of 32 examples, beside PyTorch's: forward, backward and SGD.
 
-    python benchmarks/recurrent.py path/to/a/python/with/torch [rounds]
+    python benchmarks/recurrent.py [python-with-torch] [rounds]    # 2 minutes
 
-PyTorch answers from a process of its own, which idles while JAX computes, and the other way round. "plain scan" is the
-same cell differentiated by JAX's own rule for scans, which adds up the weights' gradients step by step.
-Takes 2 minutes.
+PyTorch takes part if a Python that has it is named. It answers from a process of its own, which idles while JAX
+computes, and the other way round. "plain scan" is the same cell differentiated by JAX's own rule for scans, which adds
+up the weights' gradients step by step.
 """
 
-import json
 import os
 import statistics
-import subprocess
 import sys
-import time
+from functools import partial
+
+from side_by_side import Process, in_turns, seconds, serve, show, turn, verdict
 
 KINDS = ("LSTM", "GRU")
 FEATURES, TIMES, BATCH, RATE = 256, 64, 32, 1e-3
-STEPS = 5  # in a turn
 CLAIM = 1.2
-
-
-def turn(step):
-    """The seconds of each of some steps, after one that does not count."""
-    step()
-    taken = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - start)
-    return taken
 
 
 def peer():
@@ -51,14 +39,13 @@ def peer():
         return step
 
     steps = {kind: training(kind) for kind in KINDS}
-    for line in sys.stdin:
-        print(json.dumps(turn(steps[line.strip()])), flush=True)
+    serve(lambda kind: turn(steps[kind]))
 
 
 def main(python, rounds):
     import jax
     import jax.numpy as jnp
-    from side_by_side import in_turns, seconds, show, verdict
+    from rich import print
 
     import mlax
     from mlax import nn
@@ -93,50 +80,35 @@ def main(python, rounds):
 
         return lambda: turn(step)
 
-    torch = subprocess.Popen(
-        [python, __file__, "--peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-
-    def asked(kind):
-        def ask():
-            print(kind, file=torch.stdin)
-            taken = json.loads(torch.stdout.readline())
-            time.sleep(0.25)  # its threads look for more work for a while
-            return taken
-
-        return ask
-
+    torch = Process(python, "--peer") if python else None
     measurements = {}
     for kind, cell in (("LSTM", nn.LSTMCell(FEATURES)), ("GRU", nn.GRUCell(FEATURES))):
-        measurements |= {
-            (kind, "PyTorch"): asked(kind),
-            (kind, "mlax"): training(cell),
-            (kind, "plain scan"): training(Plain(cell)),
-        }
+        measurements |= {(kind, "mlax"): training(cell), (kind, "plain scan"): training(Plain(cell))}
+        if torch:
+            measurements[kind, "PyTorch"] = partial(torch.ask, kind)
     in_turns(measurements, rounds=1)  # compiles
     found = in_turns(measurements, rounds=rounds)
-    torch.stdin.close()
-    torch.wait()
+    if torch:
+        torch.end()
 
-    rows, worst = [], 0.0
-    for kind in KINDS:
-        peers = [statistics.median(taken) for taken in found[kind, "PyTorch"]]
-        for name in ("PyTorch", "mlax", "plain scan"):
-            each = [statistics.median(taken) for taken in found[kind, name]]
-            ratio = statistics.median(each) / statistics.median(peers)
-            best = min(map(min, found[kind, name])) / min(map(min, found[kind, "PyTorch"]))
-            worst = max(worst, ratio) if name == "mlax" else worst
-            rows.append((f"{kind} {name}", seconds(statistics.median(each)), f"{ratio:.2f}", f"{best:.2f}", ""))
+    rows, worst, base = [], 0.0, "PyTorch" if torch else "plain scan"
+    for kind, name in found:
+        median = {each: statistics.median(map(statistics.median, found[kind, each])) for each in (name, base)}
+        best = {each: min(map(min, found[kind, each])) for each in (name, base)}
+        ratio = median[name] / median[base]
+        worst = max(worst, ratio) if name == "mlax" else worst
+        rows.append((f"{kind} {name}", seconds(median[name]), f"{ratio:.2f}", f"{best[name] / best[base]:.2f}", ""))
     show(
-        f"Training step, {FEATURES} wide, {TIMES} steps of {BATCH}: {rounds} turns of {STEPS}",
-        ("", "median", "over PyTorch", "best over best", ""),
+        f"Training step, {FEATURES} wide, {TIMES} steps of {BATCH}: {rounds} turns",
+        ("", "median", f"over {base}", "best over best", ""),
         rows,
     )
-    print(verdict(f"mlax takes at most {CLAIM} of PyTorch's time", worst <= CLAIM))
+    if torch:
+        print(verdict(f"mlax takes at most {CLAIM} of PyTorch's time", worst <= CLAIM))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--peer"]:
         peer()
     else:
-        main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 15)
+        main(sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 15)

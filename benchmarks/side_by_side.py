@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
 K, T = TypeVar("K"), TypeVar("T")
 Answer = dict[str, Any]  # what a measurement in a fresh process found
 
@@ -56,6 +53,42 @@ def answer(**values: Any) -> None:
     print(json.dumps(values))
 
 
+class Process:
+    """The same benchmark in another Python, which measures what each line asks for, and idles while others compute."""
+
+    def __init__(self, python: str, *arguments: str):
+        self.process = subprocess.Popen(
+            [python, sys.argv[0], *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ask(self, line: str) -> Any:
+        assert self.process.stdin and self.process.stdout
+        print(line, file=self.process.stdin)
+        found = json.loads(self.process.stdout.readline())
+        time.sleep(0.25)  # its threads look for more work for a while
+        return found
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def serve(measure: Callable[[str], Any]) -> None:
+    """In such a process: answer each line with what `measure` finds."""
+    for line in sys.stdin:
+        print(json.dumps(measure(line.strip())), flush=True)
+
+
+def turn(step: Callable[[], Any], steps: int = 5) -> list[float]:
+    """The seconds of each of some steps, after one that does not count."""
+    step()
+    taken = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
 def compilations() -> list[tuple[str, float]]:
     """A list that grows by (program, seconds) whenever XLA compiles something."""
     import jax
@@ -92,6 +125,9 @@ def verdict(claim: str, holds: bool) -> str:
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print one row a measurement; numbers, which stand between the first and the last column, to the right."""
+    from rich.console import Console  # not in the environments that only measure
+    from rich.table import Table
+
     python = ".".join(map(str, sys.version_info[:2]))
     busy = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     table = Table(title=f"{title}\nPython {python}, JAX {version('jax')}, {busy}", title_justify="left")
