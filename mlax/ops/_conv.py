@@ -1,15 +1,20 @@
 """Convolution over any number of spatial axes."""
 
+import functools
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from mlax.ops._checks import same_dtype
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import PadWith, pad
-from mlax.ops._windows import Padding, Sizes, windows
+from mlax.ops._windows import Padding, Sizes, Windows, all_places, windows
+
+MANY = 64  # places of a window that are too many to be added up one by one
 
 
 def conv(
@@ -39,18 +44,44 @@ def conv(
     pads = where.padding
     if pad_with != "zeros":
         x, pads = pad(x, axes.spatial, pads, pad_with), ((0, 0),) * len(pads)
-    y = lax.conv_general_dilated(
-        x,
-        kernel,
-        where.strides,
-        pads,
-        rhs_dilation=where.dilation,
-        dimension_numbers=numbers_of(axes),
-        feature_group_count=groups,
-        precision=precision,
-        preferred_element_type=accum_dtype,
-    )
+    if _by_places(x, kernel, axes, groups, accum_dtype):
+        y = _depthwise(x, kernel, axes, where._replace(padding=pads), accum_dtype)
+    else:
+        y = lax.conv_general_dilated(
+            x,
+            kernel,
+            where.strides,
+            pads,
+            rhs_dilation=where.dilation,
+            dimension_numbers=numbers_of(axes),
+            feature_group_count=groups,
+            precision=precision,
+            preferred_element_type=accum_dtype,
+        )
     return with_bias(y, bias, axes, x.dtype)
+
+
+def _by_places(x: Array, kernel: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
+    """Whether to add up products of whole arrays, one for each place of the window: for depthwise kernels on a CPU.
+
+    XLA's CPU compiler has no fast loop for them (benchmarks/layers.py). In a narrow dtype each sum would be rounded,
+    and large windows would make large programs.
+    """
+    return (
+        jax.default_backend() == "cpu"
+        and groups == x.shape[axes.channel] == kernel.shape[axes.outputs]
+        and math.prod(kernel.shape) <= MANY * groups
+        and jnp.finfo(accum_dtype or x.dtype).bits >= 32
+    )
+
+
+def _depthwise(x: Array, kernel: Array, axes: Layout, where: Windows, accum_dtype: Any) -> Array:
+    wide, weights = (lax.convert_element_type(each, accum_dtype or x.dtype) for each in (x, kernel))
+    weights = lax.transpose(weights, (*axes.window, axes.outputs, axes.inputs)).reshape(-1, kernel.shape[axes.outputs])
+    pieces = all_places(pad(wide, axes.spatial, where.padding, "zeros"), axes, where)
+    others = tuple(axis for axis in range(x.ndim) if axis != axes.channel)
+    products = [piece * lax.expand_dims(weight, others) for piece, weight in zip(pieces, weights, strict=True)]
+    return functools.reduce(lax.add, products)
 
 
 def numbers_of(axes: Layout) -> lax.ConvDimensionNumbers:

@@ -1,7 +1,6 @@
 """Pooling: each window of the spatial axes, reduced to one number."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax.ops._layout import Layout, layout_of
-from mlax.ops._windows import Padding, Sizes, Windows, places, windows
+from mlax.ops._windows import Padding, Sizes, Windows, all_places, places, windows
 
 Combine = Callable[[Any, Any], Any]  # of two arrays, element by element; associative
 FEW = 16  # places of a window that are combined one by one
@@ -47,7 +46,7 @@ def pool(
     y = _padded(wide, axes, where, start)
     apart = all(stride >= window for stride, window in zip(where.strides, where.window, strict=True))
     if apart and math.prod(where.window) <= FEW:
-        y = _at_once(y, axes, combine, where)
+        y = functools.reduce(combine, all_places(y, axes, where))
     else:
         for number, axis in reversed(list(enumerate(axes.spatial))):
             y = _along(y, axis, combine, *where.along(number))
@@ -124,15 +123,6 @@ def _padded(x: Array, axes: Layout, where: Windows, start: float) -> Array:
     for axis, (low, high), over in zip(axes.spatial, where.padding, where.overhang, strict=True):
         widths[axis] = (low, high + over, 0)
     return lax.pad(x, np.asarray(start, x.dtype), widths) if any(map(any, widths)) else x
-
-
-def _at_once(x: Array, axes: Layout, combine: Combine, where: Windows) -> Array:
-    """Combine all places of the window in one go, in row-major order."""
-    pieces = [x]
-    for number, axis in enumerate(axes.spatial):
-        cut = [places(piece, axis, *where.along(number)) for piece in pieces]
-        pieces = list(itertools.chain.from_iterable(cut))
-    return functools.reduce(combine, pieces)
 
 
 def _along(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:

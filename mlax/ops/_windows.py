@@ -1,6 +1,7 @@
 """Windows: where the windows of a convolution or of a pooling lie along the spatial axes."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -122,6 +123,15 @@ def pads_of(
     if any(len(pad) != 2 or min(pad) < 0 for pad in pads):
         raise ValueError(f"{name}: padding is {padding}, but must be places before and after, 0 or more.")
     return pads
+
+
+def all_places(x: Array, layout: Layout, where: Windows) -> list[Array]:
+    """For each place of a window, in row-major order, that place of every window."""
+    pieces = [x]
+    for number, axis in enumerate(layout.spatial):
+        cut = [places(piece, axis, *where.along(number)) for piece in pieces]
+        pieces = list(itertools.chain.from_iterable(cut))
+    return pieces
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4, 5))
