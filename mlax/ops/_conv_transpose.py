@@ -1,5 +1,6 @@
 """Transposed convolution: the gradient of a convolution by its input."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,19 +37,48 @@ def conv_transpose(
     check_kernel("conv_transpose", x, kernel, axes, groups)
     window = tuple(kernel.shape[axis] for axis in axes.window)
     where = stamps("conv_transpose", x, axes, window, strides, padding, output_padding, dilation)
-    y = lax.conv_general_dilated(
-        x,
-        lax.rev(kernel, axes.window),
-        (1,) * len(window),
-        where.padding,
-        lhs_dilation=where.strides,
-        rhs_dilation=where.dilation,
-        dimension_numbers=numbers_of(axes),
-        feature_group_count=groups,
-        precision=precision,
-        preferred_element_type=accum_dtype,
-    )
+
+    def spread(x: Array, kernel: Array) -> Array:
+        return lax.conv_general_dilated(
+            x,
+            lax.rev(kernel, axes.window),
+            (1,) * len(window),
+            where.padding,
+            lhs_dilation=where.strides,
+            rhs_dilation=where.dilation,
+            dimension_numbers=numbers_of(axes),
+            feature_group_count=groups,
+            precision=precision,
+            preferred_element_type=accum_dtype,
+        )
+
+    apart = max(where.strides, default=1) > 1 and accum_dtype is None and jax.default_backend() == "cpu"
+    y = _with_kernel_gradient(spread)(x, kernel) if apart else spread(x, kernel)
     return with_bias(y, bias, axes, x.dtype)
+
+
+def _with_kernel_gradient(spread: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """The same function with another way to the gradient of the kernel: that of the convolution it is the transpose of.
+
+    By JAX's own rule it is a convolution of the input with zeros between its places, for which XLA's CPU compiler has
+    no fast loop: a training step takes ten times as long (benchmarks/layers.py).
+    """
+    made = jax.custom_jvp(spread)
+
+    @made.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, kernel), (x_dot, kernel_dot) = primals, tangents
+        y = made(x, kernel)
+
+        def kernel_gradient(y_grad: Array) -> Array:
+            def gather(kernel: Array) -> Array:
+                return jax.linear_transpose(lambda x: spread(x, kernel), x)(y_grad)[0]
+
+            return jax.linear_transpose(gather, kernel)(x)[0]
+
+        return y, made(x_dot, kernel) + jax.linear_transpose(kernel_gradient, y)(kernel_dot)[0]
+
+    return made
 
 
 class Stamps(NamedTuple):
