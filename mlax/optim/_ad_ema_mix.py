@@ -42,6 +42,6 @@ class AdEMAMix(Leafwise):
     def step(self, now, g, w, slots):
         mean, slow = average(slots["mean"], g, now.b1), average(slots["slow"], g, now.b3)
         square = average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square / now.correction(now.b2))
-        step = (mean / now.correction(now.b1) + now.alpha * slow) / (root + now.eps)
-        return w - now.rate * (step + now.decay * w), {"mean": mean, "slow": slow, "square": square}
+        root = lax.sqrt(square * now.debias(now.b2))
+        step = (mean * now.debias(now.b1) + now.alpha * slow) / (root + now.eps)
+        return w - now.rate * now.decayed(step, w), {"mean": mean, "slow": slow, "square": square}

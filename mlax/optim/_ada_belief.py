@@ -28,6 +28,6 @@ class AdaBelief(Leafwise):
         mean = average(slots["mean"], g, now.b1)
         difference = g - mean
         surprise = average(slots["surprise"], difference * difference, now.b2) + now.eps
-        root = lax.sqrt(surprise / now.correction(now.b2))
-        step = mean / now.correction(now.b1) / (root + now.eps)
+        root = lax.sqrt(surprise * now.debias(now.b2))
+        step = mean * now.debias(now.b1) / (root + now.eps)
         return w - now.rate * step, {"mean": mean, "surprise": surprise}

@@ -26,6 +26,6 @@ class Adam(Leafwise):
 
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square / now.correction(now.b2))
-        step = mean / now.correction(now.b1) / (root + now.eps)
+        root = lax.sqrt(square * now.debias(now.b2))
+        step = mean * now.debias(now.b1) / (root + now.eps)
         return w - now.rate * step, {"mean": mean, "square": square}

@@ -27,6 +27,6 @@ class AMSGrad(Leafwise):
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
         largest = lax.max(slots["largest"], square)
-        root = lax.sqrt(largest / now.correction(now.b2))
-        step = mean / now.correction(now.b1) / (root + now.eps)
+        root = lax.sqrt(largest * now.debias(now.b2))
+        step = mean * now.debias(now.b1) / (root + now.eps)
         return w - now.rate * step, {"mean": mean, "square": square, "largest": largest}

@@ -29,6 +29,6 @@ class LAMB(Leafwise):
 
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square / now.correction(now.b2))
-        step = mean / now.correction(now.b1) / (root + now.eps) + now.decay * w
+        root = lax.sqrt(square * now.debias(now.b2))
+        step = now.decayed(mean * now.debias(now.b1) / (root + now.eps), w)
         return w - now.rate * ratio(norm(w), norm(step)) * step, {"mean": mean, "square": square}

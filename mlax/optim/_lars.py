@@ -29,6 +29,6 @@ class LARS(Leafwise):
         if self._decays(now.path):
             size = norm(w)
             scale = ratio(now.trust * size, norm(g), now.decay * size)
-            step = now.rate * scale * (g + now.decay * w)
+            step = now.rate * scale * now.decayed(g, w)
         m = now.momentum * slots["momentum"] + step
         return w - m, {"momentum": m}

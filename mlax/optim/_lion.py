@@ -28,4 +28,4 @@ class Lion(Leafwise):
 
     def step(self, now, g, w, slots):
         step = lax.sign(average(slots["mean"], g, now.b1))
-        return w - now.rate * (step + now.decay * w), {"mean": average(slots["mean"], g, now.b2)}
+        return w - now.rate * now.decayed(step, w), {"mean": average(slots["mean"], g, now.b2)}

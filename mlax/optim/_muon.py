@@ -72,7 +72,7 @@ class Muon(Leafwise):
         step = average(g, mean, 1 - now.momentum) if self.nesterov else mean
         outputs, inputs = (g.shape[1], g.shape[0]) if g.ndim == 2 else (g.shape[0], math.prod(g.shape[1:]))
         step = freely(self._orthogonal, step, like=step) * math.sqrt(max(1.0, outputs / max(1, inputs)))
-        return w - now.rate * (step + now.decay * w), {"mean": mean}
+        return w - now.rate * now.decayed(step, w), {"mean": mean}
 
     def _orthogonal(self, x: jax.Array) -> jax.Array:
         """About `u v` where `x = u s v`: each singular value is brought near 1, by a polynomial of the matrix."""

@@ -39,5 +39,5 @@ class NAdam(Leafwise):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
         by_gradient = (1 - now.this) / (1 - now.product)
         by_mean = now.ahead / (1 - now.product * now.ahead)
-        root = lax.sqrt(square / now.correction(now.b2)) + now.eps
+        root = lax.sqrt(square * now.debias(now.b2)) + now.eps
         return w - now.rate * (by_gradient * g + by_mean * mean) / root, {"mean": mean, "square": square}

@@ -103,13 +103,17 @@ class Numbers:
             return jnp.exp(exponent * math.log(beta)) if beta > 0 else jnp.zeros_like(exponent)
         return beta.astype(exponent.dtype) ** exponent
 
-    def correction(self, beta: Any) -> jax.Array:
-        """`1 - beta ** t`, by which the average of `t` values that began at zero is too small; never rounded to 0."""
+    def debias(self, beta: Any) -> jax.Array:
+        """`1 / (1 - beta ** t)`, by which to multiply an average of `t` values that began at zero."""
         if isinstance(beta, int | float):
             gone = -jnp.expm1(self.t * math.log(beta)) if beta > 0 else jnp.ones_like(self.t)
         else:
             gone = -jnp.expm1(self.t * jnp.log(beta.astype(self.t.dtype)))
-        return gone.astype(self.dtype)
+        return (1 / gone).astype(self.dtype)
+
+    def decayed(self, step: jax.Array, w: jax.Array) -> jax.Array:
+        """`step + decay * w`, or the step alone where nothing decays."""
+        return step if isinstance(self.decay, float) and self.decay == 0 else step + self.decay * w
 
 
 def values_of(description: Any, step: jax.Array, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """from_optax, to_optax: a transformation of Optax as an optimizer of mlax, and the other way round."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
 from mlax.optim._optimizer import Optimizer
+from mlax.optim._slot import Slot
 from mlax.optim._state import State, state
 from mlax.optim._trees import leaves_of, like
 from mlax.optim._wide import wide
@@ -29,7 +30,8 @@ class FromOptax(Optimizer):
     def init(self, trainables):
         leaves = leaves_of(self, trainables)
         with jax.numpy_dtype_promotion("standard"):
-            return self._named(leaves, jax.tree.map(jnp.asarray, self.transformation.init(_widened(trainables))))
+            named = self._named(leaves, jax.tree.map(jnp.asarray, self.transformation.init(_widened(trainables))))
+        return self._beside(leaves, named, trainables, _laid)
 
     def update(self, grads, state, trainables, *, value=None, loss=None, **numbers):
         leaves = leaves_of(self, trainables)
@@ -57,8 +59,7 @@ class FromOptax(Optimizer):
             )
         leaves = leaves_of(self, trainables)
         layout = self._named(leaves, jax.eval_shape(self.transformation.init, _widened(trainables)))
-        whole = jax.sharding.PartitionSpec()
-        return type(layout)(*(specs if self._is_slot(leaves, field) else whole for field in layout))  # pyright: ignore[reportReturnType]
+        return self._beside(leaves, layout, specs, lambda leaf, spec, whole: spec if whole else Slot(()).sharding(spec))
 
     def describe(self, trainables):
         named = self._named(leaves_of(self, trainables), jax.eval_shape(self.transformation.init, _widened(trainables)))
@@ -76,6 +77,21 @@ class FromOptax(Optimizer):
 
     def policy(self, path):
         raise NotImplementedError("FromOptax: Optax has its own dtypes.")
+
+    def _beside(self, leaves: Any, named: State, tree: Tree, function: Callable[[Any, Any, bool], Any]) -> State:
+        """`function` of each leaf, of what `tree` has for its parameter, or for the first one, and whether it is like it."""
+        by_path = leaves.same(tree, "specs")
+        first = next(iter(by_path.values()), jnp.zeros(()))
+
+        def each(field: Any) -> Any:
+            if not self._is_slot(leaves, field):
+                return jax.tree.map(lambda leaf: function(leaf, first, False), field)
+            slot = leaves.same(field, "slot")
+            return leaves.tree(
+                {p: function(slot[p], by_path[p], slot[p].shape == w.shape) for p, w in leaves.by_path.items()}
+            )
+
+        return type(named)(*map(each, named))  # pyright: ignore[reportReturnType]
 
     def _is_slot(self, leaves: Any, field: Any) -> bool:
         return jax.tree.structure(field) == leaves.structure
@@ -119,6 +135,12 @@ def to_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
         return jax.tree.map(lambda a, b: a - b, new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _laid(leaf: jax.Array, w: jax.Array, whole: bool) -> jax.Array:
+    """The leaf on the devices of the parameter and, if it is like it as a whole, with its axes where that has them."""
+    never = Slot(... if whole else ()).first(w, bool)
+    return jnp.where(never, leaf, leaf)
 
 
 def _widened(tree: Tree) -> Any:

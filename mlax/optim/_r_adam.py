@@ -38,9 +38,9 @@ class RAdam(Leafwise):
 
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        over = lax.sqrt(now.correction(now.b2)) / (lax.sqrt(square) + now.eps)
+        over = lax.rsqrt(now.debias(now.b2)) / (lax.sqrt(square) + now.eps)
         factor = jnp.where(now.known > 0, now.factor_of_known * over, jnp.ones_like(over))
-        return w - now.rate * mean / now.correction(now.b1) * factor, {"mean": mean, "square": square}
+        return w - now.rate * mean * now.debias(now.b1) * factor, {"mean": mean, "square": square}
 
 
 def _length(beta: Any, t: jax.Array) -> jax.Array:

@@ -46,10 +46,11 @@ class ScheduleFree(Leafwise):
 
     def step(self, now, g, w, slots):
         square = average(slots["square"], g * g, now.b2)
-        step = g / (lax.sqrt(square / now.correction(now.b2)) + now.eps) + now.decay * w
+        step = now.decayed(g / (lax.sqrt(square * now.debias(now.b2)) + now.eps), w)
         base = slots["base"] - now.rate * step
-        w = average(w, slots["base"], 1 - now.share) + now.rate * (now.b1 * (1 - now.share) - 1) * step
-        return w, {"base": base, "square": square}
+        # x is what `averaged` gives, and goes its share of the way to the new base; b1 * x needs no division
+        x_part = average(w - (1 - now.b1) * slots["base"], now.b1 * base, 1 - now.share)
+        return (1 - now.b1) * base + x_part, {"base": base, "square": square}
 
     def averaged(self, state, trainables):
         leaves = leaves_of(self, trainables)

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
         never holds: that keeps the axes' placement, inside of jit and outside of it.
         """
         if self.copies:
-            return parameter.astype(dtype)
+            return jnp.array(parameter, dtype, copy=True)  # with one buffer for both, neither could be donated
         never = (parameter < 0) & (parameter > 0)
         if not isinstance(self.axes, EllipsisType):
             kept = sorted(axis for axis in self.axes if axis is not None)

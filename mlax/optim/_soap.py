@@ -1,7 +1,6 @@
 """SOAP: Adam in the basis in which Shampoo would precondition."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -54,9 +53,14 @@ class SOAP(Leafwise):
     def step(self, now, g, w, slots):
         if not {"left", "right"} & slots.keys():
             step, mean, square = _adam(now, slots["mean"], slots["square"], g)
-            return w - now.rate * (step + now.decay * w), {"mean": mean, "square": square}
-        step, kept = freely(functools.partial(self._turned, now), g, dict(slots), like=(g, dict(slots)))
-        return jnp.where(now.step == 0, w, w - now.rate * (step + now.decay * w)), kept
+            return w - now.rate * now.decayed(step, w), {"mean": mean, "square": square}
+        arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
+
+        def turned(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
+            return self._turned(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
+
+        step, kept = freely(turned, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
+        return jnp.where(now.step == 0, w, w - now.rate * now.decayed(step, w)), kept
 
     def _turned(
         self, now: Numbers, g: jax.Array, slots: dict[str, jax.Array]
@@ -89,8 +93,8 @@ def _adam(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adam's step in another basis, the mean as it was, and the mean square there."""
     mean, square = average(mean, g, now.b1), average(square, into(g) ** 2, now.b2)
-    root = lax.sqrt(square / now.correction(now.b2))
-    return into(mean) / now.correction(now.b1) / (root + now.eps), mean, square
+    root = lax.sqrt(square * now.debias(now.b2))
+    return into(mean) * now.debias(now.b1) / (root + now.eps), mean, square
 
 
 def _into(x: jax.Array, bases: dict[str, jax.Array]) -> jax.Array:

@@ -37,7 +37,7 @@ class SophiaG(Leafwise):
     def step(self, now, g, w, slots):
         mean = average(slots["mean"], g, now.b1)
         step = jnp.clip(mean / jnp.maximum(now.gamma * slots["curvature"], now.eps), -1.0, 1.0)
-        return w - now.rate * (step + now.decay * w), {"mean": mean, "curvature": slots["curvature"]}
+        return w - now.rate * now.decayed(step, w), {"mean": mean, "curvature": slots["curvature"]}
 
     def estimate(self, sampled: Tree, state: State, batch: Any) -> State:
         """The state with a new estimate of the curvature.
