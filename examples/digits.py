@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import mlax
-from mlax import nn
+from mlax import nn, optim
 
 BATCH, RATE, DECAY = 64, 2e-3, 0.05
 BLUE, RED = "#0077BB", "#CC3311"  # apart for colour-blind eyes too
@@ -88,9 +88,8 @@ def epoch(model, optimizer, variables, state, rng, images, digits):
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), new
 
         (value, non_trainables), grads = jax.value_and_grad(loss, has_aux=True)(trainables)
-        with jax.numpy_dtype_promotion("standard"):  # mlax never mixes dtypes, but Optax does: 0.9 ** step
-            updates, state = optimizer.update(grads, state, trainables)
-        return ((optax.apply_updates(trainables, updates), non_trainables), state), value
+        trainables, state = optimizer.update(grads, state, trainables)
+        return ((trainables, non_trainables), state), value
 
     steps = len(images) // BATCH
     order_rng, steps_rng = jax.random.split(rng)
@@ -118,7 +117,7 @@ def train(model, data, test, epochs, seed):
     init_rng, epochs_rng = jax.random.split(jax.random.key(seed))
     variables = model.init(init_rng, images)
     steps = len(images) // BATCH * epochs
-    optimizer = optax.adamw(optax.cosine_decay_schedule(RATE, steps), weight_decay=DECAY)
+    optimizer = optim.AdamW(optim.Cosine(RATE, steps), decay=DECAY)
     state = optimizer.init(variables[0])
     history = []
     with progress(steps) as show:

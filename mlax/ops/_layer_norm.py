@@ -1,7 +1,9 @@
 """Normalisation to mean 0 and variance 1."""
 
+import functools
 from typing import Any
 
+import jax
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -26,5 +28,18 @@ def layer_norm(
     """
     same_dtype("layer_norm", x=x, scale=scale, shift=shift)
     wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
-    y = over_rms(wide - mean(wide, axes), axes, eps)
-    return lax.convert_element_type(affine(y, scale, shift), x.dtype)
+    return lax.convert_element_type(affine(_standard(wide, axes, eps), scale, shift), x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _standard(x: Array, axes: tuple[int, ...], eps: float) -> Array:
+    """`(x - mean) / sqrt(var + eps)`."""
+    return over_rms(x - mean(x, axes), axes, eps)[0]
+
+
+@_standard.defjvp
+def _(axes: tuple[int, ...], eps: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """What the chain rule gives once its terms are gathered; as they come, a training step takes twice as long."""
+    (x,), (dx,) = primals, tangents
+    y, slope = over_rms(x - mean(x, axes), axes, eps)
+    return y, slope * (dx - mean(dx, axes) - y * mean(y * dx, axes))

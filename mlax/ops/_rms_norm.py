@@ -25,17 +25,19 @@ def rms_norm(
     All of it runs in `accum_dtype` if one is given; the result is cast once, at the end.
     """
     same_dtype("rms_norm", x=x, scale=scale)
-    y = over_rms(lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype), axes, eps)
-    return lax.convert_element_type(affine(y, scale, None), x.dtype)
+    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    return lax.convert_element_type(affine(over_rms(wide, axes, eps)[0], scale, None), x.dtype)
 
 
-def over_rms(x: Float[Array, "..."], axes: tuple[int, ...], eps: float) -> Float[Array, "..."]:
-    """`x / sqrt(mean(x * x) + eps)` over `axes`; in float16 no square over- or underflows."""
+def over_rms(x: Float[Array, "..."], axes: tuple[int, ...], eps: float) -> tuple[Float[Array, "..."], Any]:
+    """`x / sqrt(mean(x * x) + eps)` over `axes`, and the factor of x; in float16 no square over- or underflows."""
     if x.dtype != jnp.float16:
-        return x * lax.rsqrt(mean(x * x, axes) + eps)
+        factor = lax.rsqrt(mean(x * x, axes) + eps)
+        return x * factor, factor
     # the result is the same for x / size and sqrt(eps) / size, which are both at most 1
     axes = tuple(axis % x.ndim for axis in axes)
     size = lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes)
     size = lax.stop_gradient(lax.max(size, lax.full_like(size, math.sqrt(eps))))
     x, root = x / size, math.sqrt(eps) / size
-    return x * lax.rsqrt(mean(x * x, axes) + root * root)
+    factor = lax.rsqrt(mean(x * x, axes) + root * root)
+    return x * factor, factor / size
