@@ -11,7 +11,6 @@ from mlax.core import DType, frozen
 from mlax.optim._around import Around
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
-from mlax.optim._wide import wide
 
 
 @frozen
@@ -30,7 +29,7 @@ class Accumulate(Around):
             raise ValueError(f"Accumulate: every is {self.every}, but must be at least 1.")
 
     def adds(self, path, w):
-        return {"gathered": Slot(dtype=self.dtype or wide(w.dtype).name)}
+        return {"gathered": Slot(dtype=self.dtype, wide=True)}
 
     def advance(self, now, grads, weights, slots):
         gathered = {path: slots["gathered"][path] + g for path, g in grads.items()}

@@ -29,7 +29,7 @@ class AdEMAMix(Leafwise):
     decayed: tuple[str, ...] | None = None
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "slow": Slot(), "square": Slot()}
+        return {"mean": Slot(), "slow": Slot(wide=True), "square": Slot(wide=True)}
 
     def shared(self, now, scalars):
         if self.warmup == 0:

@@ -22,7 +22,7 @@ class AdaBelief(Leafwise):
     eps: Amount = 1e-16
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "surprise": Slot()}
+        return {"mean": Slot(), "surprise": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
         mean = average(slots["mean"], g, now.b1)

@@ -21,7 +21,7 @@ class Adadelta(Leafwise):
     eps: Amount = 1e-6
 
     def keeps(self, path, w):
-        return {"square": Slot(), "change": Slot()}
+        return {"square": Slot(wide=True), "change": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
         square = average(slots["square"], g * g, now.b2)

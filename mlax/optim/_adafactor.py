@@ -33,12 +33,12 @@ class Adafactor(Leafwise):
     def keeps(self, path, w):
         factored = self._factored(w.shape)
         if factored is None:
-            return {"square": Slot()}
+            return {"square": Slot(wide=True)}
         row, column = factored
         axes = range(len(w.shape))
         return {
-            "rows": Slot(tuple(axis for axis in axes if axis != column)),
-            "columns": Slot(tuple(axis for axis in axes if axis != row)),
+            "rows": Slot(tuple(axis for axis in axes if axis != column), wide=True),
+            "columns": Slot(tuple(axis for axis in axes if axis != row), wide=True),
         }
 
     def step(self, now, g, w, slots):

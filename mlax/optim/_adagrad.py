@@ -20,7 +20,7 @@ class Adagrad(Leafwise):
     eps: Amount = 1e-10
 
     def keeps(self, path, w):
-        return {"total": Slot(start=self.start)}
+        return {"total": Slot(start=self.start, wide=True)}
 
     def step(self, now, g, w, slots):
         total = slots["total"] + g * g

@@ -22,7 +22,7 @@ class AMSGrad(Leafwise):
     eps: Amount = 1e-8
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "square": Slot(), "largest": Slot()}
+        return {"mean": Slot(), "square": Slot(wide=True), "largest": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlax.core import Tree, frozen
+from mlax.core._notes import brief
 from mlax.optim._now import Now
 from mlax.optim._optimizer import Advanced, Flat, Optimizer
 from mlax.optim._slot import Slot
@@ -28,15 +29,15 @@ class Around(Optimizer):
     def within(self):
         return (self.optimizer,)
 
+    def adds_scalars(self) -> dict[str, float | int]:
+        """The scalars of its own."""
+        return {}
+
     def slots(self, path, w):
-        inner, own = self.optimizer.slots(path, w), self.adds(path, w)
-        both = inner.keys() & own.keys()
-        if both:
-            raise ValueError(f"{type(self).__name__}: the optimizer inside has a slot {min(both)!r} already.")
-        return {**inner, **own}
+        return self._joined("slot", self.optimizer.slots(path, w), self.adds(path, w))
 
     def scalars(self):
-        return self.optimizer.scalars()
+        return self._joined("scalar", self.optimizer.scalars(), self.adds_scalars())
 
     def policy(self, path):
         return self.optimizer.policy(path)
@@ -49,3 +50,12 @@ class Around(Optimizer):
 
     def averaged(self, state: State, trainables: Tree) -> Any:
         return self.optimizer.averaged(state, trainables)
+
+    def _joined(self, kind: str, inner: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        both = inner.keys() & own.keys()
+        if both:
+            raise ValueError(
+                f"{type(self).__name__}: {brief(self.optimizer)} inside has a {kind} {min(both)!r} already; "
+                "put only one of the two around it."
+            )
+        return {**inner, **own}

@@ -10,7 +10,7 @@ from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
 from mlax.optim._trees import kept_as
 from mlax.optim._whole import scalar
-from mlax.optim._wide import wide, widest
+from mlax.optim._wide import widest
 
 
 @frozen
@@ -26,7 +26,7 @@ class Average(Around):
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
     def adds(self, path, w):
-        return {"average": Slot(dtype=self.dtype or wide(w.dtype).name, copies=True)}
+        return {"average": Slot(dtype=self.dtype, copies=True, wide=True)}
 
     def advance(self, now, grads, weights, slots):
         new, after = self.optimizer.advance(now, grads, weights, slots)

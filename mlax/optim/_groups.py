@@ -33,7 +33,8 @@ class Groups(Optimizer):
         return tuple(optimizer for _, optimizer in self.groups)
 
     def patterns(self):
-        return tuple(pattern for pattern, _ in self.groups)
+        inner = (pattern for optimizer in self.within() for pattern in optimizer.patterns())
+        return (*(pattern for pattern, _ in self.groups), *inner)
 
     def slots(self, path, w):
         return self.within()[self._group(path)].slots(path, w)

@@ -25,7 +25,7 @@ class LAMB(Leafwise):
     decayed: tuple[str, ...] | None = None
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "square": Slot()}
+        return {"mean": Slot(), "square": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)

@@ -1,6 +1,5 @@
 """Layout: which slots an optimizer keeps beside each leaf of some trainables, in which dtypes."""
 
-import collections
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from mlax.core._notes import signature
 from mlax.core._paths import matching
 from mlax.optim._rounding import Nearest, Rounding
-from mlax.optim._slot import Slot, absent, nbytes
+from mlax.optim._slot import Slot, absent
 from mlax.optim._state import State, state
 from mlax.optim._trees import Leaves
 from mlax.optim._wide import wide, widest
@@ -45,8 +44,9 @@ class Layout:
 
     def dtype(self, name: str, path: str) -> Any:
         """The dtype of a slot at a leaf."""
-        chosen = dict(self.policies[path].slot_dtypes).get(name) or self.slot(name, path).dtype
-        return jnp.dtype(chosen or self.leaves.by_path[path].dtype)
+        slot = self.slot(name, path)
+        own = self.wide(path) if slot.wide else self.leaves.by_path[path].dtype
+        return jnp.dtype(dict(self.policies[path].slot_dtypes).get(name) or slot.dtype or own)
 
     def wide(self, path: str) -> Any:
         """The dtype of the arithmetic at a leaf."""
@@ -124,31 +124,6 @@ class Layout:
             )
         return state({**fields, **dict.fromkeys(self.scalars, fields["step"])})
 
-    def table(self) -> str:
-        """The slots in words: dtypes, leaves, numbers, bytes, and all of it against the weights."""
-        rows = [("", "dtype", "leaves", "numbers", "bytes")]
-        rows += _rows("trainables", [(w.shape, w.dtype) for w in self.leaves.by_path.values()])
-        for name in self.names:
-            kept = [
-                (self.slot(name, path).shape(w), self.dtype(name, path))
-                for path, w in self.leaves.by_path.items()
-                if self.has(name, path)
-            ]
-            rows += _rows(name, kept)
-        rows += _rows("step", [((), jnp.int32)])
-        for name in self.scalars:
-            rows += _rows(name, [((), self.scalar_dtype(name))])
-        widths = [max(len(row[place]) for row in rows) for place in range(5)]
-        lines = [
-            "  ".join(
-                word.ljust(width) if place < 2 else word.rjust(width)
-                for place, (word, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        total = sum(int(row[4].replace(",", "")) for row in rows[1:] if row[0] != "trainables" and row[4])
-        return "\n".join([self.leaves.owner, *(line.rstrip() for line in lines), f"the state: {total:,} bytes"])
-
 
 def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
     """The layout of an optimizer beside these trainables; refuses patterns and slot dtypes that fit nothing."""
@@ -160,7 +135,7 @@ def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
         declared[path] = dict(optimizer.slots(path, w))
         rounding = policies[path].rounding
         if rounding != Nearest() and _wide(policies[path], w) != w.dtype:
-            extra = rounding.slots(_wide(policies[path], w).name)
+            extra = rounding.slots()
             by_rounding |= extra.keys()
             declared[path] |= extra
     names = tuple(dict.fromkeys(name for slots in declared.values() for name in slots))
@@ -175,19 +150,3 @@ def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
 
 def _wide(policy: Policy, w: Any) -> Any:
     return jnp.dtype(policy.accum_dtype or wide(w.dtype))
-
-
-def _rows(name: str, leaves: list[tuple[tuple[int, ...], Any]]) -> list[tuple[str, ...]]:
-    by_dtype: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)
-    for shape, dtype in leaves:
-        by_dtype[jnp.dtype(dtype).name].append(shape)
-    return [
-        (
-            name,
-            dtype,
-            f"{len(shapes):,}",
-            f"{sum(nbytes(shape, 'int8') for shape in shapes):,}",
-            f"{sum(nbytes(shape, dtype) for shape in shapes):,}",
-        )
-        for dtype, shapes in by_dtype.items()
-    ]

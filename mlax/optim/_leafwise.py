@@ -23,8 +23,9 @@ class Leafwise(Optimizer):
     """An optimizer written as what it keeps beside a leaf, `keeps`, and how that leaf takes a step, `step`.
 
     The arithmetic runs in `accum_dtype`: the weights' own dtype, or float32 if that is narrower, unless given. Slots
-    are stored in the weights' dtype, or as `slot_dtypes` says: `(("mean", "bfloat16"),)`. `rounding` is how narrow
-    weights are stored. `stacked` are patterns of leaves whose first axis counts layers, as `Repeat` stacks them, so
+    are stored in the weights' dtype, but those that change too slowly for a narrow one, mean squares say, in that of
+    the arithmetic; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
+    `stacked` are patterns of leaves whose first axis counts layers, as `Repeat` stacks them, so
     that each layer is a leaf of its own to algorithms that look at whole leaves.
     """
 

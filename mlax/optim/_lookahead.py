@@ -22,7 +22,7 @@ class Lookahead(Around):
     alpha: Amount = 0.5
 
     def adds(self, path, w):
-        return {"slow": Slot(copies=True)}
+        return {"slow": Slot(copies=True, wide=True)}
 
     def advance(self, now, grads, weights, slots):
         fast, after = self.optimizer.advance(now, grads, weights, slots)

@@ -24,7 +24,7 @@ class NAdam(Leafwise):
     momentum_decay: Amount = 4e-3
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "square": Slot()}
+        return {"mean": Slot(), "square": Slot(wide=True)}
 
     def scalars(self):
         return {"product": 1.0}

@@ -60,6 +60,10 @@ def check(description: Any) -> None:
 def check_given(description: Any, given: Mapping[str, Any]) -> None:
     """Refuse a number passed to `update` that is no scalar, or, as far as its value is known, out of its range."""
     for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.ndarray | np.generic | jax.Array):
+            raise TypeError(
+                f"{type(description).__name__}: {name} is {value!r}, but `update` takes a number or an array of one."
+            )
         if np.shape(value) != ():
             raise ValueError(f"{type(description).__name__}: {name} has the shape {np.shape(value)}, but is a scalar.")
         if not isinstance(value, Tracer):

@@ -63,11 +63,11 @@ class FromOptax(Optimizer):
 
     def describe(self, trainables):
         named = self._named(leaves_of(self, trainables), jax.eval_shape(self.transformation.init, _widened(trainables)))
-        lines = [
-            f"{name}: {sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(field)):,} bytes"
-            for name, field in named._asdict().items()
-        ]
-        return "\n".join([str(self), *lines])
+        sizes = {
+            name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(field))
+            for name, field in {**named._asdict(), "the state": named}.items()
+        }
+        return "\n".join([str(self), *(f"{name}: {size:,} bytes" for name, size in sizes.items())])
 
     def slots(self, path, w):
         raise NotImplementedError("FromOptax: Optax declares no slots; `init` names those that it makes.")
@@ -79,7 +79,7 @@ class FromOptax(Optimizer):
         raise NotImplementedError("FromOptax: Optax has its own dtypes.")
 
     def _beside(self, leaves: Any, named: State, tree: Tree, function: Callable[[Any, Any, bool], Any]) -> State:
-        """`function` of each leaf, of what `tree` has for its parameter, or for the first one, and whether it is like it."""
+        """`function` of each leaf, what `tree` has for its parameter, or for the first, and whether those are alike."""
         by_path = leaves.same(tree, "specs")
         first = next(iter(by_path.values()), jnp.zeros(()))
 

@@ -14,6 +14,7 @@ from mlax.optim._now import Now
 from mlax.optim._numbers import check, check_given, ranges
 from mlax.optim._slot import Slot
 from mlax.optim._state import State, state
+from mlax.optim._table import table
 from mlax.optim._trees import Leaves, leaves_of, like
 
 Flat = Mapping[str, Any]  # the leaves of a tree by path
@@ -122,7 +123,7 @@ class Optimizer(abc.ABC):
 
     def describe(self, trainables: Tree) -> str:
         """A table of the slots: which dtypes, how many numbers and bytes."""
-        return layout_of(self, leaves_of(self, trainables)).table()
+        return table(layout_of(self, leaves_of(self, trainables)))
 
 
 def among(leaves: Flat, paths: Iterable[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
+from mlax.core._notes import signature
 from mlax.core._paths import matches, matching
 from mlax.optim._trees import flat
 
@@ -50,13 +51,17 @@ class Packing:
     def pack(self, trainables: Tree) -> dict[str, Any]:
         """The vectors, by name, from the tree."""
         by_path = flat(trainables)
+        extra = by_path.keys() - {path for path, *_ in self.leaves}
+        if extra:
+            raise ValueError(f"Packing: the tree also holds {min(extra)!r}; make a packing of this tree.")
         vectors: dict[str, Any] = {}
         for name, members in self._members().items():
             for path, shape, dtype, _ in members:
                 leaf = by_path.get(path)
                 if leaf is None or leaf.shape != shape or leaf.dtype != dtype:
                     raise ValueError(
-                        f"Packing: the tree has another leaf at {path!r} than {dtype}{list(shape)}, or none."
+                        f"Packing: the leaf at {path!r} is {signature(leaf)}, but must be {dtype}{list(shape)}; "
+                        "pass a tree like the one that the packing is of."
                     )
             joined = jnp.concatenate([by_path[path].reshape(-1) for path, *_ in members])
             *parents, last = name.split("/")
@@ -70,6 +75,12 @@ class Packing:
         for name, members in self._members().items():
             if name not in vectors:
                 raise ValueError(f"Packing: there is no vector {name!r}; pass what `pack` gave, or its gradient.")
+            size = sum(math.prod(shape) for _, shape, *_ in members)
+            if vectors[name].shape != (size,):
+                raise ValueError(
+                    f"Packing: the vector {name!r} is {signature(vectors[name])}, but must have {size} numbers; "
+                    "pass what `pack` gave, or its gradient."
+                )
             leaves: Any = _unjoined(tuple(shape for _, shape, _, _ in members), vectors[name])
             found |= {path: leaf for (path, *_), leaf in zip(members, leaves, strict=True)}
         return self.structure.unflatten([found[path] for path, *_ in self.leaves])

@@ -24,9 +24,8 @@ class Plateau(Around):
     every: int = 1
     least: Amount = 0.0
 
-    def scalars(self):
-        own = {"best": float("inf"), "gathered_value": 0.0, "waited": 0, "scale": 1.0}
-        return {**self.optimizer.scalars(), **own}
+    def adds_scalars(self):
+        return {"best": float("inf"), "gathered_value": 0.0, "waited": 0, "scale": 1.0}
 
     def advance(self, now, grads, weights, slots):
         if now.value is None:

@@ -27,7 +27,7 @@ class RAdam(Leafwise):
     eps: Amount = 1e-8
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "square": Slot()}
+        return {"mean": Slot(), "square": Slot(wide=True)}
 
     def shared(self, now, scalars):
         longest = 2 / (1 - now.b2) - 1

@@ -26,8 +26,8 @@ class RMSProp(Leafwise):
     centred: bool = False
 
     def keeps(self, path, w):
-        kept = {"square": Slot()}
-        kept |= {"mean": Slot()} if self.centred else {}
+        kept = {"square": Slot(wide=True)}
+        kept |= {"mean": Slot(wide=True)} if self.centred else {}
         return kept if self.momentum == 0 else {**kept, "momentum": Slot()}
 
     def step(self, now, g, w, slots):

@@ -16,7 +16,7 @@ from mlax.optim._slot import Slot
 class Rounding(abc.ABC):
     """How weights are read into the dtype of the arithmetic, and written back. Without effect if they are one."""
 
-    def slots(self, wide: str) -> dict[str, Slot]:
+    def slots(self) -> dict[str, Slot]:
         """What it keeps beside a narrow parameter."""
         return {}
 
@@ -44,8 +44,8 @@ class Master(Rounding):
     https://arxiv.org/abs/1710.03740. The slot rules: weights that are replaced from outside need a new state.
     """
 
-    def slots(self, wide):
-        return {"master": Slot(dtype=wide, copies=True)}
+    def slots(self):
+        return {"master": Slot(copies=True, wide=True)}
 
     def read(self, w, slots, wide):
         return slots["master"]
@@ -61,7 +61,7 @@ class Kahan(Rounding):
     The compensated summation of https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
     """
 
-    def slots(self, wide):
+    def slots(self):
         return {"remainder": Slot()}
 
     def read(self, w, slots, wide):
@@ -89,8 +89,10 @@ def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
     """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     word = jnp.dtype(f"uint{wide.bits}")
-    mask = jnp.asarray((1 << (wide.nmant - narrow.nmant)) - 1, word)  # of the bits that go
-    bits = lax.bitcast_convert_type(x, word) + (draws.astype(word) & mask)
+    gone = wide.nmant - narrow.nmant  # bits
+    mask = jnp.asarray((1 << gone) - 1, word)
+    high = draws.astype(word) << jnp.asarray(max(0, gone - 32), word)
+    bits = lax.bitcast_convert_type(x, word) + (high & mask)
     rounded = lax.bitcast_convert_type(bits & ~mask, x.dtype)
     if narrow.nexp < wide.nexp:  # below its normal numbers all neighbours are as far apart
         grid = float(narrow.smallest_subnormal)

@@ -31,7 +31,7 @@ class ScheduleFree(Leafwise):
     warmup: int = 0
 
     def keeps(self, path, w):
-        return {"base": Slot(copies=True), "square": Slot()}
+        return {"base": Slot(copies=True, wide=True), "square": Slot(wide=True)}
 
     def scalars(self):
         return {"weight": 0.0, "largest": 0.0}

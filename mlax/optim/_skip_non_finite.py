@@ -16,8 +16,8 @@ class SkipNonFinite(Around):
     Scalar: skipped.
     """
 
-    def scalars(self):
-        return {**self.optimizer.scalars(), "skipped": 0}
+    def adds_scalars(self):
+        return {"skipped": 0}
 
     def advance(self, now, grads, weights, slots):
         inner = {name: slot for name, slot in slots.items() if name != "skipped"}

@@ -1,6 +1,5 @@
 """Slot: what an optimizer keeps beside one parameter, and which of its axes."""
 
-import math
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ class Slot(NamedTuple):
     axes: tuple[int | None, ...] | EllipsisType = ...  # ...: those of the parameter, all of them
     own: tuple[int, ...] = ()  # the sizes of its own axes, in order
     start: float = 0.0
-    dtype: Any = None  # None: the parameter's
+    dtype: Any = None  # None: the parameter's, or that of the arithmetic if it is `wide`
+    wide: bool = False  # for what changes by less than a narrow dtype can tell: long averages, sums, weights
     copies: bool = False  # starts as the parameter itself
 
     def shape(self, parameter: Any) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
             kept = sorted(axis for axis in self.axes if axis is not None)
             never = lax.reduce_or(never, [axis for axis in range(parameter.ndim) if axis not in kept])
             places = sorted((axis, place) for place, axis in enumerate(self.axes) if axis is not None)
-            never = _spread(never, self.shape(parameter), [place for _, place in places])
+            never = lax.broadcast_in_dim(never, self.shape(parameter), [place for _, place in places])
         zero = never.astype(dtype)
         return zero if self.start == 0 else zero + jnp.asarray(self.start, dtype)
 
@@ -58,12 +58,3 @@ class Slot(NamedTuple):
 def absent() -> Slot:
     """The leaf of a slot that a parameter does not need: no numbers at all."""
     return Slot((None,), (0,))
-
-
-def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
-
-
-def _spread(x: jax.Array, shape: tuple[int, ...], places: list[int]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, places)

@@ -39,14 +39,15 @@ class SOAP(Leafwise):
     largest: int = 10_000
 
     def keeps(self, path, w):
-        kept = {"mean": Slot(), "square": Slot()}
+        kept = {"mean": Slot(), "square": Slot(wide=True)}
         if len(w.shape) < 2:
             return kept
         rows, columns = w.shape[0], math.prod(w.shape[1:])
         if rows <= self.largest:
-            kept |= dict.fromkeys(("left", "left_basis"), Slot((0, None), (rows,)))
+            kept |= dict.fromkeys(("left", "left_basis"), Slot((0, None), (rows,), wide=True))
         if columns <= self.largest:
-            side = Slot((1, None), (columns,)) if len(w.shape) == 2 else Slot((None, None), (columns, columns))
+            axes = (1, None) if len(w.shape) == 2 else (None, None)
+            side = Slot(axes, (columns,) * axes.count(None), wide=True)
             kept |= dict.fromkeys(("right", "right_basis"), side)
         return kept
 

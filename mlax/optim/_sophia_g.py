@@ -32,7 +32,7 @@ class SophiaG(Leafwise):
     decayed: tuple[str, ...] | None = None
 
     def keeps(self, path, w):
-        return {"mean": Slot(), "curvature": Slot()}
+        return {"mean": Slot(), "curvature": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
         mean = average(slots["mean"], g, now.b1)

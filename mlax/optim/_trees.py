@@ -68,7 +68,8 @@ def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
             continue
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | Tracer):
             raise TypeError(
-                f"{brief(optimizer)}: the trainable at {path!r} is a {type(leaf).__name__}, but must be a jax.Array."
+                f"{brief(optimizer)}: the trainable at {path!r} is a {type(leaf).__name__}, but must be a jax.Array; "
+                "make it one by `jnp.asarray`."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(

@@ -260,7 +260,7 @@ def test_every_product_carries_the_path_of_its_part():
     step = jax.jit(jax.grad(lambda trainables: model.fwd(TIME, trainables, inference_mode=True)[0][0].sum()))
     text = step.lower(trainables).compile().as_text()
     products = [line.split('op_name="')[1].split('"')[0] for line in text.splitlines() if " dot(" in line]
-    assert len(products) >= 5
+    assert len(products) >= 4  # of some devices' compilers, which join two
     for path in products:
         assert "encoder" in path and ("input" in path or "mix" in path), path
 

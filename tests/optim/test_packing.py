@@ -1,0 +1,169 @@
+"""Packing: a tree in a few vectors, the same numbers and the same steps."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mlax import optim
+from tests.catalogue.optimizers import loss, tree
+
+MIXED = {**tree("float32"), "half": {"kernel": jnp.ones((3, 2), jnp.bfloat16), "bias": jnp.zeros(2, jnp.bfloat16)}}
+DECAYED = ("decayed", "**/kernel")
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), a) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), b
+    )
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("groups", [(), (DECAYED,), (("heat", "temperature"), DECAYED)])
+@pytest.mark.parametrize("trainables", [tree("float32"), MIXED, {"x": jnp.zeros((0, 3)), "y": jnp.ones(())}])
+def test_what_is_packed_comes_back(trainables, groups):
+    if groups and "x" in trainables:
+        groups = (("group", "x"),)
+    packing = optim.Packing.of(trainables, *groups)
+    packed = packing.pack(trainables)
+    assert all(leaf.ndim == 1 for leaf in jax.tree.leaves(packed))
+    same(packing.unpack(packed), trainables)
+    same(jax.jit(packing.unpack)(jax.jit(packing.pack)(trainables)), trainables)
+    same(packing.pack(packing.unpack(packed)), packed)
+
+
+def test_there_is_a_vector_for_each_dtype_and_group():
+    assert set(optim.Packing.of(MIXED).pack(MIXED)) == {"float32", "bfloat16"}
+    packed = optim.Packing.of(MIXED, DECAYED).pack(MIXED)
+    assert {name: set(vectors) for name, vectors in packed.items()} == {
+        "decayed": {"float32", "bfloat16"},
+        "rest": {"float32", "bfloat16"},
+    }
+    assert packed["decayed"]["float32"].shape == (8 * 4 + 2 * 4 * 8,)
+
+
+def test_trees_of_lists_and_tuples_are_packed_too():
+    trainables = [jnp.ones(3), (jnp.zeros((2, 2)), {"kernel": jnp.ones(1)})]
+    packing = optim.Packing.of(trainables)
+    same(packing.unpack(packing.pack(trainables)), trainables)
+
+
+def test_shapes_and_dtypes_are_enough_for_a_packing():
+    trainables = tree("float32")
+    assert optim.Packing.of(jax.eval_shape(lambda: tree("float32"))) == optim.Packing.of(trainables)
+
+
+def test_equal_packings_are_one():
+    one, two = (optim.Packing.of(tree("float32", seed), DECAYED) for seed in (0, 1))
+    assert one == two and hash(one) == hash(two) and one != optim.Packing.of(tree("float32"))
+    unpack = jax.jit(lambda packing, packed: packing.unpack(packed), static_argnums=0)
+    for packing in (one, two):
+        unpack(packing, packing.pack(tree("float32")))
+    assert unpack._cache_size() == 1
+
+
+def test_the_gradient_through_unpack_is_the_packed_gradient():
+    trainables = tree("float32")
+    packing = optim.Packing.of(trainables, DECAYED)
+    packed = packing.pack(trainables)
+    same(jax.grad(lambda packed: loss(packing.unpack(packed)))(packed), packing.pack(jax.grad(loss)(trainables)))
+
+
+def test_the_gradient_is_one_joining_and_no_sum_of_padded_parts():
+    trainables = tree("float32")
+    packing = optim.Packing.of(trainables)
+    packed = packing.pack(trainables)
+
+    def once(packed):  # each leaf: one that is used twice has its own sum
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(packing.unpack(packed)))
+
+    written = str(jax.make_jaxpr(jax.grad(once))(packed))
+    assert written.count(" concatenate[") == 1
+    assert " pad[" not in written and "add_any" not in written
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optim.SGD(0.1, momentum=0.9), optim.Adam(0.1), optim.Lion(0.01), optim.RMSProp(0.01)], ids=repr
+)
+def test_optimizers_that_look_at_each_number_take_the_same_steps(optimizer):
+    plain = tree("float32")
+    packing = optim.Packing.of(plain)
+    packed = packing.pack(plain)
+
+    def run(trainables, loss):
+        def step(carry, _):
+            return optimizer.update(jax.grad(loss)(carry[0]), carry[1], carry[0]), None
+
+        return jax.jit(lambda carry: lax.scan(step, carry, length=20)[0])((trainables, optimizer.init(trainables)))
+
+    (one, state), (two, packed_state) = run(plain, loss), run(packed, lambda packed: loss(packing.unpack(packed)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), packing.unpack(two), one)
+    for name in state._fields[1:]:
+        unpacked = packing.unpack(getattr(packed_state, name))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unpacked, getattr(state, name)
+        )
+
+
+def test_a_group_of_decayed_leaves_decays_as_the_leaves_would():
+    plain, grads = tree("float32"), tree("float32", 1)
+    packing = optim.Packing.of(plain, DECAYED)
+    packed, packed_grads = packing.pack(plain), packing.pack(grads)
+    one, two = optim.AdamW(0.1, decay=0.5), optim.AdamW(0.1, decay=0.5, decayed=("decayed/**",))
+    new, _ = one.update(grads, one.init(plain), plain)
+    new_packed, _ = two.update(packed_grads, two.init(packed), packed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), packing.unpack(new_packed), new)
+
+
+def test_a_packing_survives_pickling():
+    packing = optim.Packing.of(tree("float32"), DECAYED)
+    assert pickle.loads(pickle.dumps(packing)) == packing
+
+
+def broken(**change):
+    return {**tree("float32"), **change}
+
+
+PACKING = optim.Packing.of(tree("float32"))
+MISTAKES = {
+    "a leaf is missing": (
+        lambda: PACKING.pack({"temperature": jnp.ones(())}),
+        ValueError,
+        ["dense/bias", "float32[4]"],
+    ),
+    "a leaf of another shape": (
+        lambda: PACKING.pack(broken(temperature=jnp.ones(2))),
+        ValueError,
+        ["temperature", "float32[]", "float32[2]"],
+    ),
+    "a leaf of another dtype": (
+        lambda: PACKING.pack(broken(temperature=jnp.ones((), jnp.float16))),
+        ValueError,
+        ["temperature", "float32[]", "float16[]"],
+    ),
+    "a leaf too many": (lambda: PACKING.pack(broken(extra=jnp.ones(2))), ValueError, ["also", "extra"]),
+    "a vector is missing": (lambda: PACKING.unpack({}), ValueError, ["no vector 'float32'", "`pack`"]),
+    "a vector of another length": (
+        lambda: PACKING.unpack({"float32": jnp.ones(7)}),
+        ValueError,
+        ["'float32'", "float32[7]", "101 numbers"],
+    ),
+    "a group that matches nothing": (
+        lambda: optim.Packing.of(tree("float32"), ("group", "nothing/*")),
+        KeyError,
+        ["nothing/*", "matches nothing"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_error_says_what_came_and_what_was_wanted(mistake):
+    do, error, words = MISTAKES[mistake]
+    with pytest.raises(error) as caught:
+        do()
+    message = caught.value.args[0]
+    assert all(word in message for word in words), message

@@ -1,0 +1,201 @@
+"""Sharded weights: every slot lies where `partition` says, and no update moves anything or compiles anew."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mlax import optim
+from tests.catalogue.optimizers import ROWS
+
+# square matrices: of others SOAP's bases are not unique, and so neither are its steps
+SHAPES = {"dense": {"bias": (8,), "kernel": (8, 8)}, "stack": {"kernel": (2, 8, 8)}, "temperature": ()}
+SPECS = {"dense": {"bias": P(None), "kernel": P("data", "model")}, "stack": {"kernel": P(None, "model", "data")}}
+SPECS["temperature"] = P()
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # half the time to compile
+BOTH = ("Adam", "AdamW kahan", "Adafactor", "Muon", "SOAP", "LBFGS", "FromOptax", "Everything")
+CASES = [(name, AxisType.Auto) for name in ROWS] + [(name, AxisType.Explicit) for name in BOTH]
+BY_PATH = ("SGD", "SGD momentum", "Adam", "AdamW", "Lion", "ClipGlobalNorm", "Freeze", "Groups")
+BY_SHAPE = ("Adafactor", "SOAP", "Muon", "LBFGS", "LAMB", "FromOptax", "Everything")
+
+
+def mesh(kind):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def tree(dtype, seed=0):
+    draws = np.random.default_rng(seed)
+    return jax.tree.map(lambda shape: jnp.asarray(draws.normal(size=shape), dtype), SHAPES, is_leaf=is_shape)
+
+
+def structs(dtype="float32", shapes=SHAPES):
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=is_shape)
+
+
+def on(devices, specs):
+    return jax.tree.map(lambda spec: NamedSharding(devices, spec), specs, is_leaf=lambda node: isinstance(node, P))
+
+
+def elsewhere(arrays, wanted):
+    """The paths of arrays that do not lie where they should."""
+    found, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    return [
+        f"{jax.tree_util.keystr(path)} lies as {leaf.sharding} and not as {sharding}"
+        for (path, leaf), sharding in zip(found, jax.tree.leaves(wanted), strict=True)
+        if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Three updates of sharded weights, and of the same ones on one device."""
+
+    state: Any
+    jitted_state: Any
+    wanted: Any  # the shardings of the state
+    before: Any  # the shardings of weights and state
+    after: Any
+    traces: int
+    compiled: int
+    alone: Any
+    dtype: str
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].name}")
+def run(request):
+    name, kind = request.param
+    row, devices, traces = ROWS[name], mesh(kind), 0
+    narrow = row.declares and row.optimizer.policy("dense/kernel").rounding != optim.Nearest()
+    dtype = "bfloat16" if narrow else "float32"
+
+    def update(grads, state, trainables):
+        nonlocal traces
+        traces += 1
+        return row.update(grads, state, trainables)
+
+    # without a mesh in the context, the arrays alone say where they lie
+    with jax.set_mesh(devices) if kind == AxisType.Explicit else contextlib.nullcontext():
+        trainables = jax.device_put(tree(dtype), on(devices, SPECS))
+        state, jitted_state = (
+            row.optimizer.init(trainables),
+            jax.jit(row.optimizer.init, compiler_options=QUICK)(trainables),
+        )
+        wanted = on(devices, row.optimizer.partition(SPECS, trainables))
+        before = jax.tree.map(lambda leaf: leaf.sharding, (trainables, jitted_state))
+        jitted = jax.jit(update, compiler_options=QUICK)
+        after = trainables, jitted_state
+        for seed in (1, 2, 3):
+            after = jitted(jax.device_put(tree(dtype, seed), on(devices, SPECS)), after[1], after[0])
+    compiled = jitted._cache_size()
+    return Run(state, jitted_state, wanted, before, after, traces, compiled, on_one_device(name, dtype), dtype)
+
+
+@functools.cache
+def on_one_device(name, dtype):
+    update, trainables = jax.jit(ROWS[name].update, compiler_options=QUICK), tree(dtype)
+    state = ROWS[name].optimizer.init(trainables)
+    for seed in (1, 2, 3):
+        trainables, state = update(tree(dtype, seed), state, trainables)
+    return trainables, state
+
+
+def test_init_puts_every_slot_where_partition_says(run):
+    assert not elsewhere(run.state, run.wanted)
+
+
+def test_init_under_jit_puts_every_slot_where_partition_says(run):
+    assert not elsewhere(run.jitted_state, run.wanted)
+
+
+def test_three_updates_move_nothing(run):
+    assert not elsewhere(run.after, run.before)
+
+
+def test_three_updates_are_one_compilation(run):
+    assert run.traces == 1
+    # of a leaf that is whole on every device JAX may come to write P() for P(None): a lookup, no compilation
+    spelled = jax.tree.map(lambda leaf: leaf.sharding, run.after) == run.before
+    assert run.compiled == 1 or (run.compiled == 2 and not spelled)
+
+
+def test_numbers_are_those_on_one_device(run):
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if run.dtype == "bfloat16" else {"rtol": 5e-4, "atol": 5e-5}
+    free = {name: None for name in run.alone[1]._fields if name.endswith("_basis")}  # up to signs
+    (new, state), (wanted, wanted_state) = run.after, run.alone
+    found, wanted = (new, state._replace(**free)), (wanted, wanted_state._replace(**free))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), **tolerance), found, wanted)
+
+
+@pytest.mark.parametrize("name", BY_PATH)
+def test_partition_needs_no_shapes_where_they_do_not_matter(name):
+    optimizer = ROWS[name].optimizer
+    if name == "Freeze":
+        optimizer = optim.Freeze(optim.Adam(1e-2), ("**/bias",))  # that row's master depends on the dtype
+    assert optimizer.partition(SPECS) == optimizer.partition(SPECS, structs())
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_partition_says_that_it_needs_the_trainables_where_shapes_matter(name):
+    with pytest.raises(ValueError, match=r"partition\(specs, trainables\)"):
+        ROWS[name].optimizer.partition(SPECS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_partition_takes_specs_and_shardings(name):
+    optimizer, devices = ROWS[name].optimizer, mesh(AxisType.Auto)
+    specs, shardings = (optimizer.partition(given, structs()) for given in (SPECS, on(devices, SPECS)))
+    assert on(devices, specs) == shardings
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "SOAP", "FromOptax"])
+def test_a_partition_is_what_jit_takes_as_out_shardings(name):
+    devices, optimizer = mesh(AxisType.Auto), ROWS[name].optimizer
+    wanted = optimizer.partition(on(devices, SPECS), structs())
+    state = jax.jit(optimizer.init, out_shardings=wanted)(tree("float32"))
+    assert not elsewhere(state, wanted)
+
+
+def test_factored_slots_keep_the_axes_that_they_have():
+    state = optim.Adafactor(stacked=("stack/**",)).partition(SPECS, structs())
+    assert state.rows["dense"]["kernel"] == P("data") and state.columns["dense"]["kernel"] == P("model")
+    assert state.rows["stack"]["kernel"] == P(None, "model") and state.columns["stack"]["kernel"] == P(None, "data")
+    assert state.square["dense"]["bias"] == P(None) and state.step == P()
+
+
+def test_slots_of_optax_that_are_no_copies_of_the_weights_are_whole_on_every_device():
+    optimizer = optim.from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=4))
+    state = optimizer.partition(SPECS, structs())
+    assert state.v_row["dense"]["kernel"] == P() and state.v["dense"]["bias"] == P(None)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_state_of_weights_that_fit_nowhere_is_known_without_them(name):
+    side = 1 << 20
+    huge = {"dense": {"bias": (side,), "kernel": (side, side)}, "stack": {"kernel": (2, side, side)}}
+    given = structs(shapes={**huge, "temperature": ()})
+    held = len(jax.live_arrays())
+    state = jax.eval_shape(ROWS[name].optimizer.init, given)
+    assert len(jax.live_arrays()) == held
+    assert state.step.shape == () and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", ["Adam", "ScheduleFree", "Average", "Lookahead", "AdamW master", "Everything"])
+def test_weights_and_state_can_both_be_donated(name):
+    trainables, optimizer = tree("float32"), ROWS[name].optimizer
+    state = optimizer.init(trainables)
+    update = jax.jit(optimizer.update, donate_argnums=(1, 2))
+    new, after = update(tree("float32", 1), state, trainables)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state, trainables)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, after)))
