@@ -5,13 +5,12 @@
 Weights and state are donated and updated in place; gradients are given. "20 steps a call" is a scan of updates in one
 program: what a training step that makes several steps a call pays. PyTorch's fused AdamW joins in on a GPU.
 Claims: on a CPU no optimizer is slower than Optax's (5% are within the noise); on a GPU AdamW over GPT-2 takes under
-0.95 ms packed, and 1,000 leaves of the same size at most 1.2 times as much. Takes 3 minutes.
+0.95 ms packed, and 1,000 leaves of the same size at most 1.2 times as much. Takes 5 minutes.
 
-Measured on one H200, JAX 0.11.2: see docs/design/packing.md.
+Measured on one H200: docs/design/packing.md. On 2 CPU cores: 0.2 of Optax (Muon) to 1.05, within the noise.
 """
 
 import functools
-import statistics
 import sys
 
 import jax
@@ -84,10 +83,9 @@ def updating(update, state, weights, steps=1):
 
 
 def measured(cases, rounds):
+    """The seconds of the best turn of each: what is left when the machine disturbs nobody."""
     in_turns(cases, rounds=1)  # compiles
-    return {
-        name: statistics.median(min(taken) for taken in turns) for name, turns in in_turns(cases, rounds=rounds).items()
-    }
+    return {name: min(map(min, turns)) for name, turns in in_turns(cases, rounds=rounds).items()}
 
 
 PAIRS = {
@@ -172,7 +170,7 @@ def packed_or_not(rounds):
 
 
 if __name__ == "__main__":
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     beside_optax(rounds)
     if GPU:
         packed_or_not(rounds)

@@ -48,9 +48,10 @@ class ScheduleFree(Leafwise):
         square = average(slots["square"], g * g, now.b2)
         step = now.decayed(g / (lax.sqrt(square * now.debias(now.b2)) + now.eps), w)
         base = slots["base"] - now.rate * step
-        # x is what `averaged` gives, and goes its share of the way to the new base; b1 * x needs no division
-        x_part = average(w - (1 - now.b1) * slots["base"], now.b1 * base, 1 - now.share)
-        return (1 - now.b1) * base + x_part, {"base": base, "square": square}
+        # (1 - b1) * base + b1 * x, where x, as `averaged` gives it, has gone its share of the way to the new base
+        stays = 1 - now.share
+        y = stays * w - stays * (1 - now.b1) * slots["base"] + (1 - stays * now.b1) * base
+        return y, {"base": base, "square": square}
 
     def averaged(self, state, trainables):
         leaves = leaves_of(self, trainables)
