@@ -27,8 +27,8 @@ class LBFGS(Optimizer):
     `update(grads, state, trainables, value=value, loss=loss)`; it ends where the loss falls by `decrease` and its
     slope to `slope` of what the first slope promised. With `search=0` it is `rate`. Gradients should be exact, of the
     whole problem and not of a batch. Slots: steps and changes, of weights and gradients, (history, ...); gradient and
-    move, the last ones. Algorithm 7.5 of Nocedal and Wright, Numerical Optimization, 2006; the search by bisection is
-    algorithm 4.6 of https://doi.org/10.1007/s10107-012-0514-2
+    move, the last ones. Algorithm 7.5 of Nocedal and Wright, Numerical Optimization, 2006; the search, by bisection,
+    is that of https://doi.org/10.1007/s10107-012-0514-2
     """
 
     rate: Rate = 1.0

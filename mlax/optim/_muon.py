@@ -24,7 +24,7 @@ class Muon(Leafwise):
     Matrices are the leaves that match a pattern of `matrices`; without patterns, those named kernel. One of more than
     two axes, a convolution's, is taken as its first axis against the others, unless it is `stacked`. `newton_dtype` is
     the dtype of the products that make the mean orthogonal. Slots: mean, and what `rest` keeps beside the others.
-    https://kellerjordan.github.io/posts/muon, decay: equation 3 of https://arxiv.org/abs/2502.16982
+    https://kellerjordan.github.io/posts/muon, with the decay of https://arxiv.org/abs/2502.16982
     """
 
     rate: Rate = 0.02

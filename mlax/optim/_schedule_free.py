@@ -19,7 +19,7 @@ class ScheduleFree(Leafwise):
 
     `y = (1 - b1) * base + b1 * x`, and x is the mean of base, weighted by the square of the largest rate so far. Over
     `warmup` steps the rate rises. `decayed` as in `AdamW`. Slots: base, square. Scalars: weight, the sum of all
-    weights; largest. Section 4 of https://arxiv.org/abs/2405.15682
+    weights; largest. https://arxiv.org/abs/2405.15682
     """
 
     rate: Rate
