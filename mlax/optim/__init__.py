@@ -23,6 +23,7 @@ from mlax.optim._lion import Lion
 from mlax.optim._lookahead import Lookahead
 from mlax.optim._muon import Muon
 from mlax.optim._n_adam import NAdam
+from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._optax import FromOptax, from_optax, to_optax
 from mlax.optim._optimizer import Optimizer
 from mlax.optim._packing import Packing
@@ -53,8 +54,10 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Adagrad",
     "Adam",
     "AdamW",
+    "Amount",
     "Around",
     "Average",
+    "Beta",
     "ClipAdaptive",
     "ClipGlobalNorm",
     "ClipNorm",
@@ -80,6 +83,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Plateau",
     "RAdam",
     "RMSProp",
+    "Rate",
     "Rates",
     "Rounding",
     "SAM",

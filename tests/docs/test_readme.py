@@ -41,7 +41,7 @@ def test_the_block_of_the_readme_runs():
 
 def test_the_layer_of_contributing_keeps_its_word(tmp_path):
     """The ten-minute layer is put where the page says, row and all, and held to the contract."""
-    ops_file, layer_file, row = blocks("CONTRIBUTING.md")
+    ops_file, layer_file, row, _ = blocks("CONTRIBUTING.md")
     subprocess.run(["cp", "-r", ROOT / "mlax", ROOT / "tests", ROOT / "pyproject.toml", tmp_path], check=True)
     (tmp_path / "mlax/ops/_gate.py").write_text(ops_file)
     (tmp_path / "mlax/nn/_gate.py").write_text(layer_file)
@@ -59,3 +59,23 @@ def test_the_layer_of_contributing_keeps_its_word(tmp_path):
     )
     assert run.returncode == 0, run.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 40
+
+
+def test_the_optimizer_of_contributing_keeps_its_word(tmp_path, monkeypatch):
+    import jax
+    import jax.numpy as jnp
+
+    from mlax import optim
+
+    (tmp_path / "sign_sgd.py").write_text(blocks("CONTRIBUTING.md")[3])
+    monkeypatch.syspath_prepend(tmp_path)
+    from sign_sgd import SignSGD  # pyright: ignore[reportMissingImports]
+
+    optimizer = optim.ClipGlobalNorm(SignSGD(optim.Cosine(0.1, 100), rounding=optim.Master()), 1.0)
+    trainables = {"kernel": jnp.full((4, 4), 3.0, jnp.bfloat16)}
+    state = optimizer.init(trainables)
+    for _ in range(100):
+        trainables, state = jax.jit(optimizer.update)(trainables, state, trainables)
+    assert state._fields == ("step", "mean", "master")
+    assert jnp.abs(trainables["kernel"]).max() < 0.2
+    assert "master" in optimizer.describe(trainables)
