@@ -135,13 +135,6 @@ ROWS = {
         (CONV_LSTM, {}),
         lambda x, w: conv_lstm(*x, w),
     ),
-    "Recurrent RNNCell": Row(
-        lambda dtype: mlax.Recurrent(nn.RNNCell(5)),
-        (4, 7, 3),
-        (RNN, {}),
-        lambda x, w: over_time(rnn, np.zeros((4, 5)), x, w),
-        tolerance=3e-6,
-    ),
     "Recurrent GRUCell": Row(
         lambda dtype: mlax.Recurrent(nn.GRUCell(5)),
         (4, 7, 3),
@@ -155,13 +148,7 @@ ROWS = {
         (GRU_BEFORE, {}),
         lambda x, w: over_time(gru_before, np.zeros((4, 5)), x, w),
         tolerance=3e-6,
-    ),
-    "Recurrent MGUCell": Row(
-        lambda dtype: mlax.Recurrent(nn.MGUCell(5)),
-        (4, 7, 3),
-        (MGU, {}),
-        lambda x, w: over_time(mgu, np.zeros((4, 5)), x, w),
-        tolerance=3e-6,
+        thorough=True,
     ),
     "Recurrent LSTMCell": Row(
         lambda dtype: mlax.Recurrent(nn.LSTMCell(5)),
@@ -169,6 +156,7 @@ ROWS = {
         (LSTM, {}),
         lambda x, w: over_time(lstm, (np.zeros((4, 5)), np.zeros((4, 5))), x, w),
         tolerance=3e-6,
+        thorough=True,
     ),
     "Recurrent LSTMCell full": Row(
         lambda dtype: mlax.Recurrent(nn.LSTMCell(5, peephole=True, projection=2)),
@@ -183,6 +171,7 @@ ROWS = {
         (CONV_LSTM, {}),
         lambda x, w: over_time(conv_lstm, (np.zeros((4, 6, 2)), np.zeros((4, 6, 2))), x, w),
         tolerance=3e-6,
+        thorough=True,
     ),
     "Bidirectional": Row(
         lambda dtype: nn.Bidirectional(mlax.Recurrent(nn.GRUCell(5)), mlax.Recurrent(nn.GRUCell(5), reverse=True)),

@@ -24,6 +24,7 @@ class Row:
     integers: int = 0  # above 0: the input is whole numbers below this
     needs_key: bool = False  # to train
     tolerance: float = 1e-6  # of float32 against the reference, relative
+    thorough: bool = False  # made of parts that have rows of their own, so that `make test` leaves it out
 
     def x(self, dtype: str, seed: int = 0) -> Any:
         """An input of that dtype."""

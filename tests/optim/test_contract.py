@@ -10,21 +10,9 @@ import pytest
 
 from mlax import dtypes, optim
 from tests.catalogue.optimizers import ROWS, SHAPES, tree
-from tests.catalogue.row import FLOATS
 
 STRUCTURE = jax.tree.structure(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
 WORDS = ("Optimizer", "Leafwise", "Around")  # what authors subclass
-
-
-@pytest.fixture(params=ROWS)
-def row(request):
-    return ROWS[request.param]
-
-
-@pytest.fixture(params=FLOATS)
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
 
 
 def signature(tree):
