@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(config, items):
         name = str(parameters.get("row"))
         if name in ROWS and ROWS[name].thorough:
             return True
-        computes = item.path.name in ("test_forward.py", "test_dtypes.py")
-        return " " in name and name in ROWS and (not computes or parameters.get("dtype", "bfloat16") != "bfloat16")
+        held = "reference" in item.name or item.path.name == "test_dtypes.py"
+        return " " in name and name in ROWS and (not held or parameters.get("dtype", "bfloat16") != "bfloat16")
 
     if not config.getoption("--thorough"):
         extra = [item for item in items if is_extra(item)]

@@ -22,7 +22,8 @@ SPECS = {"dense": {"bias": P(None), "kernel": P("data", "model")}, "stack": {"ke
 SPECS["temperature"] = P()
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # half the time to compile
 BOTH = ("Adam", "AdamW kahan", "Adafactor", "Muon", "SOAP", "LBFGS", "FromOptax", "Everything")
-CASES = [(name, AxisType.Auto) for name in ROWS] + [(name, AxisType.Explicit) for name in BOTH]
+PLAIN = [name for name, row in ROWS.items() if not row.optimizer.within()] + ["Accumulate", "Groups", "Everything"]
+CASES = [(name, AxisType.Auto) for name in PLAIN] + [(name, AxisType.Explicit) for name in BOTH]
 BY_PATH = ("SGD", "SGD momentum", "Adam", "AdamW", "Lion", "ClipGlobalNorm", "Freeze", "Groups")
 BY_SHAPE = ("Adafactor", "SOAP", "Muon", "LBFGS", "LAMB", "FromOptax", "Everything")
 
