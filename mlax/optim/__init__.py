@@ -1,14 +1,14 @@
 """Optimizers: frozen descriptions with a guaranteed structure and guaranteed dtypes, and the schedules they follow."""
 
 from mlax.optim._accumulate import Accumulate
-from mlax.optim._ad_ema_mix import AdEMAMix
-from mlax.optim._ada_belief import AdaBelief
+from mlax.optim._adabelief import AdaBelief
 from mlax.optim._adadelta import Adadelta
 from mlax.optim._adafactor import Adafactor
 from mlax.optim._adagrad import Adagrad
 from mlax.optim._adam import Adam
-from mlax.optim._adam_w import AdamW
-from mlax.optim._ams_grad import AMSGrad
+from mlax.optim._adamw import AdamW
+from mlax.optim._ademamix import AdEMAMix
+from mlax.optim._amsgrad import AMSGrad
 from mlax.optim._around import Around
 from mlax.optim._average import Average
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
@@ -22,15 +22,15 @@ from mlax.optim._leafwise import Leafwise
 from mlax.optim._lion import Lion
 from mlax.optim._lookahead import Lookahead
 from mlax.optim._muon import Muon
-from mlax.optim._n_adam import NAdam
+from mlax.optim._nadam import NAdam
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._optax import FromOptax, from_optax, to_optax
 from mlax.optim._optimizer import Optimizer
 from mlax.optim._packing import Packing
 from mlax.optim._plateau import Plateau
-from mlax.optim._r_adam import RAdam
+from mlax.optim._radam import RAdam
 from mlax.optim._rates import LayerwiseRates, Rates
-from mlax.optim._rms_prop import RMSProp
+from mlax.optim._rmsprop import RMSProp
 from mlax.optim._rounding import Kahan, Master, Nearest, Rounding, Stochastic
 from mlax.optim._sam import SAM
 from mlax.optim._schedule_free import ScheduleFree

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._average_of import average
 from mlax.optim._leafwise import Leafwise
+from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Rate
 from mlax.optim._slot import Slot
 

@@ -3,8 +3,8 @@
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._average_of import average
 from mlax.optim._leafwise import Leafwise
+from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._slot import Slot
 

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 
 from mlax.core import DType, frozen
+from mlax.optim._all_leaves import scalar
 from mlax.optim._around import Around
-from mlax.optim._average_of import average
+from mlax.optim._moving_average import average
 from mlax.optim._numbers import Beta
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
 from mlax.optim._trees import kept_as
-from mlax.optim._whole import scalar
 from mlax.optim._wide import widest
 
 

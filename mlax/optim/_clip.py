@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import frozen
+from mlax.optim._all_leaves import global_norm, scalar
 from mlax.optim._around import Around
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Flat
-from mlax.optim._whole import global_norm, scalar
 
 
 @frozen

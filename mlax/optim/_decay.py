@@ -1,11 +1,11 @@
 """Decay: weight decay for an optimizer that has none."""
 
 from mlax.core import frozen
+from mlax.optim._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._leafwise import chosen
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
-from mlax.optim._whole import scalar
 
 
 @frozen

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import DType, frozen
+from mlax.optim._all_leaves import inner
 from mlax.optim._layout import Policy
 from mlax.optim._numbers import Beta, Rate
 from mlax.optim._optimizer import Advanced, Flat, Optimizer
 from mlax.optim._rounding import Nearest, Rounding
 from mlax.optim._slot import Slot
-from mlax.optim._whole import inner
 
 Leaf = dict[str, jax.Array]
 

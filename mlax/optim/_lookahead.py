@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 
 from mlax.core import frozen
+from mlax.optim._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
 from mlax.optim._trees import kept_as
-from mlax.optim._whole import scalar
 
 
 @frozen

@@ -5,10 +5,10 @@ import math
 import jax
 
 from mlax.core import DType, frozen
-from mlax.optim._adam_w import AdamW
-from mlax.optim._average_of import average
+from mlax.optim._adamw import AdamW
 from mlax.optim._freely import freely
 from mlax.optim._leafwise import Leafwise, chosen
+from mlax.optim._moving_average import average
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._optimizer import Advanced, Optimizer, among

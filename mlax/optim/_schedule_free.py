@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._average_of import average
 from mlax.optim._layout import layout_of
 from mlax.optim._leafwise import Leafwise
+from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate, values_of
 from mlax.optim._slot import Slot
 from mlax.optim._trees import leaves_of, like

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import frozen
+from mlax.optim._all_leaves import all_finite
 from mlax.optim._around import Around
 from mlax.optim._optimizer import Advanced
-from mlax.optim._whole import all_finite
 
 
 @frozen

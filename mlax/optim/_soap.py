@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._average_of import average
 from mlax.optim._freely import freely
 from mlax.optim._leafwise import Leafwise
+from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Numbers, Rate
 from mlax.optim._slot import Slot
 
