@@ -1,8 +1,7 @@
 """AdaBelief: Adam that divides by how much gradients surprise."""
 
-from jax import lax
-
 from mlax.core import frozen
+from mlax.optim._adam import quotient
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
@@ -28,6 +27,4 @@ class AdaBelief(Leafwise):
         mean = average(slots["mean"], g, now.b1)
         difference = g - mean
         surprise = average(slots["surprise"], difference * difference, now.b2) + now.eps
-        root = lax.sqrt(surprise * now.debias(now.b2))
-        step = mean * now.debias(now.b1) / (root + now.eps)
-        return w - now.rate * step, {"mean": mean, "surprise": surprise}
+        return w - now.rate * quotient(now, mean, surprise), {"mean": mean, "surprise": surprise}

@@ -1,11 +1,14 @@
 """Adam: the mean of the gradients over the root of their mean square."""
 
+from collections.abc import Mapping
+
+import jax
 from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._numbers import Amount, Beta, Numbers, Rate
 from mlax.optim._slot import Slot
 
 
@@ -25,7 +28,17 @@ class Adam(Leafwise):
         return {"mean": Slot(), "square": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
-        mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square * now.debias(now.b2))
-        step = mean * now.debias(now.b1) / (root + now.eps)
-        return w - now.rate * step, {"mean": mean, "square": square}
+        step, kept = adam(now, g, slots)
+        return w - now.rate * step, kept
+
+
+def adam(now: Numbers, g: jax.Array, slots: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Adam's step, not yet times its rate, and the next mean and square."""
+    mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
+    return quotient(now, mean, square), {"mean": mean, "square": square}
+
+
+def quotient(now: Numbers, mean: jax.Array, square: jax.Array) -> jax.Array:
+    """`mean / (sqrt(square) + eps)`, both corrected for their beginning at zero."""
+    root = lax.sqrt(square * now.debias(now.b2))
+    return mean * now.debias(now.b1) / (root + now.eps)

@@ -1,10 +1,8 @@
 """AdamW: Adam whose weight decay acts on the weights and not on the gradient."""
 
-from jax import lax
-
 from mlax.core import frozen
+from mlax.optim._adam import adam
 from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._slot import Slot
 
@@ -28,7 +26,5 @@ class AdamW(Leafwise):
         return {"mean": Slot(), "square": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
-        mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square * now.debias(now.b2))
-        step = mean * now.debias(now.b1) / (root + now.eps)
-        return w - now.rate * now.decayed(step, w), {"mean": mean, "square": square}
+        step, kept = adam(now, g, slots)
+        return w - now.rate * now.decayed(step, w), kept

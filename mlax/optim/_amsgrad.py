@@ -3,6 +3,7 @@
 from jax import lax
 
 from mlax.core import frozen
+from mlax.optim._adam import quotient
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
@@ -27,6 +28,4 @@ class AMSGrad(Leafwise):
     def step(self, now, g, w, slots):
         mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
         largest = lax.max(slots["largest"], square)
-        root = lax.sqrt(largest * now.debias(now.b2))
-        step = mean * now.debias(now.b1) / (root + now.eps)
-        return w - now.rate * step, {"mean": mean, "square": square, "largest": largest}
+        return w - now.rate * quotient(now, mean, largest), {"mean": mean, "square": square, "largest": largest}

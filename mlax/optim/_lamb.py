@@ -1,10 +1,8 @@
 """LAMB: Adam whose steps are as long as the weights of a leaf."""
 
-from jax import lax
-
 from mlax.core import frozen
+from mlax.optim._adam import adam
 from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
 from mlax.optim._norms import norm, ratio
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._slot import Slot
@@ -28,7 +26,6 @@ class LAMB(Leafwise):
         return {"mean": Slot(), "square": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
-        mean, square = average(slots["mean"], g, now.b1), average(slots["square"], g * g, now.b2)
-        root = lax.sqrt(square * now.debias(now.b2))
-        step = now.decayed(mean * now.debias(now.b1) / (root + now.eps), w)
-        return w - now.rate * ratio(norm(w), norm(step)) * step, {"mean": mean, "square": square}
+        step, kept = adam(now, g, slots)
+        step = now.decayed(step, w)
+        return w - now.rate * ratio(norm(w), norm(step)) * step, kept

@@ -25,8 +25,8 @@ class Leafwise(Optimizer):
     The arithmetic runs in `accum_dtype`: the weights' own dtype, or float32 if that is narrower, unless given. Slots
     are stored in the weights' dtype, but those that change too slowly for a narrow one, mean squares say, in that of
     the arithmetic; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
-    `stacked` are patterns of leaves whose first axis counts layers, as `Repeat` stacks them, so
-    that each layer is a leaf of its own to algorithms that look at whole leaves.
+    `stacked` are patterns of leaves whose first axis counts layers, as `Repeat` stacks them, so that each layer is a
+    leaf of its own to algorithms that look at whole leaves.
     """
 
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
@@ -72,8 +72,7 @@ class Leafwise(Optimizer):
             if "decay" in here and not self._decays(path):
                 here["decay"] = 0.0
             numbers = Numbers(now.step, here, path, g.dtype, now.factors.get(path))
-            own = {name: slot[path] for name, slot in slots.items() if isinstance(slot, Mapping) and path in slot}
-            own = {name: own[name] for name in self.slots(path, weights[path])}
+            own = {name: slots[name][path] for name in self.slots(path, weights[path])}
             with jax.named_scope(path):
                 new[path], kept = self._stepped(numbers, g, weights[path], own)
             for name, leaf in kept.items():

@@ -30,9 +30,7 @@ class NAdam(Leafwise):
         return {"product": 1.0}
 
     def shared(self, now, scalars):
-        this, ahead = (
-            now.b1 * (1 - 0.5 * now.raised(0.96, now.momentum_decay * t)).astype(now.dtype) for t in (now.t, now.t + 1)
-        )
+        this, ahead = (now.b1 * (1 - 0.5 * 0.96 ** (now.momentum_decay * t)) for t in (now.t, now.t + 1))
         return {"product": scalars["product"] * this, "this": this, "ahead": ahead}
 
     def step(self, now, g, w, slots):

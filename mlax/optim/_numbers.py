@@ -100,13 +100,6 @@ class Numbers:
         """The number of this update, counted from 1, in no dtype narrower than float32."""
         return (self.step + 1).astype(wide(self.dtype))
 
-    def raised(self, beta: Any, exponent: Any = None) -> jax.Array:
-        """`beta ** exponent`, the exponent being `t` unless given."""
-        exponent = self.t if exponent is None else exponent
-        if isinstance(beta, int | float):
-            return jnp.exp(exponent * math.log(beta)) if beta > 0 else jnp.zeros_like(exponent)
-        return beta.astype(exponent.dtype) ** exponent
-
     def debias(self, beta: Any) -> jax.Array:
         """`1 / (1 - beta ** t)`, by which to multiply an average of `t` values that began at zero."""
         if isinstance(beta, int | float):

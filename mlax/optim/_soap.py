@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
+from mlax.optim._adam import adam, quotient
 from mlax.optim._freely import freely
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
@@ -53,8 +53,8 @@ class SOAP(Leafwise):
 
     def step(self, now, g, w, slots):
         if not {"left", "right"} & slots.keys():
-            step, mean, square = _adam(now, slots["mean"], slots["square"], g)
-            return w - now.rate * now.decayed(step, w), {"mean": mean, "square": square}
+            step, kept = adam(now, g, slots)
+            return w - now.rate * now.decayed(step, w), kept
         arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
 
         def turned(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
@@ -78,7 +78,8 @@ class SOAP(Leafwise):
 
         def stepped() -> tuple[Any, ...]:
             later = dataclasses.replace(now, step=now.step - 1)
-            step, new_mean, new_square = _adam(later, mean, square, g, lambda x: _into(x, bases))
+            new_mean, new_square = average(mean, g, now.b1), average(square, _into(g, bases) ** 2, now.b2)
+            step = quotient(later, _into(new_mean, bases), new_square)
             step = _into(step, {name: basis.T for name, basis in bases.items()})
             due = now.step % self.every == 0
             refreshed = lax.cond(due, _refreshed, lambda square, bases, _: (square, bases), new_square, bases, sides)
@@ -87,15 +88,6 @@ class SOAP(Leafwise):
         step, mean, square, bases = lax.cond(now.step == 0, told, stepped)
         kept = {"mean": mean.reshape(shape), "square": square.reshape(shape), **sides}
         return step.reshape(shape), kept | {f"{name}_basis": basis for name, basis in bases.items()}
-
-
-def _adam(
-    now: Numbers, mean: jax.Array, square: jax.Array, g: jax.Array, into: Callable[[Any], Any] = lambda x: x
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adam's step in another basis, the mean as it was, and the mean square there."""
-    mean, square = average(mean, g, now.b1), average(square, into(g) ** 2, now.b2)
-    root = lax.sqrt(square * now.debias(now.b2))
-    return into(mean) * now.debias(now.b1) / (root + now.eps), mean, square
 
 
 def _into(x: jax.Array, bases: dict[str, jax.Array]) -> jax.Array:
