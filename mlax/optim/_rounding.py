@@ -86,7 +86,10 @@ class Stochastic(Rounding):
 
 
 def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
-    """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits."""
+    """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits.
+
+    Beyond the largest number, which has a neighbour on one side only, to the nearest: chance makes no infinity.
+    """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     word = jnp.dtype(f"uint{wide.bits}")
     gone = wide.nmant - narrow.nmant  # bits
@@ -99,7 +102,7 @@ def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
         uniform = (draws >> 9).astype(x.dtype) * 2.0**-23
         tiny = lax.sign(x) * lax.floor(lax.abs(x) * (1 / grid) + uniform) * grid
         rounded = lax.select(lax.abs(x) < float(narrow.tiny), tiny, rounded)
-    return lax.select(lax.is_finite(x), rounded, x).astype(dtype)
+    return lax.select(lax.abs(x) <= float(narrow.max), rounded, x).astype(dtype)
 
 
 def scattered(shape: tuple[int, ...], step: jax.Array, seed: int) -> jax.Array:

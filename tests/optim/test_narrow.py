@@ -121,9 +121,38 @@ def test_what_is_no_number_stays_none(dtype):
     assert np.isnan(many(np.nan, dtype)).all()
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("float16", 65_600.0), ("float16", 3e38)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", 65_520.0), ("float16", 65_600.0), ("float16", 3e38), ("bfloat16", 3.4e38)]
+)
 def test_beyond_the_largest_number_is_infinity(dtype, value):
     assert np.isinf(many(value, dtype)).all() and np.isinf(many(-value, dtype)).all()
+
+
+LARGEST = {"float16": 65_504.0, "bfloat16": 3.3895313892515355e38}
+
+
+# between the largest number and where infinity is nearer, which is half of the distance of neighbours there
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float16", 65_504.01),
+        ("float16", 65_510.0),
+        ("float16", 65_519.9),
+        ("bfloat16", 3.39e38),
+        ("bfloat16", 3.396e38),
+    ],
+)
+def test_chance_makes_no_infinity_of_what_is_nearest_to_the_largest_number(dtype, value):
+    np.testing.assert_array_equal(many(value, dtype), LARGEST[dtype])
+    np.testing.assert_array_equal(many(-value, dtype), -LARGEST[dtype])
+
+
+def test_a_weight_at_the_largest_number_of_float16_stays_finite():
+    optimizer = optim.SGD(1.0, rounding=optim.Stochastic())
+    trainables = {"kernel": jnp.full(4096, LARGEST["float16"], jnp.float16)}
+    grads = {"kernel": jnp.full(4096, -10.0, jnp.float32)}
+    new, _ = optimizer.update(grads, optimizer.init(trainables), trainables)
+    np.testing.assert_array_equal(new["kernel"], trainables["kernel"])
 
 
 def test_a_zero_keeps_its_sign():
