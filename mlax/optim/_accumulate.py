@@ -31,6 +31,9 @@ class Accumulate(Around):
     def adds(self, path, w):
         return {"gathered": Slot(dtype=self.dtype, wide=True)}
 
+    def shows(self, path, w, slots, step):
+        return self.optimizer.shows(path, w, slots, step // self.every)
+
     def advance(self, now, grads, weights, slots):
         gathered = {path: slots["gathered"][path] + g for path, g in grads.items()}
         inner = {name: slot for name, slot in slots.items() if name != "gathered"}

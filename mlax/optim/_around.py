@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlax.core import Tree, frozen
+from mlax.core import frozen
 from mlax.core._notes import brief
 from mlax.optim._now import Now
-from mlax.optim._optimizer import Advanced, Flat, Optimizer
+from mlax.optim._optimizer import Advanced, Flat, Optimizer, check_inside
 from mlax.optim._slot import Slot
-from mlax.optim._state import State
 
 
 @frozen
@@ -19,8 +18,7 @@ class Around(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"{type(self).__name__}: {self.optimizer!r} is no optimizer; it goes around one.")
+        check_inside(self, self.optimizer)
 
     def adds(self, path: str, w: Any) -> dict[str, Slot]:
         """The slots of its own beside one leaf."""
@@ -48,8 +46,8 @@ class Around(Optimizer):
     def advance(self, now: Now, grads: Flat, weights: Flat, slots: Mapping[str, Any]) -> Advanced:
         return self.optimizer.advance(now, grads, weights, slots)
 
-    def averaged(self, state: State, trainables: Tree) -> Any:
-        return self.optimizer.averaged(state, trainables)
+    def shows(self, path, w, slots, step):
+        return self.optimizer.shows(path, w, slots, step)
 
     def _joined(self, kind: str, inner: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         both = inner.keys() & own.keys()

@@ -9,7 +9,6 @@ from mlax.optim._moving_average import average
 from mlax.optim._numbers import Beta
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
-from mlax.optim._trees import kept_as
 from mlax.optim._wide import widest
 
 
@@ -38,5 +37,5 @@ class Average(Around):
         means = {path: average(slots["average"][path], w, keep.astype(w.dtype)) for path, w in new.items()}
         return Advanced(new, {**after, "average": means})
 
-    def averaged(self, state, trainables):
-        return kept_as(self, state.average, trainables)
+    def shows(self, path, w, slots, step):
+        return slots["average"]

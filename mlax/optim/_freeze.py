@@ -22,6 +22,9 @@ class Freeze(Around):
     def policy(self, path):
         return Policy() if self._is_frozen(path) else super().policy(path)
 
+    def shows(self, path, w, slots, step):
+        return w if self._is_frozen(path) else super().shows(path, w, slots, step)
+
     def advance(self, now, grads, weights, slots):
         live = [path for path in grads if not self._is_frozen(path)]
         return self.optimizer.advance(now, among(grads, live), among(weights, live), slots)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mlax.core import frozen
 from mlax.core._paths import matches
-from mlax.optim._optimizer import Advanced, Optimizer, among
+from mlax.optim._optimizer import Advanced, Optimizer, among, check_inside
 
 
 @frozen
@@ -28,6 +28,7 @@ class Groups(Optimizer):
                 raise TypeError(
                     f'Groups: {group!r} is no pair of a pattern and an optimizer; pass ("**/kernel", Adam(1e-3)).'
                 )
+            check_inside(self, group[1])
 
     def within(self):
         return tuple(optimizer for _, optimizer in self.groups)
@@ -57,13 +58,13 @@ class Groups(Optimizer):
             new |= moved
             for name, slot in kept.items():
                 if isinstance(slot, Mapping):
-                    after[name].update(slot)
+                    after.setdefault(name, {}).update(slot)  # a group with no leaf that moves may name one of its own
                 else:
                     after[names.get(name, name)] = slot
         return Advanced(new, after)
 
-    def averaged(self, state, trainables):
-        raise NotImplementedError("Groups: which average to take is not known; put Average around the groups.")
+    def shows(self, path, w, slots, step):
+        return self.within()[self._group(path)].shows(path, w, slots, step)
 
     def _group(self, path: str) -> int:
         for place, (pattern, _) in enumerate(self.groups):

@@ -8,7 +8,6 @@ from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
-from mlax.optim._trees import kept_as
 
 
 @frozen
@@ -32,5 +31,5 @@ class Lookahead(Around):
         slow = {path: jnp.where(due, w, slots["slow"][path]) for path, w in met.items()}
         return Advanced({path: jnp.where(due, met[path], w) for path, w in fast.items()}, {**after, "slow": slow})
 
-    def averaged(self, state, trainables):
-        return kept_as(self, state.slow, trainables)
+    def shows(self, path, w, slots, step):
+        return slots["slow"]

@@ -11,7 +11,7 @@ from mlax.optim._leafwise import Leafwise, chosen
 from mlax.optim._moving_average import average
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount, Beta, Rate
-from mlax.optim._optimizer import Advanced, Optimizer, among
+from mlax.optim._optimizer import Advanced, Optimizer, among, check_inside
 from mlax.optim._slot import Slot
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon
@@ -36,6 +36,10 @@ class Muon(Leafwise):
     rest: Optimizer = AdamW(3e-4)
     newton_dtype: DType = None  # None: that of the arithmetic
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_inside(self, self.rest)
+
     def patterns(self):
         return (*self.stacked, *(self.matrices or ()), *self.rest.patterns())
 
@@ -44,6 +48,9 @@ class Muon(Leafwise):
 
     def slots(self, path, w):
         return super().slots(path, w) if self._is_matrix(path) else self.rest.slots(path, w)
+
+    def shows(self, path, w, slots, step):
+        return w if self._is_matrix(path) else self.rest.shows(path, w, slots, step)
 
     def scalars(self):
         return self.rest.scalars()

@@ -1,7 +1,7 @@
 """from_optax, to_optax: a transformation of Optax as an optimizer of mlax, and the other way round."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,11 @@ class FromOptax(Optimizer):
     Whatever in its state has the tree of the trainables is a slot, named as Optax names it (`mu`, `nu`); the rest are
     scalars. Weights narrower than float32 are given to it in float32, and so are its slots.
     """
+
+    stands_alone: ClassVar[str] = (
+        "goes inside no other optimizer, since Optax does not work leaf by leaf; use Optax's own wrappers inside of "
+        "from_optax: from_optax(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+    )
 
     transformation: Any
 
@@ -69,14 +74,17 @@ class FromOptax(Optimizer):
         }
         return "\n".join([str(self), *(f"{name}: {size:,} bytes" for name, size in sizes.items())])
 
+    def averaged(self, state, trainables):
+        return trainables
+
     def slots(self, path, w):
-        raise NotImplementedError("FromOptax: Optax declares no slots; `init` names those that it makes.")
+        raise TypeError(f"FromOptax {self.stands_alone}")
 
     def advance(self, now, grads, weights, slots):
-        raise NotImplementedError("FromOptax: goes inside no other optimizer; use Optax's own wrappers around it.")
+        raise TypeError(f"FromOptax {self.stands_alone}")
 
     def policy(self, path):
-        raise NotImplementedError("FromOptax: Optax has its own dtypes.")
+        raise TypeError(f"FromOptax {self.stands_alone}")
 
     def _beside(self, leaves: Any, named: State, tree: Tree, function: Callable[[Any, Any, bool], Any]) -> State:
         """`function` of each leaf, what `tree` has for its parameter, or for the first, and whether those are alike."""

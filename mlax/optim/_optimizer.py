@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class Optimizer(abc.ABC):
     `update` keeps the shape, dtype and placement of every leaf.
     """
 
+    stands_alone: ClassVar[str] = ""  # for one that goes inside no other: why, and what to do instead
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -66,6 +68,10 @@ class Optimizer(abc.ABC):
     def within(self) -> "tuple[Optimizer, ...]":
         """The optimizers that this one wraps."""
         return ()
+
+    def shows(self, path: str, w: jax.Array, slots: Flat, step: jax.Array) -> jax.Array:
+        """The weights of one leaf to evaluate with, given those that are trained and what is kept beside them."""
+        return w
 
     def init(self, trainables: Tree) -> State:
         """The first state, laid over the devices as the trainables are."""
@@ -111,8 +117,19 @@ class Optimizer(abc.ABC):
         return _written(leaves, layout, state, weights, after)
 
     def averaged(self, state: State, trainables: Tree) -> Any:
-        """The weights to evaluate with, if they are not those that are trained."""
-        return trainables
+        """The weights to evaluate with: those that are trained, unless an optimizer in here shows others."""
+        leaves = leaves_of(self, trainables)
+        layout = layout_of(self, leaves)
+        layout.check(state)
+        kept = layout.slots_of(state)
+        slots = {name: slot for name, slot in layout.opened(state).items() if name in layout.names}
+        shown = dict(leaves.by_path)
+        for path, leaf in leaves.by_path.items():
+            w = layout.read(path, leaf, kept)
+            new = self.shows(path, w, {name: slot[path] for name, slot in slots.items() if path in slot}, state.step)
+            if new is not w:
+                shown[path] = like(new, leaf)
+        return leaves.tree(shown)
 
     def partition(self, specs: Tree, trainables: Tree = None) -> State:
         """The state's PartitionSpecs or Shardings from those of the trainables.
@@ -124,6 +141,14 @@ class Optimizer(abc.ABC):
     def describe(self, trainables: Tree) -> str:
         """A table of the slots: which dtypes, how many numbers and bytes."""
         return table(layout_of(self, leaves_of(self, trainables)))
+
+
+def check_inside(outer: Optimizer, inner: Any) -> None:
+    """Refuse what is no optimizer, and an optimizer that goes inside no other."""
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"{type(outer).__name__}: {inner!r} is no optimizer; it goes around one.")
+    if inner.stands_alone:
+        raise TypeError(f"{type(outer).__name__}: around {brief(inner)}, which {inner.stands_alone}")
 
 
 def among(leaves: Flat, paths: Iterable[str]) -> dict[str, Any]:

@@ -1,16 +1,13 @@
 """ScheduleFree: AdamW that averages its weights instead of lowering its rate."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._layout import layout_of
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Beta, Rate, values_of
+from mlax.optim._numbers import Amount, Beta, Numbers, Rate, values_of
 from mlax.optim._slot import Slot
-from mlax.optim._trees import leaves_of, like
 
 
 @frozen
@@ -48,19 +45,11 @@ class ScheduleFree(Leafwise):
         square = average(slots["square"], g * g, now.b2)
         step = now.decayed(g / (lax.sqrt(square * now.debias(now.b2)) + now.eps), w)
         base = slots["base"] - now.rate * step
-        # (1 - b1) * base + b1 * x, where x, as `averaged` gives it, has gone its share of the way to the new base
+        # (1 - b1) * base + b1 * x, where x, as `shows` gives it, has gone its share of the way to the new base
         stays = 1 - now.share
         y = stays * w - stays * (1 - now.b1) * slots["base"] + (1 - stays * now.b1) * base
         return y, {"base": base, "square": square}
 
-    def averaged(self, state, trainables):
-        leaves = leaves_of(self, trainables)
-        layout, b1 = layout_of(self, leaves), values_of(self, state.step, {})["b1"]
-        base = leaves.same(state.base, "base")
-
-        def mean(path: str, w: jax.Array) -> jax.Array:
-            y, z = layout.widened(path, w), layout.widened(path, base[path])
-            beta = b1 if isinstance(b1, float) else b1.astype(y.dtype)
-            return like((y - (1 - beta) * z) / beta, w)
-
-        return leaves.tree({path: mean(path, w) for path, w in leaves.by_path.items()})
+    def shows(self, path, w, slots, step):
+        b1 = Numbers(step, values_of(self, step, {}), path, w.dtype).b1
+        return (w - (1 - b1) * slots["base"]) / b1

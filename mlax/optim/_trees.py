@@ -104,14 +104,5 @@ def like(new: jax.Array, old: jax.Array) -> jax.Array:
     return with_weak_type(new) if jax.typeof(old).weak_type else new
 
 
-def kept_as(optimizer: Any, slot: Any, trainables: Any) -> Any:
-    """The slot in place of the trainables, in their dtypes; a parameter without it as it is."""
-    leaves = leaves_of(optimizer, trainables)
-    kept = leaves.same(slot, "slot")
-    return leaves.tree(
-        {path: like(kept[path], w) if kept[path].shape == w.shape else w for path, w in leaves.by_path.items()}
-    )
-
-
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec | Sharding)

@@ -13,6 +13,8 @@ ADAM = optim.Adam(1e-2)
 W = tree("float32")
 G = tree("float32", 1)
 NO_MATCH = ("nothing/*",)
+OPTAX = optim.from_optax(optax.sgd(0.1))
+ALONE = ["FromOptax", "inside no other optimizer", "Optax's own wrappers", "from_optax(optax.chain("]
 
 
 def without(whole, layer, name):
@@ -192,21 +194,21 @@ MISTAKES = {
     "two that skip": (after(optim.SkipNonFinite(optim.SkipNonFinite(ADAM))), ValueError, ["scalar 'skipped' already"]),
     "two that watch": (after(optim.Plateau(optim.Plateau(ADAM))), ValueError, ["scalar 'best' already"]),
     "no steps to accumulate": (lambda: optim.Accumulate(ADAM, 0), ValueError, ["every is 0", "at least 1"]),
-    "the average of groups": (
-        lambda: optim.Groups(("**", optim.Average(ADAM))).averaged(None, W),
-        NotImplementedError,
-        ["put Average around"],
+    "the average of another state": (
+        lambda: optim.Average(ADAM).averaged(ADAM.init(W), W),
+        ValueError,
+        ["step, mean, square", "step, mean, square, average", "`init` of the same"],
     ),
     "numbers for Optax": (
         updated(optim.from_optax(optax.sgd(0.1)), rate=0.1),
         TypeError,
         ["'rate'", "inject_hyperparams"],
     ),
-    "Optax inside of a wrapper": (
-        after(optim.ClipNorm(optim.from_optax(optax.sgd(0.1)))),
-        NotImplementedError,
-        ["FromOptax", "Optax"],
-    ),
+    "Optax inside of a wrapper": (lambda: optim.ClipNorm(OPTAX), TypeError, ["ClipNorm", *ALONE]),
+    "Optax inside of groups": (lambda: optim.Groups(("**", OPTAX)), TypeError, ["Groups", *ALONE]),
+    "Optax beside Muon": (lambda: optim.Muon(rest=OPTAX), TypeError, ["Muon", *ALONE]),
+    "the slots of Optax": (lambda: OPTAX.slots("dense/bias", jnp.zeros(4)), TypeError, ALONE),
+    "a rest of Muon that is a number": (lambda: optim.Muon(rest=0.1), TypeError, ["Muon", "0.1", "no optimizer"]),
 }
 
 
