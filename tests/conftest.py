@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -19,5 +20,25 @@ with install_import_hook("mlax.ops", "beartype.beartype"):
     import mlax.ops  # noqa: F401
 
 
+from tests.catalogue.row import FLOATS  # noqa: E402  # after `ops` has been imported under the hook
+
+
+@pytest.fixture(params=FLOATS)
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="every row of the catalogue in every dtype")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: is left out unless `--thorough` is given")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--thorough"):
+        extra = {item for item in items if item.get_closest_marker("thorough")}
+        config.hook.pytest_deselected(items=list(extra))
+        items[:] = [item for item in items if item not in extra]

@@ -4,10 +4,9 @@ Second and further rows of a layer are held only to what they compute, in one dt
 and a few are left out. With `--thorough` every row is held to everything.
 """
 
-import jax
 import pytest
 
-from tests.catalogue import FLOATS, ROWS
+from tests.catalogue import ROWS
 
 
 @pytest.fixture(params=ROWS)
@@ -15,22 +14,12 @@ def row(request):
     return ROWS[request.param]
 
 
-@pytest.fixture(params=FLOATS)
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
-
-
-def pytest_collection_modifyitems(config, items):
-    def is_extra(item):
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        name = str(parameters.get("row"))
-        if name in ROWS and ROWS[name].thorough:
-            return True
-        held = "reference" in item.name or item.path.name == "test_dtypes.py"
-        return " " in name and name in ROWS and (not held or parameters.get("dtype", "bfloat16") != "bfloat16")
-
-    if not config.getoption("--thorough"):
-        extra = [item for item in items if is_extra(item)]
-        config.hook.pytest_deselected(items=extra)
-        items[:] = [item for item in items if not is_extra(item)]
+def pytest_itemcollected(item):
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    name = parameters.get("row")
+    if name not in ROWS:
+        return
+    held = "reference" in item.name or item.path.name == "test_dtypes.py"
+    further = " " in name and (not held or parameters.get("dtype", "bfloat16") != "bfloat16")
+    if further or ROWS[name].thorough:
+        item.add_marker("thorough")
