@@ -35,22 +35,10 @@ class Pool(Layer):
     layout: str = "channel_last"
 
     def init(self, rng, x):
-        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
-        return None, None
+        return _checked(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = pool(
-            x,
-            self.combine,
-            self.start,
-            self.window,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-            ceil=self.ceil,
-            layout=self.layout,
-        )
-        return y, non_trainables
+        return pool(x, self.combine, self.start, **_settings(self)), non_trainables
 
 
 @frozen
@@ -68,22 +56,10 @@ class MaxPool(Layer):
     layout: str = "channel_last"
 
     def init(self, rng, x):
-        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
-        return None, None
+        return _checked(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = pool(
-            x,
-            larger,
-            -math.inf,
-            self.window,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-            ceil=self.ceil,
-            layout=self.layout,
-        )
-        return y, non_trainables
+        return pool(x, larger, -math.inf, **_settings(self)), non_trainables
 
 
 @frozen
@@ -101,23 +77,10 @@ class SumPool(Layer):
     accum_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
-        return None, None
+        return _checked(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = pool(
-            x,
-            lax.add,
-            0.0,
-            self.window,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-            ceil=self.ceil,
-            accum_dtype=self.accum_dtype,
-            layout=self.layout,
-        )
-        return y, non_trainables
+        return pool(x, lax.add, 0.0, accum_dtype=self.accum_dtype, **_settings(self)), non_trainables
 
 
 @frozen
@@ -140,19 +103,19 @@ class MeanPool(Layer):
     accum_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        pool_windows(f"{self}", x, self.layout, self.window, self.strides, self.padding, self.dilation, self.ceil)
-        return None, None
+        return _checked(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = mean_pool(
-            x,
-            self.window,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-            ceil=self.ceil,
-            count_padding=self.count_padding,
-            accum_dtype=self.accum_dtype,
-            layout=self.layout,
-        )
+        y = mean_pool(x, count_padding=self.count_padding, accum_dtype=self.accum_dtype, **_settings(self))
         return y, non_trainables
+
+
+def _settings(layer: Any) -> dict[str, Any]:
+    """The fields that all of them have, as `ops` takes them."""
+    return {name: getattr(layer, name) for name in ("window", "strides", "padding", "dilation", "ceil", "layout")}
+
+
+def _checked(layer: Any, x: Any) -> tuple[None, None]:
+    """No variables, once the windows are known to fit the input."""
+    pool_windows(f"{layer}", x, **_settings(layer))
+    return None, None
