@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax.ops._checks import same_dtype
+from mlax.ops._conv_chunked import by_chunks, with_chunks
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import PadWith, pad
 from mlax.ops._windows import Padding, Sizes, Windows, all_places, windows
@@ -47,17 +48,23 @@ def conv(
     if _by_places(x, kernel, axes, groups, accum_dtype):
         y = _depthwise(x, kernel, axes, where._replace(padding=pads), accum_dtype)
     else:
-        y = lax.conv_general_dilated(
-            x,
-            kernel,
-            where.strides,
-            pads,
-            rhs_dilation=where.dilation,
-            dimension_numbers=numbers_of(axes),
-            feature_group_count=groups,
-            precision=precision,
-            preferred_element_type=accum_dtype,
-        )
+
+        def convolve(x: Array, kernel: Array) -> Array:
+            return lax.conv_general_dilated(
+                x,
+                kernel,
+                where.strides,
+                pads,
+                rhs_dilation=where.dilation,
+                dimension_numbers=numbers_of(axes),
+                feature_group_count=groups,
+                precision=precision,
+                preferred_element_type=accum_dtype,
+            )
+
+        if by_chunks(x, axes, groups, accum_dtype):
+            convolve = with_chunks(convolve, axes, where._replace(padding=pads), precision)
+        y = convolve(x, kernel)
     return with_bias(y, bias, axes, x.dtype)
 
 

@@ -14,6 +14,8 @@ from mlax import dtypes
 from mlax.nn._conv import Conv
 from mlax.nn._conv_transpose import ConvTranspose
 from mlax.nn._patches import Patches
+from mlax.ops._conv_chunked import by_chunks
+from mlax.ops._layout import layout_of
 from mlax.ops._pad import pad
 from tests.catalogue import conv as loops
 
@@ -67,6 +69,60 @@ def test_outputs_and_gradients_are_those_of_pytorch_in_every_layout(case, layout
     np.testing.assert_allclose(d_x, image(TORCH[f"{case}/d_x"]), **close)
     np.testing.assert_allclose(d_weights["kernel"], kernel(torch_kernel(case, "d_kernel")), **close)
     np.testing.assert_allclose(d_weights["bias"], TORCH[f"{case}/d_bias"], **close)
+
+
+CHUNKED = {
+    "features": (Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has numbers
+    "one place": (Conv(6, 1, 2, 0), (12, 5, 4, 16)),
+    "apart": (Conv(4, (3, 2), (2, 1), (1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
+    "spelt": (Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),
+    "volume": (Conv(3, 2, 2), (8, 3, 4, 5, 16)),
+}
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
+    layer, shape = CHUNKED[case]
+    x = jax.random.normal(RNG, shape)
+    trainables, _ = layer.init(RNG, x)
+    asked = []
+
+    def loss(trainables, x):
+        return jnp.mean(jnp.square(layer.fwd(x, trainables)[0]))
+
+    def derivatives(trainables, x):
+        both = jax.grad(loss, (0, 1))
+        found = {
+            "both": both(trainables, x),
+            "kernel only": jax.grad(loss)(trainables, x),
+            "forward": jax.jvp(loss, (trainables, x), (trainables, x)),
+        }
+        if case == "apart":
+            found["second"] = jax.grad(lambda x: jnp.sum(both(trainables, x)[0]["kernel"]))(x)
+            found["mapped"] = jax.vmap(both, (None, 0))(trainables, jnp.stack([x, -x]))
+        return found
+
+    def by(chunks):
+        monkeypatch.setattr("mlax.ops._conv.by_chunks", lambda *given: asked.append(by_chunks(*given)) or chunks)
+        return jax.jit(lambda *given: derivatives(*given))(trainables, x)
+
+    chunked, own = by(True), by(False)
+    assert asked and all(asked)
+    for name in own:
+        for ours, theirs in zip(jax.tree.leaves(chunked[name]), jax.tree.leaves(own[name]), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
+
+
+def test_narrow_and_sharded_convolutions_are_not_by_chunks():
+    x = jnp.zeros((8, 5, 5, 16))
+    axes = layout_of("conv", "channel_last", x)
+    assert by_chunks(x, axes, 1, None)
+    assert not by_chunks(x.astype(jnp.bfloat16), axes, 1, None)
+    assert not by_chunks(x, axes, 1, jnp.float32)
+    assert not by_chunks(x, axes, 2, None)
+    with jax.set_mesh(jax.make_mesh((1,), ("b",), (jax.sharding.AxisType.Explicit,))):
+        split = jax.reshard(x, jax.P("b"))
+        assert not by_chunks(split, axes, 1, None)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])

@@ -1,0 +1,108 @@
+"""Claim: on a CPU, the kernel's gradient of a convolution is by chunks where that is faster, and only there.
+
+    python benchmarks/convs.py [rounds]    # 3 minutes
+
+Each row is the gradient of the kernel alone, in float32, by JAX's own rule and a few examples at a time, and which of
+the two mlax takes (`by_chunks`, in mlax/ops/_conv_chunked.py).
+"""
+
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+from side_by_side import in_turns, seconds, show, turn, verdict
+
+LOSES = 1.15  # the noise of the small ones
+
+
+class Case(NamedTuple):
+    """The shape of the input, channels last, the features, and the window and the stride along each spatial axis."""
+
+    x: tuple[int, ...]
+    features: int
+    window: int
+    stride: int = 1
+
+
+CASES = [
+    Case((128, 28, 28, 1), 32, 3),
+    Case((128, 14, 14, 32), 64, 3),
+    Case((128, 32, 32, 3), 64, 3),
+    Case((32, 28, 28, 32), 64, 3),
+    Case((32, 56, 56, 32), 64, 3, stride=2),
+    Case((16, 56, 56, 64), 64, 3),
+    Case((32, 14, 14, 256), 256, 3),
+    Case((32, 7, 7, 512), 512, 3),
+    Case((2, 56, 56, 64), 64, 3),
+    Case((1, 56, 56, 64), 64, 3),
+    Case((16, 56, 56, 64), 64, 1),
+    Case((16, 56, 56, 64), 256, 1),
+    Case((16, 28, 28, 128), 256, 1, stride=2),
+    Case((8, 7, 7, 512), 2048, 1),
+    Case((8, 16, 16, 16, 16), 32, 3),
+    Case((4, 32, 32, 16), 32, 3),
+    Case((8, 64, 64, 3), 32, 3),
+    Case((4, 224, 224, 3), 64, 7, stride=2),
+    Case((32, 224, 224, 3), 64, 7, stride=2),
+    Case((32, 1000, 64), 64, 3),
+    Case((32, 128, 128), 128, 5),
+]
+
+
+def gradients(case: Case) -> tuple[dict[str, Any], bool]:
+    """The kernel's gradient by both ways, and whether mlax takes the second."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from mlax.ops._conv import numbers_of
+    from mlax.ops._conv_chunked import by_chunks, with_chunks
+    from mlax.ops._layout import layout_of
+    from mlax.ops._windows import windows
+
+    rank = len(case.x) - 2
+    x = jax.random.normal(jax.random.key(0), case.x)
+    kernel = jnp.zeros((case.features, *(case.window,) * rank, case.x[-1]))
+    axes = layout_of("conv", "channel_last", x)
+    where = windows("conv", x, axes, case.window, case.stride, "SAME")
+
+    def whole(x, kernel):
+        return lax.conv_general_dilated(x, kernel, where.strides, where.padding, dimension_numbers=numbers_of(axes))
+
+    y = jax.random.normal(jax.random.key(1), jax.eval_shape(whole, x, kernel).shape)
+
+    def steps(convolve):
+        step = jax.jit(lambda x, y: jax.vjp(lambda kernel: convolve(x, kernel), kernel)[1](y)[0])
+        return lambda: turn(lambda: jax.block_until_ready(step(x, y)), steps=3)
+
+    ways = {"JAX's own": steps(whole), "by chunks": steps(with_chunks(whole, axes, where, None))}
+    return ways, by_chunks(x, axes, 1, None)
+
+
+def main(rounds: int) -> None:
+    from rich import print
+
+    rows, slow = [], []
+    for case in CASES:
+        ways, chosen = gradients(case)
+        in_turns(ways, rounds=1)  # compiles
+        found = in_turns(ways, rounds=rounds)
+        own, chunked = (statistics.median(map(min, found[way])) for way in ways)
+        taken = chunked / own if chosen else own / chunked
+        if taken > LOSES:
+            slow.append(case)
+        window = " x ".join([str(case.window)] * (len(case.x) - 2))
+        what = f"{window}, {case.features} features" + f", stride {case.stride}" * (case.stride > 1)
+        ratio = f"{chunked / own:.2f}" if taken <= LOSES else f"[red]{chunked / own:.2f}[/red]"
+        given = " x ".join(map(str, case.x))
+        rows.append((given, seconds(own), seconds(chunked), ratio, "chunks" if chosen else "own", what))
+    show(
+        f"The gradient of a convolution's kernel: {rounds} turns",
+        ("input", "JAX's own", "by chunks", "ratio", "taken", "kernel"),
+        rows,
+    )
+    print(verdict("mlax takes the faster way, or one as fast", not slow))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)

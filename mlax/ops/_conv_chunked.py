@@ -1,0 +1,83 @@
+"""The kernel's gradient of a convolution, a few examples at a time."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+from mlax.ops._layout import Layout, layout_of
+from mlax.ops._pad import pad
+from mlax.ops._windows import Windows, all_places
+
+CHUNK = 2**19  # bytes of windows that a core keeps at hand
+FEW = 128  # channels, of all examples together, below which JAX's own rule is as fast
+Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
+
+
+def by_chunks(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
+    """Whether the kernel's gradient is faster as a sum of products: on a CPU, where no axis may be sharded.
+
+    By JAX's own rule it is a convolution whose window is the whole image and whose channels are the examples, for
+    which XLA's CPU compiler has no fast loop, unless there are few of both, or one spatial axis
+    (benchmarks/convs.py). In a narrow dtype each sum would be rounded.
+    """
+    sharding = jax.typeof(x).sharding
+    return (
+        jax.default_backend() == "cpu"
+        and groups == 1
+        and len(axes.spatial) > 1
+        and x.shape[axes.batch] * x.shape[axes.channel] >= FEW
+        and accum_dtype is None
+        and jnp.finfo(x.dtype).bits >= 32
+        and not sharding.mesh.auto_axes
+        and not any(sharding.spec)
+    )
+
+
+def with_chunks(convolve: Convolve, axes: Layout, where: Windows, precision: Any) -> Convolve:
+    """The same function, whose derivative by the kernel is taken a few examples at a time."""
+    made = jax.custom_jvp(convolve)
+
+    @functools.partial(made.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, kernel), (x_dot, kernel_dot) = primals, tangents
+        dots = [] if isinstance(x_dot, SymbolicZero) else [made(x_dot, kernel)]
+        if not isinstance(kernel_dot, SymbolicZero):
+            dots.append(_chunked(x, kernel_dot, axes, where, precision))
+        return made(x, kernel), functools.reduce(lax.add, dots)
+
+    return made
+
+
+def _chunked(x: Array, kernel: Array, axes: Layout, where: Windows, precision: Any) -> Array:
+    """The convolution as a product of all windows of a few examples with the kernel, then of the next few.
+
+    Transposed, it is a sum of products. The windows are copies, many times the size of the input, so they are never
+    all there at once, nor kept for the backward pass.
+    """
+    order = (axes.batch, *axes.spatial, axes.channel)
+    x = lax.transpose(x, order)
+    last = layout_of("conv", "channel_last", x)
+    matrix = lax.transpose(kernel, (axes.outputs, *axes.window, axes.inputs))
+    matrix = matrix.reshape(matrix.shape[0], -1)  # (features, window times channels)
+    side = int(matrix.shape[1] > matrix.shape[0])
+    matrix = matrix if side else matrix.T  # products are faster whose longer side is the last
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product(x: Array, matrix: Array) -> Array:
+        pieces = all_places(pad(x, last.spatial, where.padding), last, where)
+        rows = lax.concatenate(pieces, last.channel).reshape(-1, matrix.shape[side])
+        return lax.dot_general(rows, matrix, (((1,), (side,)), ((), ())), precision)
+
+    room = max(CHUNK, matrix.nbytes)  # of which the sum, a pass over the kernel, is a small part
+    fit = room // (math.prod(where.count) * matrix.shape[side] * x.dtype.itemsize)
+    some = max(number for number in range(1, max(1, fit) + 1) if x.shape[0] % number == 0)
+    chunks = x.reshape(-1, some, *x.shape[1:])
+    y = lax.map(lambda chunk: product(chunk, matrix), chunks).reshape(x.shape[0], *where.count, -1)
+    return lax.transpose(y, [order.index(axis) for axis in range(y.ndim)])
