@@ -62,9 +62,9 @@ def conv(
                 preferred_element_type=accum_dtype,
             )
 
-        if by_chunks(x, axes, groups, accum_dtype):
-            convolve = with_chunks(convolve, axes, where._replace(padding=pads), precision)
-        y = convolve(x, kernel)
+        chunks = by_chunks(x, axes, groups, accum_dtype)
+        way = with_chunks(convolve, axes, where._replace(padding=pads), precision) if chunks else convolve
+        y = way(x, kernel)
     return with_bias(y, bias, axes, x.dtype)
 
 

@@ -45,7 +45,9 @@ def pool(
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
     y = _padded(wide, axes, where, start)
     apart = all(stride >= window for stride, window in zip(where.strides, where.window, strict=True))
-    if apart and math.prod(where.window) <= FEW:
+    if combine is larger and math.prod(where.window) <= FEW:
+        y = _largest(all_places(y, axes, where))
+    elif apart and math.prod(where.window) <= FEW:
         y = functools.reduce(combine, all_places(y, axes, where))
     else:
         for number, axis in reversed(list(enumerate(axes.spatial))):
@@ -116,6 +118,26 @@ def larger(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."
 def _larger_jvp(primals, tangents):
     (a, b), (a_dot, b_dot) = primals, tangents
     return larger(a, b), lax.select(b > a, b_dot, a_dot)
+
+
+@jax.custom_jvp
+def _largest(pieces: list[Array]) -> Array:
+    """The largest of several, as `larger` of each and the next would give it."""
+    return functools.reduce(lax.max, pieces)
+
+
+@_largest.defjvp
+def _largest_jvp(primals, tangents):
+    """Which of them it is is kept for the derivative, one byte for each window, and not all of their elements."""
+    (pieces,), (dots,) = primals, tangents
+    best, which = pieces[0], lax.full_like(pieces[0], 0, np.uint8)
+    for place, piece in enumerate(pieces[1:], 1):
+        which = lax.select(piece > best, lax.full_like(which, place), which)
+        best = lax.max(best, piece)
+    if jax.default_backend() == "cpu":
+        which = lax.optimization_barrier(which)  # else XLA finds it again, from elements that it has to keep
+    parts = [lax.select(which == place, dot, lax.full_like(dot, 0)) for place, dot in enumerate(dots)]
+    return _largest(pieces), functools.reduce(lax.add, parts)
 
 
 def _padded(x: Array, axes: Layout, where: Windows, start: float) -> Array:
