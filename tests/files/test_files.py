@@ -1,0 +1,136 @@
+"""Files of arrays: what is saved comes back to the bit, here and in the reference implementation."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mlax import files
+from mlax.files._dtypes import BY_NAME
+
+SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]
+
+
+def drawn(dtype, shape, seed=0):
+    """Random bits of a dtype; booleans are 0 or 1."""
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype == np.bool_ else 256, (*shape, dtype.itemsize), np.uint8)
+    return raw.reshape(-1).view(dtype).reshape(shape) if raw.size else np.empty(shape, dtype)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_dtype_and_shape_comes_back_to_the_bit(name, tmp_path):
+    tree = {str(shape): drawn(BY_NAME[name], shape) for shape in SHAPES}
+    files.save(tmp_path / "x.safetensors", tree)
+    loaded = files.load(tmp_path / "x.safetensors")
+    assert loaded.keys() == tree.keys()
+    assert all(same(loaded[shape], array) for shape, array in tree.items())
+
+
+def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
+    tree = {name: {"a": drawn(dtype, (3, 2)), "b": drawn(dtype, ())} for name, dtype in BY_NAME.items()}
+    files.save(tmp_path / "x.safetensors", tree, {"made": "hère"})
+    loaded = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
+    assert {f"{name}/{leaf}" for name in tree for leaf in "ab"} == loaded.keys()
+    for path, found in loaded.items():
+        name, leaf = path.split("/")
+        assert (found["dtype"], tuple(found["shape"])) == (name, tree[name][leaf].shape)
+        assert bytes(found["data"]) == tree[name][leaf].tobytes()
+    with safetensors.safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert file.metadata() == {"made": "hère"} == files.metadata(tmp_path / "x.safetensors")
+
+
+def test_mlax_reads_what_the_reference_implementation_writes(tmp_path):
+    flat = {f"{name}.{shape}": drawn(dtype, shape) for name, dtype in BY_NAME.items() for shape in SHAPES}
+    safetensors.numpy.save_file(flat, tmp_path / "x.safetensors", {"format": "np"})
+    loaded = files.load(tmp_path / "x.safetensors")
+    assert loaded.keys() == flat.keys()
+    assert all(same(loaded[name], array) for name, array in flat.items())
+
+
+def test_arrays_are_mapped_and_cannot_be_written_to(tmp_path):
+    files.save(tmp_path / "x.safetensors", {"a": jnp.arange(3), "b": {"c": jnp.ones((), jnp.bfloat16)}})
+    loaded = files.load(tmp_path / "x.safetensors")
+    assert not loaded["a"].flags.writeable and not loaded["a"].flags.owndata
+    assert jnp.asarray(loaded["b"]["c"]).dtype == jnp.bfloat16
+
+
+def test_arrays_that_are_not_contiguous_or_have_the_big_end_first_are_saved_as_they_look(tmp_path):
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    files.save(tmp_path / "x.safetensors", {"t": a.T, "step": a[:, ::2], "big": a.astype(">f4")})
+    loaded = files.load(tmp_path / "x.safetensors")
+    assert (loaded["t"] == a.T).all() and (loaded["step"] == a[:, ::2]).all() and (loaded["big"] == a).all()
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path):
+    files.save(tmp_path / "x.safetensors", {"a": {}, "b": None})
+    assert files.load(tmp_path / "x.safetensors") == {}
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    files.save(path, {"a": np.ones(3)})
+
+    def full(*args):
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(files.NoSpace, match=r"needs [\d,]+ bytes and [\d,]+ are free") as failure:
+        files.save(path, {"a": np.zeros(3)})
+    assert str(tmp_path) in str(failure.value.filename)
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    assert (files.load(path)["a"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        (np.ones(3), "nested dicts"),
+        ({"a": [1, 2]}, "'a' is a list"),
+        ({1: np.ones(3)}, "no string"),
+        ({"a": {"..": np.ones(3)}}, "no names"),
+        ({"a\0": np.ones(3)}, "control character"),
+        ({"a/b": np.ones(3), "a": {"b": np.ones(3)}}, "two leaves"),
+        ({"a": np.ones(3), "a/b": np.ones(3)}, "'a/b' lies below 'a', which is a leaf already; rename"),
+        ({"a/b": np.ones(3), "a": np.ones(3)}, "'a' is there already; rename"),
+        ({"__metadata__": np.ones(3)}, "'__metadata__' is no name for an array"),
+        ({"a": np.ones(3, np.complex128)}, "complex128, which safetensors does not have"),
+        ({"a": np.array(["x"])}, "safetensors does not have"),
+        ({"a": jax.random.key(0)}, "key_data"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused_in_words(tree, words, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=words):
+        files.save(tmp_path / "x.safetensors", tree)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder; make it first") as failure:
+        files.save(tmp_path / "runs" / "x.safetensors", {"a": np.ones(3)})
+    assert failure.value.filename == str(tmp_path / "runs")
+
+
+def test_an_index_brings_arrays_of_several_files_together(tmp_path):
+    files.save(tmp_path / "1.safetensors", {"a": np.ones(3), "spare": np.ones(1)})
+    files.save(tmp_path / "2.safetensors", {"b": {"c": np.zeros(2)}})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {}, "weight_map": {"a": "1.safetensors", "b/c": "2.safetensors"}}')
+    loaded = files.load(index)
+    assert loaded["a"].shape == (3,) and loaded["b"]["c"].shape == (2,) and len(loaded) == 2
+
+
+def test_links_lead_where_the_caller_says(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    files.save(tmp_path / "blobs" / "1", {"a": np.ones(3)})
+    (tmp_path / "snapshot" / "x.safetensors").symlink_to("../blobs/1")
+    with pytest.raises(files.Refused, match="leads out of"):
+        files.load(tmp_path / "snapshot" / "x.safetensors")
+    assert files.load(tmp_path / "snapshot" / "x.safetensors", within=tmp_path)["a"].shape == (3,)

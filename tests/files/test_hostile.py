@@ -1,0 +1,153 @@
+"""Files by strangers: each of these is refused, in words, before anything large is read or allocated."""
+
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mlax import files
+from mlax.files import _header
+
+
+def file(header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+ONE = json.dumps(entry()).encode()
+LONG = {"a": entry(shape=[1] * 33)}
+HOSTILE = {
+    "empty": (b"", "no whole safetensors file"),
+    "short": (b"\1\0\0", "no whole safetensors file"),
+    "something else": (b"PK\3\4" + b"x" * 200, "no whole safetensors file"),
+    "duplicate keys": (file(b'{"a":' + ONE + b',"a":' + ONE + b"}", b"1234"), "'a' is there twice"),
+    "duplicate field": (file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[],"data_offsets":[0,4]}}', b"1234"), "twice"),
+    "a way up": (file({"../../x": entry()}, b"1234"), "no names"),
+    "an absolute path": (file({"/etc/x": entry()}, b"1234"), "not a plain path"),
+    "NUL": (file({"a\0b": entry()}, b"1234"), "control character"),
+    "no name": (file({"": entry()}, b"1234"), "0 characters"),
+    "long name": (file({"a" * 5000: entry()}, b"1234"), "5,000 characters"),
+    "half a surrogate": (file(b'{"\\ud800":' + ONE + b"}", b"1234"), "control character"),
+    "leaf and branch": (file({"a": entry(), "a/b": entry(offsets=(4, 8))}, b"12345678"), "lies below 'a'"),
+    "overlap": (file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "lies over the one before"),
+    "the same bytes twice": (file({"a": entry(), "b": entry()}, b"1234"), "lies over the one before"),
+    "out of range": (file({"a": entry(offsets=(0, 4)), "b": entry(offsets=(4, 8))}, b"1234"), "ends at byte"),
+    "far out of range": (file({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, b"1234"), "ends at byte"),
+    "backwards": (file({"a": entry(offsets=(4, 0))}, b"1234"), "not a beginning and an end"),
+    "negative": (file({"a": entry(offsets=(-4, 0))}, b"1234"), "not a beginning and an end"),
+    "hole": (file({"a": entry(), "b": entry(offsets=(8, 12))}, b"123456789012"), "leaves a hole"),
+    "hole at the beginning": (file({"a": entry(offsets=(4, 8))}, b"12345678"), "leaves a hole"),
+    "more bytes than arrays": (file({"a": entry()}, b"12345678"), "but the file has"),
+    "fewer bytes than arrays": (file({"a": entry()}, b"123"), "it was cut"),
+    "header of 200 MB": (file({}, length=200 << 20), "no whole safetensors file"),
+    "shape overflow": (file({"a": entry(shape=(2**62, 4), offsets=(0, 0))}), "no memory has room"),
+    "shape overflow to nothing": (file({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), "no memory has room"),
+    "empty but huge": (file({"a": entry(shape=(0, 2**62, 8), offsets=(0, 0))}), "no memory has room"),
+    "length of 2^64": (file({"a": entry(shape=(2**64,))}, b"1234"), "lengths"),
+    "negative length": (file({"a": entry(shape=(-1, -1))}, b"1234"), "lengths"),
+    "a length that is true": (file({"a": entry(shape=(True,))}, b"1234"), "lengths"),
+    "a length of 1.0": (file({"a": entry(shape=(1.0,))}, b"1234"), "lengths"),
+    "33 axes": (file(LONG, b"1234"), "at most 32"),
+    "wrong byte count": (file({"a": entry(shape=(2,))}, b"1234"), "takes 8 bytes"),
+    "unknown dtype": (file({"a": entry(dtype="F33")}, b"1234"), "its dtype is 'F33'"),
+    "dtype of four bits": (file({"a": entry(dtype="F4", shape=(8,))}, b"1234"), "its dtype is 'F4'"),
+    "dtype that is a list": (file({"a": entry(dtype=["F32"])}, b"1234"), "its dtype is"),
+    "one more field": (file({"a": {**entry(), "pickle": "x"}}, b"1234"), "not described by"),
+    "an entry that is a number": (file({"a": 7}), "not described by"),
+    "a boolean of 7": (file({"a": entry("BOOL", (4,))}, b"\0\1\7\0"), "7 is no boolean"),
+    "metadata that are numbers": (file({"__metadata__": {"a": 1}}), "not strings"),
+    "metadata that are a list": (file({"__metadata__": []}), "not strings"),
+    "deep JSON": (file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested more than 3"),
+    "deep JSON that never ends": (file(b'{"a":' + b'[{"a":' * 100_000), "nested more than 3"),
+    "JSON that is a list": (file(b"[]"), "an object is wanted"),
+    "no JSON": (file(b"{" + b'"' * 10_001), "cannot be read"),
+    "not UTF-8": (file(b'{"\xff\xfe": 1}'), "cannot be read"),
+    "NaN": (file(b'{"a": NaN}'), "no number of JSON"),
+    "a number of 5,000 digits": (file(b'{"a": ' + b"9" * 5000 + b"}"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_words(name, tmp_path):
+    content, words = HOSTILE[name]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(files.Refused, match=words) as refusal:
+        files.load(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_header_of_200_mb_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((200 << 20).to_bytes(8, "little"))
+    os.truncate(path, (200 << 20) + 8)  # a file of holes
+    tracemalloc.start()
+    with pytest.raises(files.Refused, match="209,715,200 bytes"):
+        files.load(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_million_arrays_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    one = b':{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    path.write_bytes(file(b"{" + b'"a"' + one + (b',"a"' + one) * 999_999 + b"}"))
+    with pytest.raises(files.Refused, match="are allowed"):
+        files.load(path)
+    monkeypatch.setattr(_header, "MOST_ENTRIES", 1000)
+    path.write_bytes(file(b"{" + b",".join(b'"%d"' % number + one for number in range(1001)) + b"}"))
+    with pytest.raises(files.Refused, match="1,001 arrays"):
+        files.load(path)
+
+
+def test_every_truncation_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    files.save(path, {"a": np.ones(3), "b": {"c": np.ones((2, 2), np.float32)}})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(files.Refused):
+            files.load(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    (tmp_path / "folder").mkdir()
+    for name, words in (("fifo", "it is a fifo"), ("link", "leads out of"), ("folder", "it is a folder")):
+        with pytest.raises(files.Refused, match=words):
+            files.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("place", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.pt", "..", "", 7, None])
+def test_an_index_names_files_beside_it_and_no_others(place, tmp_path):
+    files.save(tmp_path / "x.safetensors", {"a": np.ones(3)})
+    (tmp_path / "below").mkdir()
+    index = tmp_path / "below" / "index.json"
+    index.write_text(json.dumps({"weight_map": {"a": place}}))
+    with pytest.raises(files.Refused, match="a file beside the index is wanted"):
+        files.load(index)
+
+
+def test_an_index_that_lies_is_refused(tmp_path):
+    files.save(tmp_path / "x.safetensors", {"a": np.ones(3)})
+    index = tmp_path / "index.json"
+    for words, text in (
+        ("'b' is in x.safetensors, but it is not", '{"weight_map": {"b": "x.safetensors"}}'),
+        ("no weight_map", '{"weight_map": []}'),
+        ("there twice", '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'),
+        ("nested more than 8", '{"weight_map": ' + "[" * 50),
+    ):
+        index.write_text(text)
+        with pytest.raises(files.Refused, match=words):
+            files.load(index)
+    (tmp_path / "y.safetensors").symlink_to("/etc/hostname")
+    index.write_text('{"weight_map": {"b": "y.safetensors"}}')
+    with pytest.raises(files.Refused, match="leads out of"):
+        files.load(index)
