@@ -1,0 +1,70 @@
+"""The arithmetic of a function, against counts made by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from mlax.inspect import flops
+
+
+def counted(function, *shapes):
+    return flops(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)))
+
+
+def conv(x, kernel, **options):
+    return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (jnp.matmul, [(3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), [(7, 3, 4), (7, 4, 5)], 2 * 7 * 3 * 4 * 5),
+        (conv, [(2, 8, 8, 3), (3, 3, 3, 16)], 2 * 2 * 6 * 6 * 16 * 3 * 3 * 3),
+        (
+            lambda x, k: conv(x, k, feature_group_count=4),
+            [(2, 8, 8, 4), (3, 3, 1, 8)],
+            2 * 2 * 6 * 6 * 8 * 3 * 3 * 1,
+        ),
+        (
+            lambda x, k: conv(x, k, batch_group_count=4),  # each output channel sees its quarter of the batch
+            [(8, 8, 8, 3), (3, 3, 3, 16)],
+            2 * 2 * 6 * 6 * 16 * 3 * 3 * 3,
+        ),
+        (lambda a, w: lax.scan(lambda c, _: (c @ w, None), a, None, length=6)[0], [(3, 4), (4, 4)], 6 * 2 * 3 * 4 * 4),
+        (
+            lambda a, w: lax.cond(a[0, 0] > 0, lambda: a @ w @ w, lambda: a @ w),
+            [(3, 4), (4, 4)],
+            2 * 2 * 3 * 4 * 4,
+        ),
+        (jax.jit(jax.checkpoint(jnp.matmul)), [(3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (lambda a: jnp.tanh(a) + 1, [(3, 4)], 0),
+    ],
+)
+def test_products_and_convolutions_are_counted(function, shapes, expected):
+    assert counted(function, *shapes) == expected
+
+
+@pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
+def test_a_convolution_in_groups_is_counted_as_xla_counts_it(groups):
+    x, k = jnp.ones((8, 8, 8, 4)), jnp.ones((3, 3, 1 if groups == "feature_group_count" else 4, 16))
+    traced = jax.jit(lambda x, k: conv(x, k, **{groups: 4})).trace(x, k)
+    assert flops(traced.jaxpr) == traced.lower().compile().cost_analysis()["flops"]
+
+
+def test_training_takes_three_times_the_forward_pass():
+    def loss(w1, w2, x):
+        return jnp.sum(jnp.tanh(x @ w1) @ w2)
+
+    shapes = [(4, 5), (5, 6), (3, 4)]
+    forward = counted(loss, *shapes)
+    # no gradient of the input is asked for: its product with the first kernel is not there
+    assert counted(jax.grad(loss, (0, 1)), *shapes) == 3 * forward - 2 * 3 * 4 * 5
+
+
+def test_the_kernel_gradient_of_a_convolution_is_as_dear_as_the_convolution():
+    shapes = [(2, 8, 8, 3), (3, 3, 3, 16)]
+    forward = counted(conv, *shapes)
+    gradient = counted(jax.grad(lambda x, k: conv(x, k).sum(), 1), *shapes)
+    assert gradient in (forward, 2 * forward)  # JAX may or may not drop the forward pass, which is not used
