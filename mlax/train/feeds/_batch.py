@@ -1,0 +1,107 @@
+"""A batch on the host: a dict of NumPy arrays in dtypes that JAX has, with a mask of the rows that count."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlax.core._notes import signature
+
+Batch = dict[str, np.ndarray]
+Spec = dict[str, jax.ShapeDtypeStruct]
+
+
+def as_batch(given: Any, giver: str) -> Batch:
+    """What `giver` gave, as NumPy arrays with one length, sorted by name, or an error in words."""
+    if not isinstance(given, Mapping) or not given:
+        what = "an empty dict" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise TypeError(f'{giver} gave {what} but a batch is a dict of arrays: {{"image": ..., "digit": ...}}.')
+    batch = {str(name): as_numbers(given[name], f"{giver}: {name!r}") for name in sorted(given)}
+    same_length(batch, giver)
+    return batch
+
+
+def as_numbers(given: Any, name: str) -> np.ndarray:
+    """An array of numbers in the dtype that JAX has for it: int64 comes as int32 unless x64 is enabled."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        error.add_note(f"{name} is not a regular array; sequences of different lengths: train.Buckets, train.packed.")
+        raise
+    check_numbers(array.dtype, name)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        least, most = int(array.min()), int(array.max())
+        if least < np.iinfo(dtype).min or most > np.iinfo(dtype).max:
+            raise OverflowError(
+                f"{name} holds {least if least < 0 else most:,}, which {dtype} cannot; call "
+                f'jax.config.update("jax_enable_x64", True) to keep {array.dtype}, or leave {name} out.'
+            )
+    return array.astype(dtype)
+
+
+def check_numbers(dtype: Any, name: str) -> None:
+    """Refuse what no device can hold: objects, text, dates."""
+    if np.dtype(dtype) == object:
+        raise TypeError(
+            f"{name} is an array of objects but a device takes numbers only; convert it, "
+            "or, if it holds sequences of different lengths, use train.Buckets or train.packed."
+        )
+    if not (jnp.issubdtype(dtype, np.number) or np.dtype(dtype) == bool):
+        raise TypeError(f"{name} is an array of {np.dtype(dtype)} but a device takes numbers only; encode or drop it.")
+
+
+def same_length(arrays: Mapping[str, Any], giver: str) -> int:
+    """The length that all of `arrays` have, or an error that names the odd ones."""
+    for name, array in arrays.items():
+        if not getattr(array, "shape", (0,)):
+            raise ValueError(f"{giver}: {name!r} is a single number but needs a leading axis, one entry an example.")
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name!r} {length:,}" for name, length in lengths.items())
+        raise ValueError(f"{giver}: the arrays have different lengths: {said}; give each one entry an example.")
+    return next(iter(lengths.values()))
+
+
+def masked(batch: Batch, real: np.ndarray, giver: str) -> Batch:
+    """`batch` with "mask", which is False on the rows that are not `real`; a mask already there is kept elsewhere."""
+    given = batch.get("mask")
+    if given is None:
+        return {**batch, "mask": real.copy()}
+    if given.dtype != bool:
+        raise TypeError(
+            f'{giver}: "mask" is {signature(given)} but is to be bool: True on what counts; name a target otherwise.'
+        )
+    return {**batch, "mask": given & real.reshape(-1, *(1,) * (given.ndim - 1))}
+
+
+def spec_of(batch: Batch) -> Spec:
+    """Shapes and dtypes of a batch."""
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}
+
+
+def described(spec: Spec) -> str:
+    """One example of a batch in a sentence: `digit int32[], image float32[8, 8]`."""
+    rows = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in spec.items()}
+    return ", ".join(f"{name} {signature(row)}" for name, row in rows.items() if name != "mask")
+
+
+def same_spec(batch: Batch, spec: Spec, giver: str) -> Batch:
+    """`batch`, if its names, dtypes and shapes (but for the number of rows) are those of `spec`."""
+    here = {name: (array.dtype, array.shape[1:]) for name, array in batch.items()}
+    wanted = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in spec.items()}
+    if here != wanted:
+        odd = sorted(name for name in {*here, *wanted} if here.get(name) != wanted.get(name))
+        raise ValueError(
+            f"{giver} changed what it gives: {_said(batch, odd)} where the first batch had {_said(spec, odd)}; "
+            "every batch must have the same names, dtypes and shapes, or each step would compile anew."
+        )
+    return batch
+
+
+def _said(arrays: Mapping[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {signature(arrays[name])}" if name in arrays else f"no {name}" for name in names)

@@ -1,0 +1,133 @@
+"""Buckets: batches of sequences of similar length, padded to one of a few lengths."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Sharding
+
+from mlax.train.feeds._batch import Spec, spec_of
+from mlax.train.feeds._counts import at_least
+from mlax.train.feeds._feed import Feed, Transform, named
+from mlax.train.feeds._order import filled, ordered
+from mlax.train.feeds._placing import as_sharding
+from mlax.train.feeds._sequences import Sequences, too_long
+
+
+class _Bucket(NamedTuple):
+    length: int
+    batch: int
+    members: np.ndarray  # ids of the sequences, ascending
+    first: int  # the number of its first batch among those of all buckets
+
+    @property
+    def steps(self) -> int:
+        return -(-len(self.members) // self.batch)
+
+
+class Buckets(Feed):
+    """A Feed of sequences of different lengths: each is padded to the least of `lengths` that holds it.
+
+    ```python
+    feed = train.Buckets(sequences, lengths=(64, 128, 256), batch=32, seed=0)  # sequences: [[5, 2, 9], [7, 1], ...]
+    ```
+
+    A batch holds one length: "tokens" (b, t) and "mask" (b, t), False on padding; which length comes when is shuffled
+    too. So a step compiles once for each length, and `steps` is the same in every epoch. `sequences` may be a dict of
+    such lists, which agree in length, and arrays of fixed shape: `{"tokens": [...], "tags": [...], "label": labels}`.
+
+    batch  one number, or one for each length: (128, 64, 32) keeps the number of entries in a batch the same
+    cut    True cuts sequences longer than the last length, which are refused otherwise
+    pad    what fills a sequence up
+
+    The rest is as in Feed; `each` and `transform` see padded sequences.
+    """
+
+    def __init__(
+        self,
+        sequences: Any,
+        lengths: Sequence[int],
+        batch: int | Sequence[int],
+        *,
+        seed: int | None = None,
+        cut: bool = False,
+        pad: Any = 0,
+        each: Transform | None = None,
+        transform: Transform | None = None,
+        workers: int = 2,
+        ahead: int = 2,
+        sharding: Sharding | None = None,
+    ):
+        lengths = tuple(at_least(1, length, "Buckets: a length") for length in lengths)
+        if not lengths or sorted(set(lengths)) != list(lengths):
+            raise ValueError(f"Buckets: lengths are {lengths} but are to rise: (64, 128, 256).")
+        sizes = (batch,) * len(lengths) if isinstance(batch, int) else tuple(batch)
+        if len(sizes) != len(lengths):
+            raise ValueError(f"Buckets: {len(sizes)} sizes of batches for {len(lengths)} lengths; give one for each.")
+        source = Sequences(sequences, "Buckets")
+        super().__init__(
+            source,
+            max(at_least(1, size, "Buckets: batch") for size in sizes),
+            seed=seed,
+            each=each,
+            transform=transform,
+            workers=workers,
+            ahead=ahead,
+        )
+        for size in sizes:
+            self.sharding = as_sharding(sharding, size, "Buckets")
+        self.pad = pad
+        if not cut:
+            too_long(source.lengths, lengths[-1], "Buckets", "add a larger length, or cut=True to cut them.")
+        self._buckets = _filled_buckets(np.minimum(source.lengths, lengths[-1]), lengths, sizes)
+        self._kinds = len(self._buckets)
+
+    @property
+    def steps(self) -> int:
+        last = self._buckets[-1]
+        return last.first + last.steps
+
+    @functools.cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        found: list[Spec] = []
+        for kind, bucket in enumerate(self._buckets):
+            ids = filled(bucket.members[: bucket.batch], bucket.batch)
+            with named(0, ids):
+                found.append(spec_of(self._made(0, kind, ids, slice(None))))
+        return tuple(found)
+
+    def indices(self, step: int) -> np.ndarray:
+        kind, number, epoch = self._place(step)
+        bucket = self._buckets[kind]
+        start, stop = number * bucket.batch, min((number + 1) * bucket.batch, len(bucket.members))
+        chosen = ordered(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)
+        return filled(bucket.members[chosen], bucket.batch)
+
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """Which bucket a step has, which of its batches, in which epoch."""
+        epoch, step = divmod(at_least(0, step, "Buckets: step"), self.steps)
+        number = int(ordered(self.steps, self.seed, epoch, step, step + 1)[0])
+        kind = int(np.searchsorted([bucket.first for bucket in self._buckets], number, side="right")) - 1
+        return kind, number - self._buckets[kind].first, epoch
+
+    def _kind(self, step: int) -> int:
+        return self._place(step)[0]
+
+    def _load(self, kind: int, ids: np.ndarray) -> Any:
+        return self.source.padded(ids, self._buckets[kind].length, self.pad)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _what(self) -> str:
+        lengths = ", ".join(f"{len(bucket.members):,} in {bucket.length:,}" for bucket in self._buckets)
+        return f"{len(self.source):,} sequences padded to the next length: {lengths}"
+
+
+def _filled_buckets(lengths: np.ndarray, limits: tuple[int, ...], sizes: tuple[int, ...]) -> list[_Bucket]:
+    """The buckets that hold any sequences."""
+    of = np.searchsorted(limits, lengths)
+    buckets: list[_Bucket] = []
+    first = 0
+    for kind in np.unique(of):
+        buckets.append(_Bucket(limits[kind], sizes[kind], np.flatnonzero(of == kind), first))
+        first += buckets[-1].steps
+    return buckets

@@ -1,0 +1,176 @@
+"""Feed: what is in a batch, in which order, and that the step alone says it."""
+
+import jax
+import numpy as np
+import pytest
+
+from mlax import train
+
+
+def digits(n=23):
+    return {"image": np.arange(n * 4, dtype=np.float32).reshape(n, 2, 2), "digit": np.arange(n)}
+
+
+def ids_of(batches):
+    return [int(i) for batch in batches for i in np.asarray(batch["digit"])[np.asarray(batch["mask"])]]
+
+
+def same(a, b):
+    return set(a) == set(b) and all(np.array_equal(np.asarray(a[name]), np.asarray(b[name])) for name in a)
+
+
+def test_every_epoch_holds_each_example_once_in_another_order():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    epochs = [ids_of(feed.batch_at(step) for step in range(e * 6, (e + 1) * 6)) for e in range(4)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_seeds_give_different_orders_and_no_seed_none():
+    orders = {seed: ids_of(train.Feed(digits(), batch=4, seed=seed).epoch()) for seed in (None, 0, 1, 2)}
+    assert orders[None] == list(range(23))
+    assert len({tuple(order) for order in orders.values()}) == 4
+
+
+def test_a_batch_is_a_function_of_the_seed_and_the_step():
+    one, other = (train.Feed(digits(), batch=4, seed=3, transform=jittered) for _ in range(2))
+    other.batch_at(17), other.batch_at(2)
+    for step in (0, 5, 6, 1_000_003):
+        assert same(one.batch_at(step), other.batch_at(step))
+        assert np.array_equal(one.indices(step), other.indices(step))
+
+
+def test_the_stream_gives_what_batch_at_gives():
+    feed = train.Feed(digits(), batch=4, seed=3, transform=jittered, workers=3, ahead=5)
+    with feed.stream(stop=20) as stream:
+        batches = list(stream)
+    assert len(batches) == 20
+    for step, batch in enumerate(batches):
+        assert same(batch, feed.batch_at(step))
+        assert all(isinstance(leaf, jax.Array) for leaf in batch.values())
+
+
+def test_a_stream_that_is_resumed_goes_on_as_if_unbroken_again_and_again():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    unbroken = ids_of(feed.stream(stop=40))
+    resumed, position = [], {"step": 0}
+    for length in (7, 9, 1, 14, 9):
+        with train.Feed(digits(), batch=4, seed=0).stream(position=position) as stream:
+            resumed += ids_of(next(stream) for _ in range(length))
+            position = stream.position()
+    assert resumed == unbroken and position == {"step": 40}
+    assert ids_of(feed.stream(start=15, stop=40)) == unbroken[-len(ids_of(feed.stream(15, 40))) :]
+
+
+def test_the_position_is_that_of_the_batch_handed_out_and_not_of_those_read_ahead():
+    with train.Feed(digits(), batch=4, ahead=4).stream(start=3) as stream:
+        assert stream.position() == {"step": 3}
+        next(stream)
+        assert stream.position() == {"step": 4}
+
+
+def test_a_step_may_be_an_array():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    with feed.stream(start=jax.numpy.int32(3)) as stream:
+        assert same(next(stream), feed.batch_at(3)) and stream.position() == {"step": 4}
+
+
+def test_the_last_batch_has_the_shape_of_all_others_and_masks_what_fills_it_up():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    assert feed.steps == 6
+    last = feed.batch_at(5)
+    assert (feed.indices(5) == -1).tolist() == [False, False, False, True]
+    assert last["mask"].tolist() == [True, True, True, False]
+    assert last["digit"][3] == last["digit"][0] and np.array_equal(last["image"][3], last["image"][0])
+    shapes = {name: {np.shape(feed.batch_at(step)[name]) for step in range(12)} for name in last}
+    assert shapes == {"image": {(4, 2, 2)}, "digit": {(4,)}, "mask": {(4,)}}
+
+
+def test_a_batch_may_be_larger_than_the_source():
+    batch = train.Feed(digits(3), batch=8, seed=0).batch_at(0)
+    assert sorted(batch["digit"][:3]) == [0, 1, 2] and batch["mask"].sum() == 3
+
+
+def test_the_example_has_the_shapes_and_dtypes_of_what_comes():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    (batch,) = feed.stream(stop=1)
+    assert feed.specs == (feed.example,)
+    assert {n: (s.shape, s.dtype) for n, s in feed.example.items()} == {n: (a.shape, a.dtype) for n, a in batch.items()}
+    assert feed.example["digit"].dtype == np.int32
+
+
+def test_a_mask_of_the_source_is_kept_but_on_padding():
+    mask = np.random.default_rng(0).random((5, 3)) < 0.5
+    feed = train.Feed({"x": np.arange(5), "mask": mask}, batch=4)
+    assert np.array_equal(feed.batch_at(0)["mask"], mask[:4])
+    assert np.array_equal(feed.batch_at(1)["mask"], [mask[4], *[[False] * 3] * 3])
+
+
+def test_stacked_batches_are_consecutive_ones_on_a_new_axis():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    with feed.stream(start=2, stop=8, stacked=3) as stream:
+        first, second = stream
+        assert stream.position() == {"step": 8}
+    for stack, steps in ((first, (2, 3, 4)), (second, (5, 6, 7))):
+        assert same(stack, {n: np.stack([feed.batch_at(s)[n] for s in steps]) for n in stack})
+
+
+def test_each_draws_by_example_whatever_the_batch_is():
+    def flipped(example, generator):
+        return {**example, "drawn": generator.random(2, np.float32)}
+
+    drawn = {}
+    for batch in (3, 8):
+        feed = train.Feed(digits(), batch=batch, seed=0, each=flipped)
+        for step in range(feed.steps):
+            made = feed.batch_at(step)
+            for i, value, real in zip(made["digit"], made["drawn"], made["mask"], strict=True):
+                if real:
+                    drawn.setdefault(int(i), []).append(tuple(value))
+    assert len(drawn) == 23 and all(a == b for a, b in drawn.values())
+    assert len({values[0] for values in drawn.values()}) == 23
+
+
+def test_a_transform_draws_anew_at_every_step():
+    feed = train.Feed(digits(4), batch=4, transform=jittered)
+    assert not np.array_equal(feed.batch_at(0)["image"], feed.batch_at(1)["image"])
+
+
+def test_time_to_the_millionth_step_is_that_to_the_first():
+    feed = train.Feed(digits(), batch=4, seed=0)
+    with feed.stream(start=10**6) as stream:
+        assert same(next(stream), feed.batch_at(10**6))
+
+
+def test_it_says_what_it_is():
+    feed = train.Feed({"image": np.zeros((1347, 8, 8), np.float32), "digit": np.zeros(1347, int)}, batch=64, seed=0)
+    assert repr(feed) == (
+        "Feed(1,347 examples of digit int32[], image float32[8, 8]; batches of 64, 22 an epoch, shuffled by seed 0)"
+    )
+    assert repr(train.Feed({"x": np.zeros(3, bool)}, batch=2)).endswith("x bool[]; batches of 2, 2 an epoch, in order)")
+    with feed.stream() as stream:
+        assert repr(stream) == "Stream(at step 0)"
+
+
+def test_narrow_dtypes_arrive_as_they_are():
+    arrays = {"h": np.zeros(4, jax.numpy.bfloat16), "i": np.zeros(4, np.int8), "u": np.zeros((4, 2), np.uint8)}
+    (batch,) = train.Feed(arrays, batch=4).epoch()
+    assert {name: str(leaf.dtype) for name, leaf in batch.items() if name != "mask"} == {
+        "h": "bfloat16", "i": "int8", "u": "uint8"
+    }  # fmt: skip
+
+
+def test_batches_go_to_the_default_device_uncommitted():
+    with jax.default_device(jax.devices("cpu")[3]):
+        (batch,) = train.Feed(digits(4), batch=4).epoch()
+    assert batch["image"].devices() == {jax.devices("cpu")[3]} and not batch["image"].committed
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_epoch_by_its_number_is_that_part_of_the_stream(number):
+    feed = train.Feed(digits(), batch=4, seed=0)
+    assert ids_of(feed.epoch(number)) == ids_of(feed.stream(6 * number, 6 * number + 6))
+
+
+def jittered(batch, generator):
+    return {**batch, "image": batch["image"] + generator.random(batch["image"].shape, np.float32)}

@@ -1,0 +1,216 @@
+"""Iterated: batches that somebody else makes, and the way back to a place among them."""
+
+import itertools
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from mlax import train
+
+
+def tens(n=10, batch=4, closed=None):
+    try:
+        for start in range(0, n, batch):
+            yield {"x": np.arange(start, min(start + batch, n))}
+    finally:
+        if closed is not None:
+            closed.append(threading.current_thread().name)
+
+
+def rows(batch):
+    return np.asarray(batch["x"])[np.asarray(batch["mask"])].tolist()
+
+
+def test_a_pass_holds_what_the_iterator_gives_at_one_shape():
+    feed = train.Iterated(tens)
+    batches = list(feed.epoch())
+    assert [rows(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert {batch["x"].shape for batch in batches} == {(4,)} == {feed.example["x"].shape}
+    assert feed.specs[0]["mask"].dtype == bool
+    assert repr(feed) == "Iterated(x int32[]; batches of 4)" and feed.steps is None
+    assert repr(train.Iterated(tens, steps=3)) == "Iterated(x int32[]; batches of 4, 3 a pass)"
+
+
+def test_the_iterator_is_made_again_at_its_end():
+    got = [rows(batch) for batch in train.Iterated(tens).stream(stop=7)]
+    assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2 + [[0, 1, 2, 3]]
+
+
+def test_anything_that_can_be_iterated_over_again_will_do():
+    listed, made = ([rows(batch) for batch in train.Iterated(make).stream(stop=4)] for make in (list(tens()), tens))
+    assert listed == made
+
+
+def broken_and_whole(make, stop=9, lengths=(2, 1, 3, 3)):
+    """The rows of a stream that is broken and resumed by its position, and of one that is not."""
+    whole = [rows(batch) for batch in train.Iterated(make()).stream(stop=stop)]
+    parts, position = [], None
+    for length in lengths:
+        with train.Iterated(make(), ahead=3).stream(position=position) as stream:
+            parts += [rows(next(stream)) for _ in range(length)]
+            position = json.loads(json.dumps(stream.position()))
+    assert position["step"] == stop
+    return parts, whole
+
+
+def test_a_resumed_stream_goes_on_as_if_unbroken():
+    parts, whole = broken_and_whole(lambda: tens)
+    assert parts == whole
+    with train.Iterated(tens).stream(start=4, stop=9) as stream:
+        assert [rows(batch) for batch in stream] == whole[4:]
+
+
+@pytest.mark.parametrize("make", [lambda: tens, lambda: Stateful, lambda: Loader()])
+@pytest.mark.parametrize("start", [0, 2, 4, 7])
+def test_the_position_before_the_first_batch_leads_to_that_batch(make, start):
+    with train.Iterated(make()).stream(start=start) as stream:
+        position = json.loads(json.dumps(stream.position()))
+        first = rows(next(stream))
+    for _ in range(2):  # also the position of a stream that was resumed and left at once
+        with train.Iterated(make()).stream(position=position) as stream:
+            position = stream.position()
+    with train.Iterated(make()).stream(position=position) as stream:
+        assert rows(next(stream)) == first and stream.position()["step"] == start + 1
+
+
+def test_stacked_batches_are_consecutive():
+    with train.Iterated(tens).stream(stop=4, stacked=2) as stream:
+        stacks = list(stream)
+        assert stream.position() == {"step": 4, "pass": 1, "taken": 1}
+    assert [np.asarray(stack["x"])[:, 0].tolist() for stack in stacks] == [[0, 4], [8, 0]]
+
+
+class Stateful:
+    """Keeps its place as Grain's iterators do (and gives one buffer again and again, as some do)."""
+
+    opened = 0
+
+    def __init__(self):
+        self.at, self.buffer = 0, np.zeros(2, int)
+        Stateful.opened += 1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 5:
+            raise StopIteration
+        self.buffer[:] = (self.at, self.at + 10)
+        self.at += 1
+        return {"x": self.buffer}
+
+    def get_state(self):
+        return json.dumps({"at": self.at}).encode()
+
+    def set_state(self, state):
+        self.at = json.loads(state)["at"]
+
+
+def test_an_iterator_that_says_its_state_is_set_to_it():
+    parts, whole = broken_and_whole(lambda: Stateful)
+    assert parts == whole == [[i % 5, i % 5 + 10] for i in range(9)]
+    with train.Iterated(Stateful).stream(stop=3) as stream:
+        list(stream)
+        assert stream.position() == {"step": 3, "pass": 0, "state": {"bytes": '{"at": 3}'}}
+
+
+class Loader:
+    """Keeps the place of its iterator as Hugging Face's IterableDataset does, which goes back to it in its epoch."""
+
+    def __init__(self):
+        self.state, self.loaded = {"epoch": 0, "at": 0}, None
+
+    def set_epoch(self, epoch):
+        self.state = {"epoch": epoch, "at": 0}
+
+    def __iter__(self):
+        if self.loaded and self.loaded["epoch"] == self.state["epoch"]:
+            self.state = dict(self.loaded)
+        while self.state["at"] < 5:
+            self.state["at"] += 1
+            yield {"x": np.array([self.state["epoch"], self.state["at"]])}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 3, 3), (5, 4), (7, 2)])
+def test_a_loader_that_says_the_state_of_its_iterator_is_set_to_it_and_told_the_pass(lengths):
+    parts, whole = broken_and_whole(Loader, lengths=lengths)
+    assert parts == whole == [[i // 5, i % 5 + 1] for i in range(9)]
+
+
+def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
+    closed = []
+    feed = train.Iterated(lambda: tens(closed=closed))
+    feed.example  # noqa: B018
+    closed.clear()
+    with feed.stream() as stream:
+        next(stream)
+    assert closed == ["mlax-feed-0"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mlax-feed")]
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (tens(), TypeError, "a generator is used up after one pass; give a function that makes it"),
+        (7, TypeError, "a int cannot be iterated over"),
+        (lambda: iter(()), ValueError, "the iterator is empty; it needs at least one batch"),
+        (lambda: [np.zeros(3)], TypeError, "the iterator gave a ndarray but a batch is a dict of arrays"),
+        (lambda: [{"x": np.zeros(3)}, {"x": np.zeros(4)}], ValueError, "a batch has 4 rows but the first had 3"),
+        (lambda: [{"x": np.zeros(3)}, {"y": np.zeros(3)}], ValueError, r"no x, y float32\[3\] where the first"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        list(train.Iterated(make).stream(stop=3))
+
+
+def test_an_error_of_the_iterator_names_the_batch():
+    def fails():
+        yield {"x": np.zeros(3)}
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        list(train.Iterated(fails).stream(stop=3))
+    assert caught.value.__notes__ == ["in batch number 1 of the iterator"]
+
+
+def test_a_grain_dataset_resumes_from_its_own_state():
+    grain = pytest.importorskip("grain")
+
+    def dataset():
+        return grain.MapDataset.range(11).shuffle(seed=1).map(lambda i: {"x": np.int32(i)}).batch(4).to_iter_dataset()
+
+    parts, whole = broken_and_whole(dataset)
+    assert parts == whole and sorted(itertools.chain(*whole[:3])) == list(range(11))
+    with train.Iterated(dataset()).stream(stop=2) as stream:
+        list(stream)
+        assert set(stream.position()) == {"step", "pass", "state"}
+
+
+def test_a_grain_loader_resumes_from_its_own_state():
+    python = pytest.importorskip("grain.python")
+
+    class Squares:
+        def __len__(self):
+            return 11
+
+        def __getitem__(self, i):
+            return {"x": np.int32(i)}
+
+        def __repr__(self):
+            return "Squares()"
+
+    def loader():
+        sampler = python.IndexSampler(11, shuffle=True, seed=0, shard_options=python.NoSharding(), num_epochs=1)
+        return python.DataLoader(data_source=Squares(), sampler=sampler, operations=[python.Batch(4)], worker_count=0)
+
+    parts, whole = broken_and_whole(loader)
+    assert parts == whole and sorted(itertools.chain(*whole[:3])) == list(range(11))
