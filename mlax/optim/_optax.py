@@ -49,7 +49,7 @@ class FromOptax(Optimizer):
             grads, weights = _widened(grads), _widened(trainables)
             extra = {} if value is None else {"value": value, "grad": grads}
             extra |= {} if loss is None else {"value_fn": loss}
-            updates, inner = self.transformation.update(grads, inner, weights, **extra)
+            updates, inner = _taking_more(self.transformation).update(grads, inner, weights, **extra)
             new = jax.tree.map(lambda new, u, w: like(new + u.astype(new.dtype), w), weights, updates, trainables)
             after = self._named(leaves, inner)
         return new, after._replace(
@@ -157,6 +157,13 @@ def _widened(tree: Tree) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
     return jax.tree.map(widened, tree)
+
+
+def _taking_more(transformation: Any) -> Any:
+    """The transformation, made to pass over what it does not ask for."""
+    import optax
+
+    return optax.with_extra_args_support(transformation)
 
 
 def _known(extra: Mapping[str, Any]) -> dict[str, Any]:

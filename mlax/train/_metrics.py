@@ -1,0 +1,45 @@
+"""Metrics: numbers by name that lie on the device as one array."""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlax.optim._wide import wide, widest
+
+
+class Metrics(Mapping[str, jax.Array]):
+    """What a step gave, by name: each () or, with several steps a call, (many,), in float32 or wider.
+
+    They are one array, so that all of them come to the host in one transfer: `metrics.numbers()`. Until something is
+    read, nothing waits for the step.
+    """
+
+    def __init__(self, names: tuple[str, ...], packed: jax.Array):
+        self.names = names
+        self.packed = packed  # (names,) or (many, names)
+
+    def __getitem__(self, name: str) -> jax.Array:
+        if name not in self.names:
+            raise KeyError(f"{name!r}; there are {', '.join(self.names)}")
+        return self.packed[..., self.names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Metrics({self.numbers()})"
+
+    def numbers(self) -> dict[str, np.ndarray]:
+        """All of them on the host; waits for the step."""
+        return dict(zip(self.names, np.moveaxis(np.asarray(self.packed), -1, 0), strict=True))
+
+
+def packed(metrics: Mapping[str, jax.Array]) -> jax.Array:
+    """The metrics as one array, in the widest dtype that occurs; what is no float as 0, 1, ..."""
+    dtype = widest(wide(value.dtype) for value in metrics.values() if jnp.issubdtype(value.dtype, jnp.floating))
+    return jnp.stack([value.astype(dtype) for value in metrics.values()], axis=-1)

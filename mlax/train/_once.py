@@ -1,0 +1,125 @@
+"""Once: a function that is compiled for the signatures it was told to expect, and refuses any other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlax.core._notes import signature
+from mlax.optim._trees import flat
+from mlax.train._memory import LESS, refuse_what_cannot_fit
+
+
+class Retraced(TypeError):
+    """Arguments came for which a function would have to be compiled again."""
+
+
+class Once:
+    """`function` compiled ahead of time, at most `compilations` times, the first of its arguments donated, or none.
+
+    What is compiled is called as fast as under `jax.jit`. An argument of another shape, dtype, structure or placement
+    is an error that names it, where `jax.jit` would compile anew without a word.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], names: tuple[str, ...], *, donate: bool = True, compilations: int = 1
+    ):
+        if compilations < 1:
+            raise ValueError(f"compilations is {compilations}, but must be at least 1.")
+        self.function = function
+        self.names = names
+        self.donate = donate
+        self.compilations = compilations
+        self.compiled: dict[Any, Any] = {}
+        self.traced: Any = None  # as jax.jit(...).trace gives it, of the last compilation
+        self._seen: list[dict[str, Any]] = []
+        self._only: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._only(*args) if self._only is not None else self.compile(*args)(*args)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, Retraced):
+                raise
+            if "RESOURCE_EXHAUSTED" in str(error):
+                error.add_note(f"What was donated is lost: go on from the last checkpoint. {LESS}")
+                raise
+            _refuse_donated(self.names, args)
+            if words := self._differences(args) if self._seen else "":
+                raise Retraced(words) from None
+            raise
+
+    def compile(self, *args: Any) -> Any:
+        """The compiled function for these arguments, which may be `jax.ShapeDtypeStruct`s, made if it is not there."""
+        key = _key(args)
+        if key not in self.compiled:
+            if len(self.compiled) == self.compilations:
+                raise Retraced(self._differences(args))
+            jitted = jax.jit(
+                self.function, donate_argnums=0 if self.donate else (), out_shardings=self._placements(args)
+            )
+            self.traced = jitted.trace(*args)
+            compiled = self.traced.lower().compile()
+            refuse_what_cannot_fit(compiled, jax.tree.leaves(args))
+            self.compiled[key] = compiled
+            self._seen.append(_signatures(self.names, args))
+            self._only = compiled if self.compilations == 1 else None
+        return self.compiled[key]
+
+    def _placements(self, args: Any) -> Any:
+        """Where the first result goes: where the argument that is donated is, if that was placed on purpose."""
+        if not self.donate or not any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(args[0])):
+            return None
+        return jax.tree.map(lambda leaf: leaf.sharding, args[0]), None
+
+    def _differences(self, args: Any) -> str:
+        """What is different from every signature compiled so far, in words; nothing if nothing is."""
+        now = _signatures(self.names, args)
+        before = min(self._seen, key=lambda seen: sum(seen.get(path) != got for path, got in now.items()), default={})
+        changed = [
+            f"{path} was {before.get(path, 'not there')} and is now {now.get(path, 'not there')}"
+            for path in dict.fromkeys([*before, *now])
+            if before.get(path) != now.get(path)
+        ]
+        if not changed:
+            return ""
+        more = f" (and {len(changed) - 4} more)" if len(changed) > 4 else ""
+        often = "once" if self.compilations == 1 else f"{self.compilations} times"
+        return (
+            f"{'; '.join(changed[:4])}{more}. It compiles {often} and will not do so again unasked: keep shapes and "
+            "dtypes fixed (a train.Feed pads its last batch), or allow more by `compilations`."
+        )
+
+
+def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
+    """Say so if an argument was given up to an earlier call."""
+    for name, arg in zip(names, args, strict=True):
+        gone = [path for path, leaf in flat(arg).items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        if gone:
+            raise ValueError(
+                f"{name}/{gone[0]} was given up to an earlier call, which donates it; go on with the {name} that came "
+                "back from that call."
+            ) from None
+
+
+def _key(args: Any) -> Any:
+    """What tells signatures apart, of the last argument: the others are results of the function itself."""
+    leaves, structure = jax.tree.flatten(args[-1])
+    return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _signatures(names: tuple[str, ...], args: Any) -> dict[str, str]:
+    """Shape, dtype and placement of each leaf by path, in words."""
+    return {
+        f"{name}/{path}" if path else name: _words(leaf)
+        for name, arg in zip(names, args, strict=True)
+        for path, leaf in flat(arg).items()
+    }
+
+
+def _words(leaf: Any) -> str:
+    sharding = getattr(leaf, "sharding", None)
+    placed = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+    where = f" over {sharding.spec}" if placed else ""  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    return f"{signature(leaf)}{where}"

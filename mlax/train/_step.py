@@ -1,0 +1,200 @@
+"""step: one training step as one compiled function, from the batch to the new state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, random
+
+from mlax.core import Tree
+from mlax.core._notes import signature
+from mlax.optim import Optimizer
+from mlax.optim._all_leaves import global_norm
+from mlax.optim._trees import flat
+from mlax.train._evaluation import Evaluation
+from mlax.train._gradients import Objective, gradients, loss_of
+from mlax.train._metrics import Metrics, packed
+from mlax.train._once import Once
+from mlax.train._rate import rate
+from mlax.train._scaling import Scaling
+from mlax.train._state import State
+from mlax.train._values import MASK, refuse_changed
+
+
+def step(
+    objective: Objective,
+    optimizer: Optimizer,
+    *,
+    many: int = 1,
+    accumulate: int = 1,
+    scaling: Scaling | None = None,
+    guard: bool = True,
+    compilations: int = 1,
+) -> "Step":
+    """A whole training step as one function: state and batch in, state and metrics out.
+
+    `state, metrics = step(state, batch)` is compiled once, and the state that goes in is donated.
+
+    `objective` has the signature of `fwd`: it takes a batch and gives the loss, or a dict with a 'loss' and more to
+    watch, and the new non_trainables. Losses of each example are averaged by `batch["mask"]`, if there is one.
+
+    - `many`: steps in one call, by a scan; batches and metrics then have a leading axis of that size.
+    - `accumulate`: parts that a batch is taken in, one after another, for the same gradient in less memory.
+    - `scaling`: of the loss, for float16: `train.DynamicScaling()`.
+    - `guard`: a step whose loss or gradient is not finite changes nothing but the counts of steps and skipped ones.
+    - `compilations`: how many batch signatures may come, as with `train.Buckets`.
+
+    Clipping, averages of the weights, and accumulation over several batches go around the optimizer (`mlax.optim`).
+    """
+    return Step(objective, optimizer, many, accumulate, scaling, guard, compilations)
+
+
+class Step:
+    """A compiled training step; see `train.step`."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        many: int = 1,
+        accumulate: int = 1,
+        scaling: Scaling | None = None,
+        guard: bool = True,
+        compilations: int = 1,
+    ):
+        self.objective = objective
+        self.optimizer = optimizer
+        self.many = many
+        self.accumulate = accumulate
+        self.scaling = scaling
+        self.guard = guard
+        _check(self)
+        self.once = Once(self._called, ("state", "batch"), compilations=compilations)
+        self._names: tuple[str, ...] = ()  # of the metrics, known once it is traced
+        self.evaluation = Evaluation(objective, optimizer, compilations=max(8, compilations))
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        if not isinstance(state, State):
+            raise TypeError(f"step: the state is a {type(state).__name__}; call step(state, batch).")
+        state, numbers = self.once(state, batch)
+        return state, Metrics(self._names, numbers)
+
+    def __repr__(self) -> str:
+        shown = {"many": 1, "accumulate": 1, "scaling": None, "guard": True}
+        options = [f"{name}={getattr(self, name)!r}" for name, usual in shown.items() if getattr(self, name) != usual]
+        name = getattr(self.objective, "__qualname__", repr(self.objective))
+        return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
+
+    def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> State:
+        """The first state, with these variables themselves: the first step donates them."""
+        if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
+            raise TypeError(f"step.init: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
+        _check_variables(trainables, non_trainables)
+        optimizer = self.optimizer.init(trainables)
+
+        def own(leaf: jax.Array) -> jax.Array:
+            """A copy on the weights' own devices: all of the state is donated."""
+            return jnp.zeros_like(optimizer.step, leaf.dtype) + leaf
+
+        key = random.wrap_key_data(own(random.key_data(rng)), impl=str(random.key_impl(rng)))
+        scaling = None if self.scaling is None else jax.tree.map(own, self.scaling.init())
+        zero = jnp.zeros_like(optimizer.step)
+        return State(zero, trainables, non_trainables, optimizer, key, scaling, jnp.copy(zero))
+
+    def advance(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        """The step as a pure function, not compiled."""
+        rng = random.fold_in(state.rng, state.step)
+        scale = None if self.scaling is None else state.scaling["scale"]
+        values, grads, non_trainables = gradients(
+            self.objective,
+            batch,
+            state.trainables,
+            state.non_trainables,
+            rng,
+            accumulate=self.accumulate,
+            scale=scale,
+        )
+        refuse_changed(state.non_trainables, non_trainables)
+        norm = global_norm(flat(grads))
+        trainables, optimizer = self.optimizer.update(
+            grads,
+            state.optimizer,
+            state.trainables,
+            value=values["loss"],
+            loss=loss_of(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
+        )
+        new = State(state.step, trainables, non_trainables, optimizer, state.rng, state.scaling, state.skipped)
+        metrics = {**values, "gradient_norm": norm}
+        if (current := rate(self.optimizer, state.optimizer.step)) is not None:
+            metrics["rate"] = current
+        if self.guard:
+            fine = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
+            new = _chosen(fine, new, state)._replace(skipped=state.skipped + (~fine).astype(jnp.int32))
+            metrics["skipped"] = ~fine
+            if self.scaling is not None:
+                new = new._replace(scaling=self.scaling.after(state.scaling, fine))
+                metrics["scale"] = state.scaling["scale"]
+        return new._replace(step=state.step + 1), metrics
+
+    def _called(self, state: State, batch: Any) -> tuple[State, jax.Array]:
+        """What is compiled: one step, or many of them, and their metrics in one array."""
+        if self.many == 1:
+            state, metrics = self.advance(state, batch)
+        else:
+            _check_stacked(self.many, batch)
+            state, metrics = lax.scan(self.advance, state, batch, length=self.many)
+        self._names = tuple(metrics)
+        return state, packed(metrics)
+
+
+def _chosen(fine: jax.Array, new: State, old: State) -> State:
+    changed = ("trainables", "non_trainables", "optimizer")
+    return new._replace(
+        **{
+            name: jax.tree.map(lambda new, old: jnp.where(fine, new, old), getattr(new, name), getattr(old, name))
+            for name in changed
+        }
+    )
+
+
+def _check(step: Step) -> None:
+    if not callable(step.objective):
+        raise TypeError(f"train.step: the objective is {step.objective!r}, but must be a function like `fwd`.")
+    if not isinstance(step.optimizer, Optimizer):
+        raise TypeError(
+            f"train.step: {step.optimizer!r} is no optimizer of mlax; wrap one of Optax by optim.from_optax."
+        )
+    for name in ("many", "accumulate"):
+        if not isinstance(getattr(step, name), int) or getattr(step, name) < 1:
+            raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
+    if step.scaling is not None and not isinstance(step.scaling, Scaling):
+        raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicScaling() or StaticScaling().")
+    if step.scaling is not None and not step.guard:
+        raise ValueError("train.step: a scaled loss overflows now and then, so guard must stay True.")
+
+
+def _check_variables(trainables: Tree, non_trainables: Tree) -> None:
+    if not isinstance(trainables, dict):
+        raise TypeError(
+            f"step.init: trainables is {signature(trainables)}, but must be a dict of arrays; pass the pair that init "
+            "gave as two arguments: step.init(rng, *model.init(...))."
+        )
+    seen: dict[int, str] = {}
+    for path, leaf in flat({"trainables": trainables, "non_trainables": non_trainables}).items():
+        if id(leaf) in seen:
+            raise ValueError(
+                f"step.init: {path} and {seen[id(leaf)]} are one array, which cannot be donated twice; store tied "
+                "weights once (mlax.Tied), or copy one of them."
+            )
+        seen[id(leaf)] = path
+
+
+def _check_stacked(many: int, batches: Any) -> None:
+    mask = batches.get(MASK) if isinstance(batches, dict) else None
+    for path, leaf in flat(batches).items():
+        if leaf.ndim == 0 or leaf.shape[0] != many or (mask is not None and mask.ndim < 2):
+            raise ValueError(
+                f"step: many is {many}, so each array holds {many} batches on a leading axis, but {path} is "
+                f"{signature(leaf)}; take them from feed.stream(stacked={many})."
+            )

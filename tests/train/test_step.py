@@ -1,0 +1,449 @@
+"""The step: equal to the loop that one would write by hand, compiled once, and safe."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mlax
+from mlax import dtypes, nn, optim, train
+from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, begun, feed, objective, same
+
+
+def compilations(function):
+    """How many programs the backend compiled while `function` ran."""
+    seen = []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        function()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(seen)
+
+
+def close(a, b, rtol=1e-5, atol=1e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), a, b)
+
+
+def test_a_step_is_the_loop_one_would_write_by_hand():
+    step = train.step(objective, OPTIMIZER)
+    state = begun(step)
+    weights, statistics, slots, rng = jax.tree.map(
+        jnp.copy, (state.trainables, state.non_trainables, state.optimizer, state.rng)
+    )
+
+    @jax.jit
+    def by_hand(weights, statistics, slots, rng, batch):
+        def loss(weights):
+            logits, new = MODEL.fwd(batch["x"], weights, statistics, rng=rng)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), new
+
+        (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+        return *OPTIMIZER.update(grads, slots, weights), statistics, value
+
+    for i in range(5):
+        state, metrics = step(state, batch(seed=i))
+        weights, slots, statistics, value = by_hand(
+            weights, statistics, slots, jax.random.fold_in(rng, i), batch(seed=i)
+        )
+        np.testing.assert_allclose(metrics["loss"], value, 1e-6)
+    close((state.trainables, state.non_trainables, state.optimizer), (weights, statistics, slots))
+    assert int(state.step) == 5 and int(state.skipped) == 0
+
+
+def test_a_step_compiles_once():
+    step = train.step(objective, OPTIMIZER)
+    state, _ = step(begun(step), batch())
+    batches = [batch(seed=i) for i in range(10)]
+
+    def ten():
+        nonlocal state
+        for each in batches:
+            state, _ = step(state, each)
+        jax.block_until_ready(state)
+
+    assert compilations(ten) == 0
+    assert len(step.once.compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda b: {**b, "x": b["x"][:7]}, r"batch/x was float32\[8, 5\] and is now float32\[7, 5\]"),
+        (lambda b: {**b, "y": b["y"].astype(jnp.int8)}, r"batch/y was int32\[8\] and is now int8\[8\]"),
+        (lambda b: {**b, "z": b["y"]}, r"batch/z was not there and is now int32\[8\]"),
+        (lambda b: {"x": b["x"], "id": b["id"]}, r"batch/y was int32\[8\] and is now not there"),
+    ],
+)
+def test_a_batch_that_would_compile_anew_is_refused_by_name_and_nothing_is_lost(other, words):
+    step = train.step(objective, OPTIMIZER)
+    state, _ = step(begun(step), batch())
+    with pytest.raises(train.Retraced, match=words):
+        step(state, other(batch()))
+    step(state, batch())  # not donated by the call that was refused
+
+
+def test_a_state_that_would_compile_anew_is_refused_by_name():
+    step = train.step(objective, OPTIMIZER)
+    state, _ = step(begun(step), batch())
+    head = {**state.trainables["head"], "bias": jnp.zeros(3, jnp.bfloat16)}
+    with pytest.raises(train.Retraced, match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\]"):
+        step(state._replace(trainables={**state.trainables, "head": head}), batch())
+
+
+def test_declared_signatures_compile_and_no_others():
+    step = train.step(objective, OPTIMIZER, compilations=2)
+    state = begun(step)
+    for size in (8, 16, 8, 16):
+        state, _ = step(state, batch(size))
+    assert len(step.once.compiled) == 2
+    with pytest.raises(train.Retraced, match=r"\[24, 5\].*compiles 2 times"):
+        step(state, batch(24))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_give_the_gradient_of_the_whole(masked):
+    model = mlax.Series(up=nn.Linear(16), tanh=mlax.F(jnp.tanh), head=nn.Linear(3))
+
+    def plain(batch, *variables, rng=None, inference_mode=False):
+        return objective(batch, *variables, rng=rng, inference_mode=inference_mode, model=model)
+
+    given = batch(16)
+    if masked:
+        given = {**given, "mask": jnp.arange(16) % 5 != 0}  # the parts do not weigh alike
+    found = []
+    for parts in (1, 2, 4):
+        step = train.step(plain, optim.SGD(0.1), accumulate=parts)
+        found.append(step(begun(step, model), given))
+    for state, metrics in found[1:]:
+        close(state.trainables, found[0][0].trainables, 1e-5, 1e-7)
+        close(metrics.numbers(), found[0][1].numbers(), 1e-5)
+
+
+def test_parts_must_divide_the_batch():
+    step = train.step(objective, OPTIMIZER, accumulate=3)
+    with pytest.raises(ValueError, match=r"accumulate is 3, but does not divide the batch: .*\[8"):
+        step(begun(step), batch())
+
+
+def test_many_steps_in_one_call_are_those_steps():
+    one, four = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER, many=4)
+    state = begun(one)
+    batches = [batch(seed=i) for i in range(4)]
+    losses = []
+    for each in batches:
+        state, metrics = one(state, each)
+        losses.append(metrics["loss"])
+    at_once, metrics = four(begun(four), jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+    close(at_once.trainables, state.trainables, 1e-4, 1e-6)
+    np.testing.assert_allclose(metrics["loss"], losses, 1e-5)
+    assert int(at_once.step) == 4
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
+    step = train.step(objective, OPTIMIZER)
+    state, _ = step(begun(step), batch())
+    before = jax.tree.map(jnp.copy, state)
+    state, metrics = step(state, {**batch(), "x": jnp.full((8, 5), jnp.nan)})
+    assert bool(metrics["skipped"]) and not np.isfinite(metrics["loss"])
+    assert same(state, before._replace(step=before.step + 1, skipped=before.skipped + 1))
+    state, metrics = step(state, batch())
+    assert not bool(metrics["skipped"]) and np.isfinite(metrics["loss"])
+
+
+def test_without_the_guard_such_a_step_is_taken():
+    step = train.step(objective, OPTIMIZER, guard=False)
+    state, metrics = step(begun(step), {**batch(), "x": jnp.full((8, 5), jnp.nan)})
+    assert "skipped" not in metrics
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainables))
+
+
+def test_a_scaled_loss_saves_gradients_that_float16_would_lose():
+    def tiny(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return (trainables["w"] * jnp.float16(1e-5)).astype(jnp.float16) * batch["x"], non_trainables
+
+    given = {"x": jnp.full((4,), 1e-4, jnp.float16)}
+    moved = {}
+    for scaling in (None, train.StaticScaling(2.0**12)):
+        step = train.step(tiny, optim.SGD(1e9), scaling=scaling)
+        state, _ = step(step.init(jax.random.key(0), {"w": jnp.ones((), jnp.float16)}), given)
+        moved[scaling] = 1 - float(state.trainables["w"])
+    assert moved[None] == 0  # 1e-9 is zero in float16
+    np.testing.assert_allclose(moved[train.StaticScaling(2.0**12)], 1, rtol=0.05)
+
+
+def test_a_dynamic_scale_halves_when_it_overflows_and_doubles_when_all_is_well():
+    step = train.step(objective, OPTIMIZER, scaling=train.DynamicScaling(scale=8.0, every=3))
+    state = begun(step)
+    scales = []
+    for i in range(8):
+        given = batch(seed=i)
+        state, metrics = step(state, {**given, "x": given["x"] * jnp.float32(jnp.inf)} if i == 4 else given)
+        scales.append(float(metrics["scale"]))
+    assert scales == [8, 8, 8, 16, 16, 8, 8, 8]
+    assert float(state.scaling["scale"]) == 16 and int(state.skipped) == 1
+
+
+def test_float16_trains_with_a_dynamic_scale():
+    model = dtypes.mixed_float16(MODEL)
+
+    def half(batch, *variables, rng=None, inference_mode=False):
+        return objective(batch, *variables, rng=rng, inference_mode=inference_mode, model=model)
+
+    step = train.step(half, OPTIMIZER, scaling=train.DynamicScaling())
+    state = begun(step, model)
+    losses = []
+    for each in feed(size=16).stream(stop=60):
+        state, metrics = step(state, each)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:5])
+
+
+@pytest.mark.parametrize("transformation", [optax.adam(1e-2), optax.scale_by_adam(), optax.sgd(0.1, momentum=0.9)])
+def test_an_optimizer_of_optax_works(transformation):
+    step = train.step(objective, optim.from_optax(transformation))
+    state, _ = step(begun(step), batch())
+    state, metrics = step(state, batch())
+    assert np.isfinite(metrics["loss"]) and int(state.step) == 2
+
+
+def test_optimizers_that_evaluate_more_often_are_given_the_loss():
+    step = train.step(objective, optim.SAM(optim.SGD(0.1)))
+    _, metrics = step(begun(step), batch())
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_layer_can_be_the_objective():
+    @mlax.frozen
+    class Classified(mlax.Composite):
+        model: mlax.Layer
+
+        def wire(self, sub, batch):
+            return optax.softmax_cross_entropy_with_integer_labels(sub.model(batch["x"]), batch["y"])
+
+    task = Classified(MODEL)
+    step = train.step(task.fwd, OPTIMIZER)
+    state = step.init(jax.random.key(1), *task.init(jax.random.key(0), batch()))
+    state, metrics = step(state, batch())
+    assert np.isfinite(metrics["loss"])
+
+
+def test_evaluation_weighs_every_example_alike_and_uses_the_averaged_weights():
+    step = train.step(objective, optim.Average(optim.SGD(0.1)))
+    state = begun(step)
+    for each in feed().stream(stop=7):
+        state, _ = step(state, each)
+    found = step.evaluation(state, train.Feed(arrays(), batch=8).epoch())  # 75 examples: the last batch is ragged
+    weights = step.optimizer.averaged(state.optimizer, state.trainables)
+    values, _ = objective(arrays(), weights, state.non_trainables, inference_mode=True)
+    np.testing.assert_allclose(found["loss"], np.mean(values["loss"]), 1e-5)
+    np.testing.assert_allclose(found["accuracy"], np.mean(values["accuracy"]), 1e-6)
+    assert not same(weights, state.trainables)
+
+
+def test_the_state_is_donated_and_the_callers_key_is_not():
+    step = train.step(objective, OPTIMIZER)
+    rng = jax.random.key(3)
+    state = step.init(rng, *MODEL.init(jax.random.key(0), batch()["x"]))
+    step(state, batch())
+    assert state.trainables["up"]["kernel"].is_deleted()
+    jax.random.split(rng)
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_a_state_over_eight_devices_stays_where_it_is_and_learns_the_same(spec):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto, devices=jax.devices("cpu"))
+    step, alone = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER)
+    state, single = begun(step), begun(alone)
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, _fitting(spec, leaf))), state)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    over = NamedSharding(mesh, P("data"))
+    for i in range(5):
+        given = batch(16, seed=i)
+        state, metrics = step(state, jax.device_put(given, over))
+        single, expected = alone(single, given)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b, state, placed))
+    close(metrics.numbers(), expected.numbers(), 1e-4)
+    close(state.trainables, single.trainables, 1e-4, 1e-6)
+    test = feed(size=16, sharding=over)
+    np.testing.assert_allclose(
+        step.evaluation(state, test.epoch())["loss"], alone.evaluation(single, feed(size=16).epoch())["loss"], 1e-4
+    )
+
+
+def _fitting(spec, leaf):
+    return spec if leaf.ndim and leaf.shape[0] % 8 == 0 else P()
+
+
+def test_a_step_that_cannot_fit_is_refused_before_the_state_is_given_up():
+    def greedy(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        big = jax.random.normal(rng, (1 << 20, 1 << 20))
+        return jnp.sort(big, axis=0).sum() * trainables["w"], non_trainables
+
+    step = train.step(greedy, optim.SGD(0.1))
+    state = step.init(jax.random.key(0), {"w": jnp.ones(())})
+    with pytest.raises(train.WouldNotFit, match=r"needs \d.* TiB more .* free; nothing was run.*accumulate=4"):
+        step(state, {"x": jnp.ones(3)})
+    assert not state.trainables["w"].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        (lambda v: v, TypeError, "must return a pair as `fwd` does"),
+        (lambda v: ({"accuracy": v}, None), KeyError, "accuracy, but no 'loss'"),
+        (lambda v: ({"loss": v.astype(jnp.int32)}, None), TypeError, r"loss is int32\[8\], but must be floating"),
+        (lambda v: ({"loss": v, "note": "good"}, None), TypeError, "'note' is a str, but must be an array"),
+        (lambda v: ({"loss": v[:3]}, None), ValueError, r"'loss' is float32\[3\], but the mask is bool\[8\]"),
+    ],
+)
+def test_what_an_objective_must_return_is_said(returned, error, words):
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return returned(trainables["w"] * batch["x"][:, 0])
+
+    step = train.step(objective, optim.SGD(0.1))
+    with pytest.raises(error, match=words):
+        step(step.init(jax.random.key(0), {"w": jnp.ones(())}), {**batch(), "mask": jnp.ones(8, bool)})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: train.step(objective, optax.adam(1e-3)), TypeError, "is no optimizer of mlax; wrap one of Optax"),
+        (lambda: train.step("loss", OPTIMIZER), TypeError, "must be a function like `fwd`"),
+        (lambda: train.step(objective, OPTIMIZER, many=0), ValueError, "many is 0, but must be an int of at least 1"),
+        (lambda: train.step(objective, OPTIMIZER, scaling=2.0), TypeError, r"pass train.DynamicScaling\(\)"),
+        (
+            lambda: train.step(objective, OPTIMIZER, scaling=train.DynamicScaling(), guard=False),
+            ValueError,
+            "guard must stay True",
+        ),
+        (lambda: train.DynamicScaling(factor=1.0), ValueError, "must be above 1"),
+        (lambda: train.step(objective, OPTIMIZER).init(7, {}), TypeError, "rng is 7, but must be a key"),
+    ],
+)
+def test_bad_options_are_refused_in_words(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_state_can_be_made_while_tracing():
+    step = train.step(objective, OPTIMIZER, scaling=train.DynamicScaling())
+
+    def made(rng):
+        return step.init(rng, *MODEL.init(rng, batch()["x"]))
+
+    shapes = jax.eval_shape(made, jax.random.key(0))
+    state = jax.jit(made)(jax.random.key(0))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), shapes
+    )
+    step(state, batch())
+
+
+def test_batches_of_several_shapes_can_be_evaluated():
+    step = train.step(objective, OPTIMIZER)
+    state = begun(step)
+    whole = step.evaluation(state, [batch(24)])
+    parts = step.evaluation(
+        state, [jax.tree.map(lambda leaf: leaf[:8], batch(24)), jax.tree.map(lambda leaf: leaf[8:], batch(24))]
+    )
+    assert whole == pytest.approx(parts, rel=1e-5)
+    assert step.evaluation(state, feed()) == step.evaluation(state, feed().epoch())
+
+
+def test_training_and_evaluation_draw_other_numbers():
+    def drawn(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return trainables["w"] * 0 + jax.random.uniform(rng), non_trainables
+
+    step = train.step(drawn, optim.SGD(0.1))
+    state = step.init(jax.random.key(0), {"w": jnp.ones(())})
+    evaluated = step.evaluation(state, [batch()])["loss"]
+    _, metrics = step(state, batch())
+    assert abs(evaluated - float(metrics["loss"])) > 1e-6
+
+
+def test_a_part_without_examples_spoils_no_mean_of_ones_own():
+    def own_mean(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        weights = batch["mask"].astype(jnp.float32)
+        return jnp.sum(trainables["w"] * batch["x"][:, 0] * weights) / jnp.sum(weights), non_trainables
+
+    given = {**batch(), "mask": jnp.arange(8) == 0}
+    found = []
+    for parts in (1, 2):
+        step = train.step(own_mean, optim.SGD(0.1), accumulate=parts)
+        _, metrics = step(step.init(jax.random.key(0), {"w": jnp.ones(())}), given)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found[0], found[1], 1e-6)
+
+
+def test_an_optimizer_that_evaluates_more_often_sees_the_same_parts():
+    sizes = []
+
+    def noting(batch, *variables, rng=None, inference_mode=False):
+        sizes.append(len(batch["x"]))
+        return objective(batch, *variables, rng=rng, inference_mode=inference_mode)
+
+    step = train.step(noting, optim.SAM(optim.SGD(0.1)), accumulate=4)
+    step(begun(step), batch())
+    assert set(sizes) == {2}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda step, state: step(batch(), state), TypeError, r"the state is a dict; call step\(state, batch\)"),
+        (lambda step, state: step.evaluation(state, batch()), TypeError, "a dict is no feed"),
+        (lambda step, state: step.evaluation(feed(), state), TypeError, r"call evaluation\(state, feed\)"),
+        (
+            lambda step, state: step.init(jax.random.key(0), MODEL.init(jax.random.key(0), batch()["x"])),
+            TypeError,
+            r"step.init\(rng, \*model.init\(...\)\)",
+        ),
+        (lambda step, state: (step(state, batch()), step(state, batch())), ValueError, r"state/.* was given up"),
+    ],
+)
+def test_wrong_calls_are_told_what_is_right(call, error, words):
+    step = train.step(objective, OPTIMIZER)
+    with pytest.raises(error, match=words):
+        call(step, begun(step))
+
+
+def test_one_array_in_two_places_is_refused_by_name():
+    shared = jnp.ones((3, 3))
+    with pytest.raises(ValueError, match=r"trainables/b and trainables/a are one array.*mlax.Tied"):
+        train.step(objective, OPTIMIZER).init(jax.random.key(0), {"a": shared, "b": shared})
+
+
+def test_many_steps_need_as_many_batches():
+    step = train.step(objective, OPTIMIZER, many=8)
+    with pytest.raises(ValueError, match=r"many is 8, so each array holds 8 batches.*feed.stream\(stacked=8\)"):
+        step(begun(step), {**batch(), "mask": jnp.ones(8, bool)})
+
+
+def test_non_trainables_that_change_are_named():
+    def drifting(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return trainables["w"] * batch["x"][:, 0], {"mean": non_trainables["mean"].astype(jnp.float32)}
+
+    step = train.step(drifting, optim.SGD(0.1))
+    state = step.init(jax.random.key(0), {"w": jnp.ones(())}, {"mean": jnp.ones(3, jnp.bfloat16)})
+    with pytest.raises(ValueError, match=r"mean: bfloat16\[3\], and returned float32\[3\]"):
+        step(state, batch())
+
+
+def test_names_that_the_log_uses_are_refused():
+    def clashing(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return {"loss": trainables["w"] * batch["x"][:, 0], "step": trainables["w"]}, non_trainables
+
+    step = train.step(clashing, optim.SGD(0.1))
+    with pytest.raises(ValueError, match="has a value 'step'"):
+        step(step.init(jax.random.key(0), {"w": jnp.ones(())}), batch())
