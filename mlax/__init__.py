@@ -3,18 +3,29 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mlax.core import *  # noqa: F403
-from mlax.core import __all__ as _core
-
 if TYPE_CHECKING:
-    from mlax import dtypes, nn, ops, optim
+    from mlax import dtypes, files, inspect, nn, ops, optim, train  # noqa: F401
+    from mlax.core import *  # noqa: F403
+
+_ROOMS = ("dtypes", "files", "inspect", "nn", "ops", "optim", "train")
 
 __version__ = "0.1.0"
-__all__ = [*_core, "dtypes", "nn", "ops", "optim"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """The other rooms, each loaded when it is first used."""
-    if name in ("dtypes", "nn", "ops", "optim"):
+    """The rooms, and the names of `core`, each loaded when it is first used: `mlax --help` needs no JAX."""
+    if name in _ROOMS:
         return importlib.import_module(f"mlax.{name}")
-    raise AttributeError(f"mlax has no {name!r}; it has {', '.join(__all__)}.")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"mlax has no {name!r}.")
+    core = importlib.import_module("mlax.core")
+    names = [*core.__all__, *_ROOMS]
+    if name not in ("__all__", *names):
+        raise AttributeError(f"mlax has no {name!r}; it has {', '.join(names)}.")
+    value = names if name == "__all__" else getattr(core, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __getattr__("__all__")

@@ -8,7 +8,17 @@ from pathlib import Path
 import mlax
 
 PACKAGE = Path(mlax.__file__).parent
-BELOW = {"core": set(), "ops": set(), "dtypes": {"core"}, "nn": {"core", "ops", "dtypes"}, "optim": {"core"}}
+BELOW = {
+    "core": set(),
+    "ops": set(),
+    "dtypes": {"core"},
+    "nn": {"core", "ops", "dtypes"},
+    "optim": {"core"},
+    "files": {"core"},
+    "inspect": {"core"},
+    "train": {"core", "dtypes", "files", "inspect", "optim"},
+    "cli": {"train"},
+}
 
 
 def rooms_imported(file):
@@ -27,7 +37,7 @@ def test_imports_point_one_way():
 
 
 def test_every_public_name_is_documented():
-    for room in ("", ".nn", ".ops", ".dtypes", ".optim"):
+    for room in ("", *(f".{room}" for room in BELOW)):
         module = importlib.import_module(f"mlax{room}")
         for name in module.__all__:
             value = getattr(module, name)

@@ -1,0 +1,133 @@
+"""Log: the metrics of every step, kept on the device and read rarely, one line each in metrics.jsonl."""
+
+import collections
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mlax.train._metrics import Metrics
+
+Record = dict[str, Any]
+
+TOGETHER = 8  # calls between two readings where several processes read
+
+
+class Log:
+    """What steps and evaluations gave. `add` never waits for the step it is given, only for the one before the last.
+
+    A line is `{"step": 12, "loss": 0.3, ...}` for a step, `{"step": 22, "evaluation": {...}}` for an evaluation and
+    `{"step": 13, "event": "..."}` for anything else. A disk that is full costs no step: lines wait until there is room.
+    """
+
+    def __init__(self, path: Path | None, *, many: int = 1, every: float = 0.25, ahead: int = 2):
+        self.path = path
+        self.many = many
+        self.every = every  # seconds between two readings
+        self.ahead = ahead
+        self.last: Record = {}
+        self.begun = time.monotonic()
+        self._read_at = 0.0
+        self._pending: collections.deque[tuple[int, Metrics]] = collections.deque()
+        self._lines: list[str] = []
+        self._complained = False
+        self._calls = 0
+
+    def add(self, step: int, metrics: Metrics) -> list[Record]:
+        """Take the metrics of the call that ended with `step`; give the records read by now, if it was time to read."""
+        metrics.packed.copy_to_host_async()  # begins when the step ends, so that reading has not to wait for it
+        self._pending.append((step, metrics))
+        if len(self._pending) > self.ahead:
+            self._pending[-1 - self.ahead][1].packed.block_until_ready()
+        self._calls += 1
+        # several processes must read at the same steps, since what they read may send all of them back to a checkpoint
+        early = time.monotonic() - self._read_at < self.every if jax.process_count() == 1 else self._calls % TOGETHER
+        if early:
+            return []
+        return self.read(keep=self.ahead)
+
+    def read(self, keep: int = 0) -> list[Record]:
+        """Read and write all but the last `keep` calls."""
+        taken = [self._pending.popleft() for _ in range(max(len(self._pending) - keep, 0))]
+        records = [record for step, metrics in taken for record in self._records(step, metrics.numbers())]
+        for record in records:
+            self.write(record)
+        if records:
+            self.last = records[-1]
+        self._read_at = time.monotonic()
+        self.flush()
+        return records
+
+    def write(self, record: Record) -> None:
+        """Add a line of one's own."""
+        stamped = {"step": record["step"], "seconds": round(time.monotonic() - self.begun, 3), **record}
+        self._lines.append(json.dumps(_plain(stamped)))
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        if self.path is None or not self._lines:
+            self._lines = []
+            return
+        try:
+            _append(self.path, "\n".join(self._lines) + "\n")
+        except OSError as error:
+            if not self._complained:
+                print(f"{self.path}: {error}; the lines are kept until they can be written", file=sys.stderr)
+            self._complained = True
+            return
+        self._lines = []
+
+    def _records(self, step: int, metrics: dict[str, np.ndarray]) -> Iterator[Record]:
+        for i in range(self.many):
+            values = {name: (value if self.many == 1 else value[i]).item() for name, value in metrics.items()}
+            yield {"step": step - self.many + 1 + i, **values}
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl; a last line that was cut off is left out."""
+    records: list[Record] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the records of steps beyond the one that training goes on from: they will be made again."""
+    if not path.exists():
+        return
+    records = read_records(path)
+    kept = [record for record in records if record["step"] <= step]
+    if len(kept) < len(records) or not path.read_bytes().endswith(b"\n"):  # a last line may have been cut off
+        new = path.with_suffix(".new")
+        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        new.replace(path)
+
+
+def _append(path: Path, text: str) -> None:
+    """Add the text, all of it or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(text.encode()) < len(text.encode()):
+                raise OSError(f"no room for {len(text)} bytes")
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _plain(value: Any) -> Any:
+    """The value in numbers that JSON has: null for what is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,333 @@
+"""The loop: it resumes to the bit, notes every step once, survives what comes, and leaves a report."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from mlax import files, optim, train
+from mlax.train._log import read_records
+from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective, same
+from tests.train.test_step import compilations
+
+STEP = train.step(objective, OPTIMIZER)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Matplotlib takes a second to load, so only the unbroken run draws."""
+    monkeypatch.setattr("mlax.train._run._has_matplotlib", lambda: False)
+
+
+def fitted(run, steps, *, step=STEP, data=None, **options):
+    test = train.Feed(arrays(30, seed=1), batch=8)
+    return train.fit(
+        step, begun(step), data or feed(), steps=steps, run=run, **{"evaluate": test, "show": False, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "unbroken"
+    return run, fitted(run, 40)
+
+
+def test_a_run_that_was_cut_ends_with_the_same_bits(unbroken, tmp_path):
+    for steps in (7, 13, 22, 40):  # in the middle of an epoch of 10
+        result = fitted(tmp_path / "cut", steps)
+    assert result.step == result.saved == 40
+    assert same(result.state, unbroken[1].state)
+    assert result.scores == unbroken[1].scores
+
+
+def test_every_step_is_noted_once_and_so_is_every_evaluation(unbroken, tmp_path):
+    for steps in (15, 40):
+        fitted(tmp_path / "cut", steps, save_every=10, evaluate_every=10)
+    for run in (unbroken[0], tmp_path / "cut"):
+        records = read_records(run / "metrics.jsonl")
+        assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
+        assert {10, 20, 30, 40} <= {r["step"] for r in records if "evaluation" in r}
+        assert len({r["step"] for r in records if "evaluation" in r}) == len([r for r in records if "evaluation" in r])
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)
+    assert {"step", "seconds", "loss", "accuracy", "gradient_norm", "rate", "skipped"} <= set(records[0])
+
+
+def test_records_beyond_the_step_that_is_resumed_are_made_again(tmp_path):
+    run = tmp_path / "run"
+    fitted(run, 10)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')  # noted, but killed before it was saved
+    fitted(run, 20)
+    steps = [r["step"] for r in read_records(run / "metrics.jsonl") if "loss" in r]
+    assert steps == list(range(1, 21))
+
+
+def test_the_folder_is_the_report(unbroken):
+    run, result = unbroken
+    for name in ("config.json", "metrics.jsonl", "curves.png", "report.md", "last.safetensors", "best.safetensors"):
+        assert (run / name).stat().st_size > 0, name
+    config = json.loads((run / "config.json").read_text())
+    assert config["steps"] == 40 and "AdamW" in config["step"] and "75 examples" in config["feed"]
+    assert "| 40 |" in (run / "report.md").read_text()
+    assert same(files.load(run / "last.safetensors")["trainables"], jax.device_get(result.state.trainables))
+    scores = {r["step"]: r["evaluation"]["loss"] for r in read_records(run / "metrics.jsonl") if "evaluation" in r}
+    assert train.Checkpoints(run / "checkpoints", best=train.Lowest("loss")).best() == min(scores, key=scores.get)
+
+
+def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
+    before = (unbroken[0] / "metrics.jsonl").read_text()
+    result = fitted(unbroken[0], 40)
+    assert same(result.state, unbroken[1].state)
+    assert (unbroken[0] / "metrics.jsonl").read_text() == before
+
+
+def test_nothing_compiles_after_the_first_step_and_evaluation(tmp_path):
+    fitted(None, 10)
+    assert compilations(lambda: fitted(tmp_path / "run", 30)) <= compilations(lambda: fitted(tmp_path / "other", 10))
+    assert len(STEP.once.compiled) == len(STEP.evaluation.once.compiled) == 1
+
+
+def test_many_steps_a_call_are_noted_one_by_one(tmp_path):
+    result = fitted(tmp_path / "run", 40, step=train.step(objective, OPTIMIZER, many=4))
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
+    assert result.step == 40 and int(result.state.step) == 40
+    with pytest.raises(ValueError, match="steps is 41, but must be a multiple of the 4 steps of one call"):
+        fitted(None, 41, step=train.step(objective, OPTIMIZER, many=4))
+
+
+def poisoned(steps):
+    """A feed whose batches of some steps hold what is not finite."""
+    clean = feed()
+    bad = {i for step in steps for i in clean.indices(step).tolist()}
+
+    def poison(batch, generator):
+        return {**batch, "x": np.where(np.isin(batch["id"], list(bad))[:, None], np.float32(np.nan), batch["x"])}
+
+    return feed(transform=poison), bad
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_path):
+    data, bad = poisoned([3])
+    result = fitted(tmp_path / "run", 10, data=data)
+    events = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
+    assert [(e["step"], set(e["ids"])) for e in events] == [(4, bad)]
+    assert int(result.state.skipped) == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.trainables))
+
+
+def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlax.train._watch.Skipping", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    data, _ = poisoned(range(3, 10))
+    with pytest.raises(train.Diverged, match=r"in steps \d+ to \d+, without exception.*Lower the rate"):
+        fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
+    events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
+    assert len([event for event in events if event.startswith("back to the weights of step")]) == 1
+
+
+def _impatient(feed, rollbacks):
+    from mlax.train._skipping import Skipping
+
+    return Skipping(feed, rollbacks=rollbacks, patience=4)
+
+
+def struck(number, at):
+    """A feed that sends this process a signal when it makes the batch of a step."""
+
+    def strike(batch, generator):
+        if int(batch["id"][0]) == first:
+            os.kill(os.getpid(), number)
+        return batch
+
+    first = int(feed().indices(at)[0])
+    return feed(transform=strike, ahead=1)
+
+
+def test_ctrl_c_saves_and_returns_and_the_rest_ends_with_the_same_bits(tmp_path, unbroken, capsys):
+    result = fitted(tmp_path / "run", 40, data=struck(signal.SIGINT, 5), show=True)
+    assert result.stopped == "SIGINT" and result.saved == result.step < 10
+    assert "go on with:" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert same(fitted(tmp_path / "run", 40).state, unbroken[1].state)
+
+
+def test_sigterm_saves_and_exits(tmp_path, unbroken):
+    with pytest.raises(SystemExit) as ended:
+        fitted(tmp_path / "run", 40, data=struck(signal.SIGTERM, 5))
+    assert ended.value.code == 143
+    assert 4 <= train.Checkpoints(tmp_path / "run" / "checkpoints").latest() <= 8
+    assert same(fitted(tmp_path / "run", 40).state, unbroken[1].state)
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
+    from mlax.train._run import Run
+
+    with Run(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
+        fitted(tmp_path / "run", 10)
+
+
+def test_it_says_what_is_trained_and_how_it_goes(tmp_path, capsys):
+    fitted(tmp_path / "run", 30, show=True, config={"width": 16})
+    out = capsys.readouterr().out
+    for words in ("AdamW", "75 examples", "all parameters", "width", "30/30", "steps/s", "finished: 30 of 30"):
+        assert words in out
+    fitted(tmp_path / "run", 40, show=True, config={"width": 17})
+    out = capsys.readouterr().out
+    assert "goes on from step 30" in out
+    assert "changed since this run began: width was 16 and is now 17" in out
+    with pytest.raises(ValueError, match=r"holds a finished run, 40 of 40 steps, of something else: width was 17"):
+        fitted(tmp_path / "run", 40, config={"width": 18})
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fitted(None, 10).saved is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_accumulation_over_batches_resumes_in_its_middle(tmp_path):
+    step = train.step(objective, optim.Accumulate(OPTIMIZER, 4))
+    whole = fitted(tmp_path / "whole", 30, step=step)
+    for steps in (6, 17, 30):
+        cut = fitted(tmp_path / "cut", steps, step=step)
+    assert same(cut.state, whole.state)
+
+
+def test_metrics_go_to_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    fitted(tmp_path / "run", 10, tensorboard=True)
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 0}, "steps is 0, but must be an int of at least 1"),
+        ({"steps": 10, "save_every": -1}, "save_every is -1"),
+        ({"steps": 10, "evaluate_every": 0}, "evaluate_every is 0"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        fitted(None, **options)
+
+
+def test_a_run_is_never_written_over(unbroken):
+    with pytest.raises(FileExistsError, match=r"holds a run at step 40.*choose another folder"):
+        fitted(unbroken[0], 50, resume=False)
+
+
+def test_a_signal_that_comes_while_waiting_for_data_loses_nothing(tmp_path):
+    import threading
+
+    asked = threading.Event()
+
+    def stall(batch, generator):
+        if int(batch["id"][0]) == first:
+            os.kill(os.getpid(), signal.SIGINT)
+            asked.wait(30)  # a disk that does not answer
+        return batch
+
+    first = int(feed().indices(6)[0])
+    result = fitted(tmp_path / "run", 40, data=feed(transform=stall, workers=1, ahead=1))
+    asked.set()
+    assert result.step == result.saved == 6
+
+
+def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, monkeypatch):
+    from mlax.train._run import Run
+
+    monkeypatch.setattr("mlax.train._run._has_matplotlib", lambda: True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with Run(tmp_path) as run:
+        run.draw(every=0.0)
+        under_way = run._drawing
+        run.draw(last=True)
+        assert under_way is not None and under_way.returncode is not None and under_way is not run._drawing
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
+    fitted(tmp_path / "run", 35, evaluate_every=10, save_every=5, keep=10)
+    saved = train.Checkpoints(tmp_path / "run" / "checkpoints", best=train.Lowest("loss"), keep=10)
+    assert saved.steps() == (5, 10, 15, 20, 25, 30, 35)
+    assert saved.best() in (10, 20, 30, 35)
+
+
+def test_going_back_goes_back_before_the_bad_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlax.train._watch.Skipping", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    data, _ = poisoned(range(3, 10))
+    with pytest.raises(train.Diverged):
+        fitted(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
+    events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
+    (back,) = [event for event in events if event.startswith("back")]
+    assert int(back.split()[-1]) <= 3
+
+
+def test_an_iterator_can_be_trained_on(tmp_path):
+    def made():
+        return iter([{name: array[i : i + 8] for name, array in arrays(40).items()} for i in range(0, 40, 8)])
+
+    result = fitted(tmp_path / "run", 20, data=train.Iterated(made))
+    assert result.step == 20
+
+
+def test_the_log_of_a_run_that_was_killed_before_its_first_save_has_no_step_twice(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
+    fitted(run, 10)
+    assert [r["step"] for r in read_records(run / "metrics.jsonl") if "loss" in r] == list(range(1, 11))
+
+
+def test_what_cannot_be_written_at_the_end_is_said_and_the_result_is_given(tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("mlax.train._weights.files.save", full)
+    assert fitted(tmp_path / "run", 10, show=True).saved == 10
+    assert "could not be written" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_left_as_it_is(unbroken):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in unbroken[0].iterdir() if path.name != "lock"}
+
+    before = times()
+    fitted(unbroken[0], 20)
+    assert times() == before
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda state: train.fit(state, STEP, feed(), steps=1), TypeError, "State is no step"),
+        (lambda state: train.fit(STEP, tuple(state), feed(), steps=1), TypeError, "tuple is no state"),
+        (lambda state: train.fit(STEP, state, arrays(), steps=1), TypeError, "feed is a dict"),
+        (lambda state: train.fit(STEP, state, feed(), steps=1, evaluate=[1]), TypeError, "evaluate is a list"),
+        (
+            lambda state: train.fit(STEP, state, feed(), steps=1, best=train.Lowest("loss")),
+            TypeError,
+            "best needs a feed",
+        ),
+        (
+            lambda state: train.fit(
+                train.step(objective, OPTIMIZER),
+                state,
+                feed(),
+                steps=1,
+                evaluate=feed(),
+                best=train.Highest("acuracy"),
+                show=False,
+            ),
+            KeyError,
+            "the objective gives loss, accuracy",
+        ),
+    ],
+)
+def test_wrong_calls_of_fit_are_told_what_is_right(call, error, words):
+    with pytest.raises(error, match=words):
+        call(begun(STEP))

@@ -1,0 +1,74 @@
+"""Two processes that train as one, on this machine, with simulated devices."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlax import files
+from tests.faults.children import Forks, launch, records, steps_saved, weights
+
+STEPS = 12
+TWO = ("-n", 2, "--devices", 2)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of a run of two processes of two devices, and of one process of four; and what the first said."""
+    parent = tmp_path_factory.mktemp("processes")
+    argv = ("--steps", STEPS, "--fsdp")
+    two = launch("--run", parent / "two", *argv, options=(*TWO, "--restarts", 0))
+    with Forks() as fork:
+        one = fork("--run", parent / "one", *argv, "--devices", 4)
+        assert one.ended() == 0, one.said
+    assert two.ended() == 0, two.said
+    return parent / "two", parent / "one", two.said
+
+
+def test_two_processes_give_the_numbers_of_one(runs):
+    two, one, _ = runs
+    mine, theirs = (files.load(folder / "last.safetensors") for folder in (two, one))
+    for room in theirs:
+        for part in theirs[room]:
+            for name, leaf in theirs[room][part].items():
+                np.testing.assert_allclose(mine[room][part][name], leaf, rtol=2e-5, atol=2e-6, err_msg=f"{part}/{name}")
+    mine, theirs = records(two), records(one)
+    assert list(mine) == list(theirs) == list(range(1, STEPS + 1))
+    for step in mine:
+        assert mine[step]["mean_id"] == theirs[step]["mean_id"] and mine[step]["codes"] == theirs[step]["codes"]
+        assert mine[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-5)
+
+
+def test_two_processes_evaluate_as_one(runs):
+    def scores(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [line["evaluation"] for line in lines if "evaluation" in line]
+
+    mine, theirs = scores(runs[0]), scores(runs[1])
+    assert len(mine) == len(theirs) == 2
+    assert mine[-1] == pytest.approx(theirs[-1], rel=1e-5)
+
+
+def test_only_the_first_process_prints(runs):
+    assert any(line.startswith("[0] finished: 12 of 12 steps") for line in runs[2])
+    said = [line for line in runs[2] if line.startswith("[1]") and "peer ranks" not in line]  # that is Gloo
+    assert not said
+
+
+def test_the_folder_is_written_once_and_the_checkpoints_in_pieces(runs):
+    two, one, _ = runs
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    assert steps_saved(two) == steps_saved(one)
+    pieces = list((two / "checkpoints" / f"step-{STEPS:08d}").glob("arrays-*"))
+    assert len(pieces) == 2
+    assert json.loads((two / "config.json").read_text())["processes"] == 2
+
+
+def test_a_killed_process_is_named_and_the_restart_reaches_the_same_weights(runs, tmp_path):
+    fault = ("--process", 1, "--at", 7, "--phase", "after a step", "--fault", 9)
+    child = launch("--run", tmp_path / "killed", "--steps", STEPS, "--fsdp", *fault, options=(*TWO, "--restarts", 1))
+    assert child.ended() == 0, child.said
+    died, again = [line for line in child.said if line.startswith("mlax launch: ")]
+    assert "process 1 (pid " in died and "was ended by SIGKILL, at step 7, after a step" in died
+    assert "restart 1 of at most 1" in again
+    assert weights(tmp_path / "killed") == weights(runs[0])
