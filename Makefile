@@ -4,19 +4,22 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test thorough lint matrix bench references clean
+.PHONY: help demo test thorough faults lint matrix bench references clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and predictions in runs/digits
-	$(RUN)python examples/digits.py
+	$(RUN)mlax demo
 
 test: $(VENV)/.ready lint  ## check style and types, then run all tests
 	$(RUN)pytest -n 2 --dist worksteal
 
 thorough: $(VENV)/.ready  ## run all tests, and every row of the catalogue in every dtype
 	$(RUN)pytest -n 2 --dist worksteal --thorough
+
+faults: $(VENV)/.ready  ## kill, stop, corrupt, fill up and resize trainings, and count what survives
+	$(RUN)python -m tests.faults
 
 lint: $(VENV)/.ready
 	$(RUN)ruff check .

@@ -1,0 +1,193 @@
+"""`mlax doctor`: what works on this machine, a line for each thing, and what to do where something does not."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlax
+from mlax.cli._cache import cache_folder
+
+EXTRAS = {
+    "optax": "losses, and other optimizers",
+    "rich": "progress",
+    "tyro": "options from a dataclass",
+    "matplotlib": "curves",
+    "tensorboardX": "TensorBoard",
+    "grain": "its data loaders",
+    "datasets": "Hugging Face datasets",
+    "orbax-checkpoint": "its checkpoints",
+    "scikit-learn": "the data of the examples",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    ok: bool
+    what: str
+    words: str
+    needed: bool = True  # whether the machine is unwell without it
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.ok else 'no':4}{self.what:28}{self.words}"
+
+
+def run() -> int:
+    """Print all findings; the status is 1 if something that mlax needs does not work."""
+    well = True
+    for finding in _findings():
+        print(finding, flush=True)
+        well = well and (finding.ok or not finding.needed)
+    return 0 if well else 1
+
+
+def _findings() -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding(True, f"Python {version}", sys.executable)
+    yield Finding(True, f"mlax {mlax.__version__}", str(Path(mlax.__file__).parent))
+    for name in ("jax", "jaxlib", "numpy"):
+        yield _version(name, "", needed=True)
+    for name, purpose in EXTRAS.items():
+        yield _version(name, purpose, needed=False)
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:
+        words = str(error).splitlines()[0]
+        yield Finding(
+            False, "devices", f"{words}; install the JAX of your accelerator: https://docs.jax.dev/installation"
+        )
+        return
+    for device in devices:
+        yield _computes(device)
+    yield from _dtypes(devices[0])
+    yield _tried("pinned_host memory", lambda: _pinned(devices[0]), "weights and slots cannot be kept on the host")
+    yield _tried("cuDNN attention", lambda: _cudnn(devices[0]), "attention uses XLA's own, which is slower")
+    yield _cache()
+    yield _loopback()
+
+
+def _version(name: str, purpose: str, *, needed: bool) -> Finding:
+    try:
+        return Finding(True, f"{name} {importlib.metadata.version(name)}", purpose, needed)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(False, name, f"not installed; for {purpose}: pip install {name}", needed)
+
+
+def _computes(device: Any) -> Finding:
+    """A product of matrices on this device: that it is right, and how long it takes."""
+    import jax
+    import jax.numpy as jnp
+
+    what = f"{device.platform} {device.id}"
+    try:
+        x = jax.device_put(jnp.ones((512, 512), jnp.float32), device)
+        product = jax.jit(lambda x: x @ x)
+        right = bool((product(x) == 512).all())
+        began = time.perf_counter()
+        product(x).block_until_ready()
+        took = time.perf_counter() - began
+    except Exception as error:
+        return Finding(False, what, str(error).splitlines()[0])
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    memory = "" if limit is None else f"{limit / 2**30:.1f} GiB, {stats.get('bytes_in_use', 0) / 2**30:.1f} in use, "
+    return Finding(right, what, f"{device.device_kind}, {memory}512 x 512 product in {1e3 * took:.2f} ms")
+
+
+def _dtypes(device: Any) -> Iterator[Finding]:
+    """Whether a product of each dtype is computed; float64 is behind a switch of JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    for name in ("float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+
+        def product(name: str = name) -> str:
+            with jax.enable_x64(name == "float64"):
+                x = jax.device_put(jnp.ones((32, 32), name), device)
+                y = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32 if "8_" in name else None))(x)
+                if not bool((y.astype(jnp.float32) == 32).all()):
+                    raise ArithmeticError("a product is wrong")
+            return "by jax.config.update('jax_enable_x64', True)" if name == "float64" else ""
+
+        yield _tried(name, product, "use another dtype on this device")
+
+
+def _pinned(device: Any) -> str:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    there = jax.device_put(jnp.arange(8), SingleDeviceSharding(device, memory_kind="pinned_host"))
+    back = jax.device_put(there, SingleDeviceSharding(device, memory_kind=device.default_memory().kind))
+    if not bool((back == jnp.arange(8)).all()):
+        raise ArithmeticError("what was put there did not come back")
+    return "weights and slots can be kept on the host"
+
+
+def _cudnn(device: Any) -> str:
+    import jax
+    import jax.numpy as jnp
+
+    if device.platform != "gpu":
+        raise NotImplementedError("only on NVIDIA GPUs")
+    x = jax.device_put(jnp.ones((1, 64, 2, 64), jnp.bfloat16), device)
+    jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(x).block_until_ready()
+    return "attention in bfloat16 and float16 uses it"
+
+
+def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
+    try:
+        return Finding(True, what, attempt(), needed=False)
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0][:100]
+        return Finding(False, what, f"{otherwise} ({first})", needed=False)
+
+
+def _cache() -> Finding:
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding(
+            False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a folder that can be written", False
+        )
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return Finding(True, "compilation cache", f"{folder}, {size / 2**20:.0f} MiB; it may be deleted at any time", False)
+
+
+_SCRIPT = """
+import jax
+from jax.experimental import multihost_utils
+found = multihost_utils.process_allgather(jax.numpy.int32(jax.process_index() + 1))
+assert found.sum() == 3, found
+"""
+
+
+def _loopback() -> Finding:
+    """Two processes of this machine that add two numbers."""
+    what = "two processes"
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "two.py"
+        script.write_text(_SCRIPT)
+        command = [sys.executable, "-m", "mlax", "launch", "-n", "2", "--restarts", "0", str(script)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # two processes cannot share one GPU
+        began = time.monotonic()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+        except subprocess.TimeoutExpired:
+            return Finding(False, what, "no answer within 120 s; does a firewall block localhost?", needed=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+        return Finding(False, what, f"`mlax launch` failed: {last[:200]}", needed=False)
+    return Finding(True, what, f"started, added and ended in {time.monotonic() - began:.1f} s", needed=False)

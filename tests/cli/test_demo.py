@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from mlax.cli import _demo, main
+from mlax.cli._demo import examples
+from mlax.cli._folders import free_folder
+
+
+def run(folder, steps, *saved):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"steps": steps}))
+    for step in saved:
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
+
+
+def test_every_example_is_listed_with_what_it_does(capsys):
+    assert main(["demo", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(examples())
+    assert any(line.startswith("digits") and "handwritten digits" in line for line in lines)
+
+
+def test_an_example_that_is_not_there_is_an_error_that_names_those_that_are():
+    with pytest.raises(SystemExit, match=r"there is no example 'digit'; there are .*digits"):
+        main(["demo", "digit"])
+
+
+def test_a_folder_that_is_new_or_empty_is_taken(tmp_path):
+    assert free_folder(tmp_path / "digits") == (tmp_path / "digits", "")
+    (tmp_path / "digits").mkdir()
+    assert free_folder(tmp_path / "digits") == (tmp_path / "digits", "")
+
+
+def test_a_finished_run_stays_and_the_next_goes_beside_it(tmp_path):
+    run(tmp_path / "digits", 20, 10, 20)
+    folder, words = free_folder(tmp_path / "digits")
+    assert folder == tmp_path / "digits-2" and "finished" in words and "digits-2" in words
+    run(tmp_path / "digits-2", 20, 20)
+    assert free_folder(tmp_path / "digits")[0] == tmp_path / "digits-3"
+
+
+def test_an_unfinished_run_goes_on(tmp_path):
+    run(tmp_path / "digits", 20, 5, 10)
+    folder, words = free_folder(tmp_path / "digits")
+    assert folder == tmp_path / "digits" and "going on from step 10 of 20" in words
+
+
+def test_of_several_runs_in_a_folder_one_that_is_unfinished_is_enough(tmp_path):
+    run(tmp_path / "mixed" / "float32", 20, 20)
+    run(tmp_path / "mixed" / "bfloat16", 20)
+    folder, words = free_folder(tmp_path / "mixed")
+    assert folder == tmp_path / "mixed" and "bfloat16 is unfinished" in words
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "thesis.tex").touch()
+    assert free_folder(tmp_path / "digits")[0] == tmp_path / "digits-2"
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch, capsys):
+    """Run an example whose folder is `tmp_path / "digits"`; gives what it said."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it was")
+    (tmp_path / "digits.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    steps: int = 20\n"
+        f"    run: str = {str(tmp_path / 'digits')!r}\n"
+        "def main(config: Config):\n    print(config.steps, config.run)\n"
+    )
+    monkeypatch.setattr(_demo, "examples", lambda: {"digits": tmp_path / "digits.py"})
+
+    def demonstrated(*args):
+        assert main(["demo", *args]) == 0
+        return capsys.readouterr().out.replace(str(tmp_path), "").splitlines()
+
+    return demonstrated
+
+
+def test_a_demo_after_a_finished_one_says_where_it_goes(demo, tmp_path):
+    assert demo() == ["20 /digits"]
+    run(tmp_path / "digits", 20, 20)
+    said = ["/digits is finished and stays as it is; this run goes to /digits-2", "30 /digits-2"]
+    assert demo("digits", "--steps", "30") == said
+
+
+def test_a_folder_that_the_user_names_is_taken_as_it_is(demo, tmp_path):
+    run(tmp_path / "digits", 20, 20)
+    assert demo("digits", "--run", "here") == ["20 here"]

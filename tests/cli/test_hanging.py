@@ -1,0 +1,90 @@
+from mlax.cli._beats import Beat, Beats
+from mlax.cli._hanging import Hanging
+
+
+class Worker:
+    """A process that is what the test says it is."""
+
+    def __init__(self, index):
+        self.index, self.status, self.state, self.beat = index, None, "S", None
+        self.beats = self
+
+    def read(self):
+        return self.beat
+
+    def says(self, count, step, phase):
+        self.beat = Beat(count, step, phase)
+
+    def __str__(self):
+        return f"process {self.index}"
+
+
+def watched(count=2, hang=20, patience=100):
+    now = [0.0]
+    workers = [Worker(index) for index in range(count)]
+    hanging = Hanging(workers, hang, patience, lambda: now[0])
+
+    def after(seconds):
+        now[0] += seconds
+        return hanging.look()
+
+    return workers, after
+
+
+def test_a_beat_is_read_as_it_was_written(tmp_path):
+    reading, writing = Beats(tmp_path / "beats"), Beats(tmp_path / "beats")
+    assert reading.read() is None
+    writing.write(3, "step")
+    writing.write(4, "waiting for data")
+    assert reading.read() == (2, 4, "waiting for data")
+
+
+def test_the_one_furthest_behind_hangs_when_nothing_moves():
+    (first, second), after = watched()
+    first.says(9, 3, "step")
+    second.says(8, 3, "waiting for data")
+    assert after(0) is None and after(19) is None
+    hung = after(2)
+    assert hung.process is second
+    assert "furthest behind, at step 3, waiting for data; process 0 at step 3, step" in hung.why
+
+
+def test_nobody_hangs_while_anybody_moves():
+    (first, second), after = watched()
+    second.says(1, 1, "step")
+    for count in range(1, 10):
+        first.says(count, count, "step")
+        assert after(15) is None
+
+
+def test_compiling_and_saving_may_take_longer():
+    (first, second), after = watched()
+    for worker, count in ((first, 2), (second, 1)):
+        worker.says(count, 0, "compiling")
+    assert after(0) is None and after(99) is None
+    assert after(2).process is second
+
+
+def test_a_script_that_never_beats_does_not_hang():
+    _, after = watched()
+    assert after(10_000) is None
+
+
+def test_a_stopped_process_hangs_whatever_the_others_do():
+    (first, second), after = watched()
+    first.state = "T"
+    for count in range(1, 20):
+        second.says(count, count, "step")
+        assert after(1) is None
+    assert after(2).process is first
+    first.state = "S"
+    assert after(1) is None
+
+
+def test_a_process_that_has_ended_does_not_hang():
+    (first, second), after = watched()
+    first.says(5, 5, "ending")
+    first.status = 0
+    second.says(9, 5, "step")
+    assert after(0) is None
+    assert after(21).process is second

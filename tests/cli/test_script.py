@@ -1,0 +1,76 @@
+import sys
+
+import pytest
+
+from mlax.cli import main
+
+CONFIG = '''
+"""Train something."""
+from __future__ import annotations
+import dataclasses
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What can be chosen."""
+    steps: int = 3  # how many
+    rate: float = 0.1
+
+def main(config: Config):
+    print("trained", config)
+
+if __name__ == "__main__":
+    raise RuntimeError("this is not run")
+'''
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it was")
+
+    def write(text):
+        (tmp_path / "script.py").write_text(text)
+        return str(tmp_path / "script.py")
+
+    return write
+
+
+def test_the_fields_of_a_dataclass_are_options(script, capsys):
+    assert main(["train", script(CONFIG), "--steps", "7"]) == 0
+    assert capsys.readouterr().out == "trained Config(steps=7, rate=0.1)\n"
+
+
+def test_help_of_a_script_shows_its_fields(script, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", script(CONFIG), "--help"])
+    words = capsys.readouterr().out
+    assert all(word in words for word in ("Train something.", "--steps", "how many", "--rate", "0.1"))
+
+
+def test_another_script_is_run_as_python_would(script, capsys):
+    text = "import sys\nassert __name__ == '__main__'\nprint(sys.argv[1:])"
+    assert main(["train", script(text), "--steps", "7"]) == 0
+    assert capsys.readouterr().out == "['--steps', '7']\n"
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"there is no script .*nowhere\.py"):
+        main(["train", str(tmp_path / "nowhere.py")])
+
+
+def test_what_is_compiled_is_kept_for_the_next_process(script, tmp_path, monkeypatch, capsys):
+    import jax
+
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (*names, "jax_persistent_cache_min_entry_size_bytes"):
+        monkeypatch.setenv(name.upper(), "")  # so that it is put back afterwards
+        monkeypatch.delenv(name.upper())
+    try:
+        main(["train", script("import jax; print(jax.config.jax_compilation_cache_dir)")])
+        assert capsys.readouterr().out.strip() == str(tmp_path / "mlax" / "compiled")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
