@@ -1,0 +1,173 @@
+"""Train a transformer to write Python, one byte at a time, on the source of Python's own standard library.
+
+    python examples/characters.py [--steps 1400] [--run runs/characters]     # or: mlax train examples/characters.py
+
+takes 5.5 minutes on two CPU cores and needs 1.73 to 1.74 bits for each byte of files that it has never seen, over two
+seeds (Python 3.12; with --context 256 --batch 8 it is 1.70, in 6.5 minutes). Then it writes a little Python of its own,
+in one compiled program. The text comes with Python: nothing is downloaded.
+"""
+
+import dataclasses
+import functools
+import math
+import sysconfig
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mlax
+from mlax import nn, optim, train
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that can be chosen; each field is an option on the command line."""
+
+    steps: int = 1400
+    batch: int = 16  # windows of the text in a step
+    context: int = 128  # bytes in a window
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    rate: float = 0.02  # of the matrices, by Muon; a quarter of it for all else, by AdamW
+    seed: int = 0  # of the weights, the order of the windows and the sample
+    sample: int = 600  # bytes to write in the end
+    run: str | None = "runs/characters"  # the folder to fill
+
+
+@mlax.frozen
+class Block(mlax.Composite):
+    """Let each byte look at those before it, then think about what it saw: (b, t, d) to (b, t, d)."""
+
+    width: int
+    heads: int
+    cache: int | None = None
+
+    def parts(self):
+        return {
+            "norm1": nn.RMSNorm(),
+            "attend": nn.MultiHeadAttention(
+                self.heads, causal=True, rotary=nn.Rotary(), qk_norm=nn.RMSNorm(), bias=False, cache=self.cache
+            ),
+            "norm2": nn.RMSNorm(),
+            "think": nn.MLP((4 * self.width, self.width), bias=False),
+        }
+
+    def wire(self, sub, x):
+        x = x + sub.attend(sub.norm1(x))
+        return x + sub.think(sub.norm2(x))
+
+
+@mlax.frozen
+class Writer(mlax.Composite):
+    """Say what byte comes next: (b, t) bytes to (b, t, 256) logits.
+
+    With a `cache` for that many bytes each call goes on from the calls before it. The weights are the same.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    cache: int | None = None
+
+    def parts(self):
+        block = Block(self.width, self.heads, self.cache)
+        return {
+            "embed": nn.Embed(256, self.width, table_init=mlax.Normal(1.0)),
+            "blocks": mlax.Repeat(block, self.depth, mode="unroll"),
+            "norm": nn.RMSNorm(),
+            "head": nn.Linear(256, bias=False),
+        }
+
+    def wire(self, sub, x):
+        return sub.head(sub.norm(sub.blocks(sub.embed(x))))
+
+
+def corpus(limit=8_000_000):
+    """Python's standard library as two arrays of bytes: text to train on, and text of other files to test on."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "lib2to3", "pydoc_data"}
+    names = [path.relative_to(folder) for path in folder.rglob("*.py")]
+    names = [name for name in names if not left_out & {*name.parts}]
+    names.sort(key=lambda name: zlib.crc32(name.as_posix().encode()))  # mixed, but the same on every machine
+
+    def read(names, limit):
+        text = b"".join((folder / name).read_bytes() for name in names)
+        return np.frombuffer(text[:limit], np.uint8)
+
+    held_out = len(names) // 16
+    return read(names[held_out:], limit), read(names[:held_out], limit // 40)
+
+
+def windows(text, context):
+    """The text as rows of context + 1 bytes, each ending with the byte that the next begins with: no copy is made."""
+    return np.lib.stride_tricks.sliding_window_view(text, context + 1)[::context]
+
+
+def learn(model, optimizer, config):
+    """Train `model` to guess each byte from those before it; gives what `train.fit` gives."""
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        text = batch["text"].astype(jnp.int32)  # (b, t + 1)
+        logits, non_trainables = model.fwd(
+            text[:, :-1], trainables, non_trainables, rng=rng, inference_mode=inference_mode
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])  # (b, t)
+        return {"loss": losses, "bits_per_byte": losses / math.log(2)}, non_trainables
+
+    text, unseen = corpus()
+    feed = train.Feed({"text": windows(text, config.context)}, config.batch, seed=config.seed)
+    test = train.Feed({"text": windows(unseen, config.context)}, 64)
+    step = train.step(objective, optimizer)
+    weights_rng, rng = jax.random.split(jax.random.key(config.seed))
+    state = step.init(rng, *model.init(weights_rng, feed.example["text"]))
+    often = max(1, config.steps // 4)
+    return train.fit(
+        step, state, feed, steps=config.steps, run=config.run, evaluate=test, evaluate_every=often, config=config
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "length"))
+def write(model, trainables, prompt, rng, length, temperature=0.8):
+    """Go on from `prompt` (b, t) for `length` bytes, (b, length): one program, and no byte is looked at twice."""
+    decoder = dataclasses.replace(model, cache=prompt.shape[1] + length)
+    _, cache = decoder.init(rng, prompt)  # an empty cache; the weights are those trained
+    logits, cache = decoder.fwd(prompt, trainables, cache, inference_mode=True)
+
+    def next_byte(carry, rng):
+        logits, cache = carry
+        byte = jax.random.categorical(rng, logits / temperature)  # (b,)
+        logits, cache = decoder.fwd(byte[:, None], trainables, cache, inference_mode=True)
+        return (logits[:, -1], cache), byte
+
+    _, written = jax.lax.scan(next_byte, (logits[:, -1], cache), jax.random.split(rng, length))
+    return written.T
+
+
+def spoken(write, model, trainables, config, prompt=b"class "):
+    """What `write` goes on with from `prompt`, as text."""
+    start = jnp.asarray(np.frombuffer(prompt, np.uint8)[None], jnp.int32)
+    written = write(model, trainables, start, jax.random.key(config.seed), config.sample)
+    return (prompt + bytes(np.asarray(written[0], np.uint8))).decode(errors="replace")
+
+
+def main(config: Config) -> dict[str, float]:
+    """Train, test and write; gives the scores on unseen files."""
+    model = Writer(config.width, config.depth, config.heads)
+    rate = optim.WarmupCosine(config.rate, warmup=config.steps // 20, total=config.steps)
+    matrices = ("blocks/**/kernel",)
+    rest = optim.AdamW(optim.Scaled(rate, 0.25), b2=0.99)
+    optimizer = optim.Muon(rate, matrices=matrices, stacked=matrices, rest=rest)
+    fitted = learn(model, optim.ClipGlobalNorm(optimizer, 1.0), config)
+    print(spoken(write, model, fitted.state.trainables, config))
+    return dict(fitted.scores)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Config))

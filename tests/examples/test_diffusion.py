@@ -1,0 +1,85 @@
+"""The drawing of digits, small and trained for a few steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from numpy.testing import assert_allclose
+
+from mlax import train
+from tests.examples.example import example
+
+SMALL = {
+    "steps": 500,
+    "batch": 128,
+    "width": 96,
+    "depth": 2,
+    "rate": 5e-3,
+    "average": 0.98,
+    "dropout": 0.0,
+    "moves": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Where a short run wrote, its scores, and its step."""
+    diffusion, folder, steps = example("diffusion"), tmp_path_factory.mktemp("runs") / "diffusion", []
+    make = train.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "step", lambda *given: steps.append(make(*given)) or steps[-1])
+        scores = diffusion.main(diffusion.Config(**SMALL, guidance=3.0, drawn=400, run=str(folder)))
+    (step,) = steps
+    return folder, scores, step
+
+
+def test_a_few_steps_draw_digits_that_are_mostly_those_asked_for(run):
+    _, scores, _ = run
+    assert scores["right"] > 0.4
+    assert scores["real_right"] > 0.98
+
+
+def test_the_picture_shows_a_hundred_digits(run):
+    folder, _, _ = run
+    picture = imread(folder / "digits.png")
+    assert picture.shape[:2] == (600, 600)
+    assert np.std(picture[..., :3]) > 0.05
+
+
+def test_training_and_testing_are_compiled_once_each(run):
+    _, _, step = run
+    assert len(step.once.compiled) == 1
+    assert len(step.evaluation.once.compiled) == 1
+
+
+def test_a_drawing_follows_the_flow_from_noise_to_the_image():
+    """With a flow that leads straight to an image, any number of moves arrives there."""
+    diffusion = example("diffusion")
+    model = diffusion.Painter(8, 1, 0.0)
+    x = {"image": jnp.zeros((2, 8, 8)), "time": jnp.zeros(2), "digit": jnp.zeros(2, jnp.int32)}
+    trainables, _ = model.init(jax.random.key(0), x)  # its last map begins as zeros: the flow is its bias
+    trainables["out"]["bias"] = jnp.full(64, 0.25)
+    noise = jax.random.normal(jax.random.key(1), (3, 8, 8))
+    for moves in (1, 5):
+        drawn = diffusion.draw(model, trainables, jnp.arange(3), jax.random.key(1), 2.0, moves)
+        assert_allclose(drawn, jnp.clip(noise + 0.25, -1, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_copies_of_what_was_trained_on_are_neither_new_nor_various():
+    diffusion = example("diffusion")
+    data, test = diffusion.load()
+    copies = diffusion.judge(data, data, test)
+    assert copies["right"] > 0.99 and copies["novelty"] < 1e-3 and copies["variety"] == pytest.approx(1.0)
+    first = [np.flatnonzero(data["digit"] == digit)[0] for digit in range(10)]
+    one_each = {name: np.repeat(array[first], 40, axis=0) for name, array in data.items()}
+    assert diffusion.judge(one_each, data, test)["variety"] < 1e-3
+
+
+@pytest.mark.thorough
+def test_a_whole_run_draws_what_is_asked_for(tmp_path):
+    diffusion = example("diffusion")
+    scores = diffusion.main(diffusion.Config(run=str(tmp_path)))
+    assert scores["right"] > 0.99
+    assert scores["novelty"] > 0.85
+    assert scores["variety"] > 0.78

@@ -1,0 +1,29 @@
+"""The three precisions beside each other, for a few epochs and whole; only with `--thorough`."""
+
+import pytest
+
+from tests.examples.conftest import compilations_after_the_first_step, loaded
+
+mixed = loaded("mixed_precision")
+
+
+@pytest.mark.thorough
+def test_narrow_numbers_learn_as_well_and_keep_less(tmp_path, events, capsys):
+    scores = mixed.main(mixed.Config(steps=66, width=8, run=str(tmp_path)))
+    printed = capsys.readouterr().out
+    for name in ("bfloat16", "float16"):
+        assert abs(scores[f"{name}_accuracy"] - scores["float32_accuracy"]) < 0.05
+        assert scores[f"{name}_kept"] < 0.7 * scores["float32_kept"]
+        assert f"not in {name}, those of norm and the output:" in printed
+    assert scores["float32_accuracy"] > 0.9
+    assert scores["float32_skipped"] == scores["bfloat16_skipped"] == 0 < scores["float16_skipped"] < 20
+    assert "all operations are in float32" in printed
+    for i in range(3):
+        ends = [0, *(n + 1 for n, event in enumerate(events) if event == "fitted")]
+        assert compilations_after_the_first_step(events[ends[i] : ends[i + 1]]) == 0
+
+
+@pytest.mark.thorough
+def test_all_three_read_985_in_a_thousand_rightly(tmp_path):
+    scores = mixed.main(mixed.Config(run=str(tmp_path)))
+    assert min(scores[f"{name}_accuracy"] for name in ("float32", "bfloat16", "float16")) > 0.985

@@ -1,0 +1,38 @@
+"""The ResNet on MNIST, for two epochs and smaller; whole with `--thorough`."""
+
+import numpy as np
+import pytest
+
+from tests.examples.conftest import compilations_after_the_first_step, loaded
+
+mnist = loaded("mnist_resnet")
+
+
+def test_two_epochs_read_most_test_images_rightly_and_compile_nothing_after_the_first_step(tmp_path, events):
+    config = mnist.Config(epochs=2, widths=(8, 16), rate=1e-2, run=str(tmp_path / "mnist"))
+    assert mnist.main(config)["accuracy"] > 0.8
+    assert compilations_after_the_first_step(events) == 0
+
+
+@pytest.mark.thorough
+def test_more_than_985_in_a_thousand_test_images_are_read_rightly(tmp_path):
+    assert mnist.main(mnist.Config(run=str(tmp_path / "mnist")))["accuracy"] > 0.985
+
+
+def test_there_are_100_test_images_of_each_digit_and_none_is_trained_on():
+    data, test = mnist.load()
+    assert np.bincount(data["digit"]).tolist() == [400] * 10
+    assert np.bincount(test["digit"]).tolist() == [100] * 10
+    seen = {image.tobytes() for image in data["image"]}
+    assert not any(image.tobytes() in seen for image in test["image"])
+
+
+def test_an_image_that_is_moved_by_nothing_stays_as_it_is():
+    import jax
+
+    data, _ = mnist.load()
+    images = data["image"][::500].astype(np.float32) / 255
+    np.testing.assert_allclose(mnist.moved(images, jax.random.key(0), 0.0, 0.0), images, atol=1e-5)
+    other = mnist.moved(images, jax.random.key(0), 0.2, 2.0)
+    assert np.abs(other - images).mean() > 0.02
+    np.testing.assert_allclose(other.mean(), images.mean(), rtol=0.2)
