@@ -1,0 +1,149 @@
+"""The training that faults happen to: dropout, BatchNorm, and an optimizer that gathers several batches.
+
+A script for `python`, `mlax train` and `mlax launch`. It trains over all devices of all processes, and can be made
+slow, to hang or to die, in any phase. The metrics tell which examples a step saw.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mlax
+from mlax import nn, optim, train
+from mlax.train import _beat, _run
+
+EXAMPLES, FEATURES, CLASSES, BATCH = 120, 16, 4, 16
+
+
+def model():
+    return mlax.Series(
+        up=nn.Linear(32, bias=False),  # a bias before a norm has a gradient of rounding errors alone
+        norm=nn.BatchNorm(),
+        gelu=mlax.F(jax.nn.gelu),
+        drop=nn.Dropout(0.2),
+        head=nn.Linear(CLASSES),
+    )
+
+
+def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+    logits, non_trainables = model().fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1)[:, 0]
+    seen = {"mean_id": batch["id"].astype(jnp.float32), "codes": (batch["id"] ** 2 % 127).astype(jnp.float32)}
+    return {"loss": losses, "accuracy": logits.argmax(-1) == batch["y"], **seen}, non_trainables
+
+
+def data():
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    y = (x[:, :CLASSES] @ numbers.normal(size=(CLASSES, CLASSES))).argmax(-1).astype(np.int32)
+    return {"x": x, "y": y, "id": np.arange(EXAMPLES, dtype=np.int32)}
+
+
+def setup(fsdp=False, slow=0.0):
+    """The step, the state and the feeds, over all devices that there are."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def slowed(batch, generator):
+        time.sleep(slow)
+        return batch
+
+    over = NamedSharding(mesh, PartitionSpec("data"))
+    feed = train.Feed(data(), BATCH, seed=3, sharding=over, transform=slowed if slow else None, workers=1, ahead=1)
+    test = train.Feed(data(), 40, sharding=over)
+    step = train.step(objective, optim.Accumulate(optim.AdamW(3e-3), 3))
+
+    def place(leaf):
+        split = fsdp and leaf.ndim and leaf.shape[0] % jax.device_count() == 0
+        return jax.device_put(leaf, over if split else NamedSharding(mesh, PartitionSpec()))
+
+    variables = jax.tree.map(place, model().init(jax.random.key(0), jnp.zeros((BATCH, FEATURES))))
+    return step, step.init(jax.random.key(1), *variables), feed, test
+
+
+class Faults:
+    """Hears the beats of `fit`, which tell where it is: prints them, drags a phase out, makes one thing happen."""
+
+    def __init__(self, options):
+        self.options = options
+        self.said = set()
+
+    def __call__(self, step, phase):
+        options = self.options
+        if options.say and (step, phase) not in self.said:
+            self.said.add((step, phase))
+            print(f"at {step} {phase}", flush=True)
+        if options.drag and phase == options.drag_phase:
+            time.sleep(options.drag)
+        here = options.process == jax.process_index() and step == options.at and phase == options.phase
+        if here and not os.path.exists(f"{options.run}.happened"):
+            Path(f"{options.run}.happened").touch()
+            if options.fault == "sleep":
+                time.sleep(1000)
+            os.kill(os.getpid(), int(options.fault))
+
+
+def parsed(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--devices", type=int, help="simulated ones; `mlax launch` has an option for it")
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--evaluate-every", type=int, default=10)
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds to make a batch")
+    parser.add_argument("--slow-disk", type=float, default=0.0, help="seconds more of each fsync")
+    parser.add_argument("--drag", type=float, default=0.0, help="seconds more of each beat of a phase")
+    parser.add_argument("--drag-phase", default="step")
+    parser.add_argument("--say", action="store_true", help="print each beat")
+    parser.add_argument("--digest", action="store_true", help="print hashes of the state restored and left")
+    parser.add_argument("--process", type=int, help="which process something happens to, once")
+    parser.add_argument("--at", type=int, default=0, help="at which step")
+    parser.add_argument("--phase", default="step", help="and in which phase")
+    parser.add_argument("--fault", help="what: sleep, or the number of a signal")
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    options = parsed(argv)
+    if options.devices:
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    _run._has_matplotlib = lambda: False  # pictures take longer than the training
+    _beat.heard_by(Faults(options))
+    if options.slow_disk:
+        fsync = os.fsync
+        os.fsync = lambda number: (time.sleep(options.slow_disk), fsync(number))
+    step, state, feed, test = setup(options.fsdp, options.slow)
+    if options.digest and (found := train.Checkpoints(f"{options.run}/checkpoints")).latest() is not None:
+        print("restored", digest(found.restore(state).tree), flush=True)
+    fitted = train.fit(
+        step,
+        state,
+        feed,
+        steps=options.steps,
+        run=options.run,
+        evaluate=test,
+        evaluate_every=options.evaluate_every,
+        save_every=options.save_every,
+    )
+    if options.digest:
+        print("left", digest(fitted.state), flush=True)
+
+
+def digest(state):
+    """A hash of all bits of a state, wherever they are."""
+    state = state._replace(rng=jax.random.key_data(state.rng))
+    whole = jax.tree.map(lambda leaf: np.asarray(multihost_utils.process_allgather(leaf, tiled=True)), state)
+    return hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(whole))).hexdigest()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
