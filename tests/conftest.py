@@ -29,6 +29,19 @@ def dtype(request):
         yield request.param
 
 
+HASTY = ("contract", "core", "dtypes", "nn", "ops", "optim")
+
+
+@pytest.fixture(autouse=True)
+def compiled_in_haste(request):
+    """Leave out the costly passes of the compiler where thousands of small programs are compiled.
+
+    With `--thorough` everything is compiled as users compile it.
+    """
+    haste = request.path.parent.name in HASTY and not request.config.getoption("--thorough")
+    jax.config.update("jax_disable_most_optimizations", haste)
+
+
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="every row of the catalogue in every dtype")
 

@@ -1,7 +1,8 @@
 """Runs a contract test over every row of the catalogue, and in every floating dtype where it asks for one.
 
-Second and further rows of a layer are held only to what they compute, in one dtype, the one in which most goes wrong,
-and a few are left out. With `--thorough` every row is held to everything.
+What is computed is computed in float32 and bfloat16, and traced in all dtypes. Second and further rows of a layer are
+held only to what they compute, in one dtype, the one in which most goes wrong; a few are left out. With `--thorough`
+every row is held to everything in every dtype.
 """
 
 import pytest
@@ -21,5 +22,6 @@ def pytest_itemcollected(item):
         return
     held = "reference" in item.name or item.path.name == "test_dtypes.py"
     further = " " in name and (not held or parameters.get("dtype", "bfloat16") != "bfloat16")
-    if further or ROWS[name].thorough:
+    rare = item.path.name != "test_dtypes.py" and parameters.get("dtype") in ("float16", "float64")
+    if further or rare or ROWS[name].thorough:
         item.add_marker("thorough")

@@ -39,6 +39,23 @@ def test_the_block_of_the_readme_runs():
     assert mlax.get(trainables, "blocks/up/kernel").shape == (12, 64, 256)
 
 
+def test_the_training_of_the_readme_learns_and_resumes(tmp_path, monkeypatch):
+    import jax
+    import jax.numpy as jnp
+
+    import mlax
+    from mlax import nn, optim
+
+    monkeypatch.chdir(tmp_path)
+    model = mlax.Series(hidden=nn.Linear(32), tanh=mlax.F(jnp.tanh), head=nn.Linear(1))
+    scope = {"model": model, "optim": optim, "jax": jax, "jnp": jnp, "x": jnp.linspace(-3, 3, 256)[:, None]}
+    exec(blocks("README.md")[2], scope)
+    assert scope["result"].scores["loss"] < 0.1
+    again = dict(scope)
+    exec(blocks("README.md")[2], again)
+    assert again["result"].scores == scope["result"].scores
+
+
 def test_the_layer_of_contributing_keeps_its_word(tmp_path):
     """The ten-minute layer is put where the page says, row and all, and held to the contract."""
     ops_file, layer_file, row, _ = blocks("CONTRIBUTING.md")

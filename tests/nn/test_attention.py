@@ -97,7 +97,7 @@ def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
         close(grad, saved[f"grad/{name}"])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sizes=st.tuples(*(st.integers(low, high) for low, high in ((0, 2), (1, 8), (1, 8), (1, 2), (1, 3), (1, 4)))),
     causal=st.booleans(),

@@ -14,7 +14,7 @@ from mlax import nn, ops
 RNG = jax.random.key(0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     features=st.integers(1, 5),
@@ -30,7 +30,7 @@ def test_linear_is_a_matrix_product_for_any_rank_and_size(shape, features, bias)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(shape=st.lists(st.integers(1, 5), min_size=2, max_size=4), count=st.integers(1, 3))
 def test_layer_norm_normalises_over_its_axes(shape, count):
     axes = tuple(range(-min(count, len(shape) - 1), 0))

@@ -134,7 +134,7 @@ CELLS = [
 ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     which=st.integers(0, len(CELLS) - 1),
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
