@@ -134,7 +134,8 @@ def fit(
 
 def _end(folder: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
     if not stopped:
-        return f"finished: {at} of {steps} steps  {in_words(scores)}"
+        where = "" if folder.folder is None else f"\nreport, curves and weights are in {folder.folder}"
+        return f"finished: {at} of {steps} steps  {in_words(scores)}{where}"
     words = f"stopped by {stopped} after step {at} of {steps}"
     if folder.folder is None:
         return f"{words}; nothing was saved, since no run folder was given"
