@@ -3,9 +3,9 @@
     python examples/characters.py [--steps 1400] [--run runs/characters]     # or: mlax train examples/characters.py
 
 takes 5.5 minutes on two CPU cores and needs 1.73 to 1.74 bits for each byte of files that it has never seen, over two
-seeds (Python 3.12; with --context 256 --batch 8 it is 1.70, in 6.5 minutes). The settings were chosen on the same files,
-so that is a little kind. Then it writes some Python of its own, in one compiled program. The text comes with Python:
-nothing is downloaded.
+seeds (Python 3.12; with --context 256 --batch 8 it is 1.70, in 6.5 minutes). The settings were chosen on the same
+files, so that is a little kind. Then it writes some Python of its own, in one compiled program. The text comes with
+Python: nothing is downloaded.
 """
 
 import dataclasses

@@ -3,9 +3,10 @@
     python examples/mnist_resnet.py [--epochs 30] [--seed 0] [--run runs/mnist_resnet]
 
 It trains on 4,000 images, in about 2 minutes on two CPU cores, and reads 98.9 to 99.0% of the other 1,000 rightly,
-over two seeds (the number of epochs was chosen by the same 1,000). Two things are new beside digits.py. The network has state: the running statistics of its batch
-normalisation come back from `fwd` as the new `non_trainables`, and nothing more has to be done about them. And each
-image is turned, scaled and moved at random, on the device, inside of the objective. Nothing is downloaded.
+over two seeds (the number of epochs was chosen by the same 1,000). Two things are new beside digits.py. The network has
+state: the running statistics of its batch normalisation come back from `fwd` as the new `non_trainables`, and nothing
+more has to be done about them. And each image is turned, scaled and moved at random, on the device, inside of the
+objective. Nothing is downloaded.
 """
 
 import dataclasses
