@@ -7,8 +7,8 @@ float32 with AdamW. All libraries begin with the same weights and see the same b
 are compared, so that all do the same work. Each has the loop that its documentation shows (train_peers); mlax has a
 plain loop around `train.step`, with its guard against what is not finite, and `train.fit`. Then:
 
-- the loop's own cost: `train.fit`, with a bar, a log and a run folder, should take at most 2% longer than a bare loop
-  around the same step of 10 ms;
+- the loop's own cost: what `train.fit`, with a bar, a log and a run folder, does for each step beyond what a bare loop
+  does should take at most 2% of a step of 10 ms;
 - the stall of a checkpoint: `Checkpoints.save` should take at most 5 ms more than copying the arrays off the device.
 """
 
@@ -30,7 +30,7 @@ from side_by_side import Process, in_turns, seconds, serve, show, verdict
 RATE, DECAY, DEPTH, HEADS, CHANNELS = 1e-3, 0.01, 4, 4, 32
 STEPS = {"digits": 60, "characters": 8}  # in a turn
 PEERS = {"Flax": "of_flax", "Equinox": "of_equinox"}
-LIMIT, STALL = 0.02, 5e-3
+PACE, LIMIT, STALL = 10e-3, 0.02, 5e-3
 
 
 def main(torch_python: str | None, rounds: int) -> None:
@@ -47,13 +47,18 @@ def main(torch_python: str | None, rounds: int) -> None:
         print(verdict(f"{name}: train.step is no slower than the fastest of the others ({ratio:.2f})", ratio <= 1.05))
 
     bare, fitted = overhead(rounds)
-    cost = statistics.median(f / b for b, f in zip(bare, fitted, strict=True)) - 1
+    more = [f - b for b, f in zip(bare, fitted, strict=True)]
     show(
-        f"The loop around a step, median of {2 * rounds} turns",
-        ("loop", "a step", ""),
-        [("bare", seconds(statistics.median(bare)), ""), ("train.fit", seconds(statistics.median(fitted)), "")],
+        f"What a loop does for a step beside computing it, median of {2 * rounds} turns",
+        ("loop", "a step", "lowest to highest"),
+        [
+            (name, seconds(statistics.median(turns)), f"{seconds(min(turns))} to {seconds(max(turns))}")
+            for name, turns in (("bare", bare), ("train.fit", fitted))
+        ],
     )
-    print(verdict(f"train.fit costs {cost:.2%} of a step of 10 ms, at most {LIMIT:.0%}", cost <= LIMIT))
+    cost, low, high = (each / PACE for each in (statistics.median(more), min(more), max(more)))
+    words = f"{cost * PACE * 1e3:.3f} ms, {cost:.2%} of a step of {PACE * 1e3:.0f} ms ({low:.2%} to {high:.2%})"
+    print(verdict(f"train.fit adds {words}, at most {LIMIT:.0%}", cost <= LIMIT))
 
     size, copied, saved = stall(rounds)
     more = statistics.median(s - c for c, s in zip(copied, saved, strict=True))
@@ -235,34 +240,59 @@ def quiet() -> Any:
     return contextlib.redirect_stdout(Terminal())
 
 
+class Paced(Clocked):
+    """A feed that waits, then hands out a batch that lies on the device, and notes how long the loop keeps it."""
+
+    def __init__(self, feed: Any):
+        super().__init__(feed)
+        with feed.stream(0, 1) as batches:
+            (self.held,) = batches
+
+    def stream(self, start: int, stop: int, **options: Any) -> Any:
+        self.steps_left, self.times = stop - start, []
+        return contextlib.nullcontext(self)
+
+    def __iter__(self) -> Any:
+        for _ in range(self.steps_left):
+            time.sleep(PACE)
+            start = time.perf_counter()
+            yield self.held
+            self.times.append(time.perf_counter() - start)
+
+    def position(self) -> Any:
+        return {"step": 0}
+
+    def a_step(self) -> float:
+        """The seconds that the loop keeps a batch, once it is in its stride."""
+        return statistics.mean(self.times[len(self.times) // 5 :])
+
+
 def overhead(rounds: int) -> tuple[list[float], list[float]]:
-    """The seconds of a step of about 10 ms in a bare loop and in `train.fit`, turn by turn."""
+    """The seconds that a bare loop and `train.fit` keep each batch of a step that computes next to nothing.
+
+    A step as long as what is asked about would drown it in its own noise. So the step is tiny and the feed waits for
+    10 ms before each batch: `fit` reads its metrics and draws its bar as often as beside a step of that length. The
+    batch is always the same one, ready on the device, in both loops: what a feed costs is in benchmarks/feed.py, and a
+    loop that waits for its feed would hide its own work in that time. The bare loop waits for nothing.
+    """
     import jax
 
-    import mlax
     from mlax import nn, train
 
-    model = mlax.Series(nn.MLP((512, 512, 512)), nn.Linear(10))
     rng = np.random.default_rng(0)
+    source = {"x": rng.standard_normal((64, 16), np.float32), "y": rng.integers(0, 10, 64, np.int32)}
+    feed = Paced(train.Feed(source, 8, seed=0))
+    step, state = own_step(nn.Linear(10), feed.example["x"])
+    held = {"state": state}
 
-    def prepared(batch):
-        source = {
-            "x": rng.standard_normal((4 * batch, 256), np.float32),
-            "y": rng.integers(0, 10, 4 * batch, np.int32),
-        }
-        feed = Clocked(train.Feed(source, batch, seed=0))
-        step, state = own_step(model, feed.example["x"])
-        return feed, step, {"state": state}
-
-    def bare(steps=300):
+    def bare(steps=250):
         with feed.stream(0, steps) as batches:
             for batch in batches:
-                held["state"], metrics = step(held["state"], batch)
-                held["before"], held["now"] = held.get("now", metrics), metrics
-                jax.block_until_ready(held["before"]["loss"])  # so that it does not run further ahead than fit
+                held["state"], _ = step(held["state"], batch)
+        jax.block_until_ready(held["state"])
         return feed.a_step()
 
-    def fitted(steps=300):
+    def fitted(steps=250):
         done = int(held["state"].step)
         with quiet(), tempfile.TemporaryDirectory() as folder:
             held["state"] = train.fit(
@@ -270,9 +300,6 @@ def overhead(rounds: int) -> tuple[list[float], list[float]]:
             ).state
         return feed.a_step()
 
-    feed, step, held = prepared(64)
-    bare(20)
-    feed, step, held = prepared(max(8, int(64 * 10e-3 / bare(20))))
     bare(20), fitted(20)
     found = in_turns({"bare": bare, "fit": fitted}, rounds=2 * rounds)
     return found["bare"], found["fit"]
@@ -281,13 +308,18 @@ def overhead(rounds: int) -> tuple[list[float], list[float]]:
 def stall(rounds: int) -> tuple[int, list[float], list[float]]:
     """The bytes of a checkpoint, and the seconds of copying it to the host and of saving it, turn by turn."""
     import jax
+    import jax.numpy as jnp
 
     from mlax import train
 
-    leaves = [jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(24)]
-    tree = jax.block_until_ready({f"{i}": leaf for i, leaf in enumerate(leaves)})
+    tree = {f"{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(24)}
+
+    def fresh():
+        """The same values in other arrays: JAX remembers what it has brought to the host."""
+        return jax.block_until_ready(jax.tree.map(jnp.copy, tree))
 
     def copy():
+        leaves = jax.tree.leaves(fresh())
         start = time.perf_counter()
         for leaf in leaves:
             leaf.copy_to_host_async()
@@ -300,16 +332,16 @@ def stall(rounds: int) -> tuple[int, list[float], list[float]]:
         checkpoints, numbers = train.Checkpoints(folder, keep=1), iter(range(10**6))
 
         def save():
-            number = next(numbers)
+            number, state = next(numbers), fresh()
             start = time.perf_counter()
-            checkpoints.save(number, tree)
+            checkpoints.save(number, state)
             took = time.perf_counter() - start
             checkpoints.wait()
             return took
 
         copy(), save()
         found = in_turns({"copy": copy, "save": save}, rounds=2 * rounds)
-    return sum(leaf.nbytes for leaf in leaves), found["copy"], found["save"]
+    return sum(leaf.nbytes for leaf in tree.values()), found["copy"], found["save"]
 
 
 def peer(name: str, folder: str) -> None:

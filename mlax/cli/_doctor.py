@@ -70,7 +70,7 @@ def _findings() -> Iterator[Finding]:
         yield _computes(device)
     yield from _dtypes(devices[0])
     yield _tried("pinned_host memory", lambda: _pinned(devices[0]), "weights and slots cannot be kept on the host")
-    yield _tried("cuDNN attention", lambda: _cudnn(devices[0]), "attention uses XLA's own, which is slower")
+    yield _cudnn(devices[0])
     yield _cache()
     yield _loopback()
 
@@ -87,6 +87,8 @@ def _computes(device: Any) -> Finding:
     import jax
     import jax.numpy as jnp
 
+    from mlax.inspect._sizes import gib
+
     what = f"{device.platform} {device.id}"
     try:
         x = jax.device_put(jnp.ones((512, 512), jnp.float32), device)
@@ -99,7 +101,7 @@ def _computes(device: Any) -> Finding:
         return Finding(False, what, str(error).splitlines()[0])
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
-    memory = "" if limit is None else f"{limit / 2**30:.1f} GiB, {stats.get('bytes_in_use', 0) / 2**30:.1f} in use, "
+    memory = "" if limit is None else f"{gib(limit)}, {gib(stats.get('bytes_in_use', 0))} in use, "
     return Finding(right, what, f"{device.device_kind}, {memory}512 x 512 product in {1e3 * took:.2f} ms")
 
 
@@ -133,15 +135,20 @@ def _pinned(device: Any) -> str:
     return "weights and slots can be kept on the host"
 
 
-def _cudnn(device: Any) -> str:
+def _cudnn(device: Any) -> Finding:
     import jax
     import jax.numpy as jnp
 
+    what = "cuDNN attention"
     if device.platform != "gpu":
-        raise NotImplementedError("only on NVIDIA GPUs")
-    x = jax.device_put(jnp.ones((1, 64, 2, 64), jnp.bfloat16), device)
-    jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(x).block_until_ready()
-    return "attention in bfloat16 and float16 uses it"
+        return Finding(False, what, "only on NVIDIA GPUs; attention uses XLA's own", needed=False)
+
+    def attention() -> str:
+        x = jax.device_put(jnp.ones((1, 64, 2, 64), jnp.bfloat16), device)
+        jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(x).block_until_ready()
+        return "attention in bfloat16 and float16 uses it"
+
+    return _tried(what, attention, "attention uses XLA's own, which is slower")
 
 
 def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
@@ -153,6 +160,8 @@ def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
 
 
 def _cache() -> Finding:
+    from mlax.inspect._sizes import gib
+
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +172,7 @@ def _cache() -> Finding:
             False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a folder that can be written", False
         )
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Finding(True, "compilation cache", f"{folder}, {size / 2**20:.0f} MiB; it may be deleted at any time", False)
+    return Finding(True, "compilation cache", f"{folder}, {gib(size)}; it may be deleted at any time", False)
 
 
 _SCRIPT = """

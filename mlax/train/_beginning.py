@@ -46,8 +46,8 @@ def settled(folder: Run, parts: Mapping[str, Any], at: int, steps: int) -> list[
     changed = folder.changed(parts)
     if changed and at >= steps:
         raise ValueError(
-            f"fit: {folder.folder} holds a finished run, {at} of {steps} steps, of something else: "
-            f"{'; '.join(changed)}. Choose another folder for this one."
+            f"fit: {folder.folder} holds a finished run, {at} of {steps} steps, of something else "
+            f"({'; '.join(changed)}); choose another folder for this one."
         )
     if at < steps:
         folder.settle(parts)

@@ -38,6 +38,17 @@ def draw_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     temporary.replace(path)
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, if it is there; a last line that was cut off is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
 def _names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     found: dict[str, None] = {"loss": None}
     for records in runs.values():
@@ -74,15 +85,5 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return smooth
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # a line that is being written
-            continue
-    return records
-
-
 if __name__ == "__main__":
-    draw_curves(Path(sys.argv[1]), {Path(name).parent.name: _read(Path(name)) for name in sys.argv[2:]})
+    draw_curves(Path(sys.argv[1]), {Path(name).parent.name: read_records(Path(name)) for name in sys.argv[2:]})

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mlax.train._curves import read_records
 from mlax.train._metrics import Metrics
 
 Record = dict[str, Any]
@@ -31,7 +32,6 @@ class Log:
         self.many = many
         self.every = every  # seconds between two readings
         self.ahead = ahead
-        self.last: Record = {}
         self.begun = time.monotonic()
         self._read_at = 0.0
         self._pending: collections.deque[tuple[int, Metrics]] = collections.deque()
@@ -58,8 +58,6 @@ class Log:
         records = [record for step, metrics in taken for record in self._records(step, metrics.numbers())]
         for record in records:
             self.write(record)
-        if records:
-            self.last = records[-1]
         self._read_at = time.monotonic()
         self.flush()
         return records
@@ -87,17 +85,6 @@ class Log:
         for i in range(self.many):
             values = {name: (value if self.many == 1 else value[i]).item() for name, value in metrics.items()}
             yield {"step": step - self.many + 1 + i, **values}
-
-
-def read_records(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; a last line that was cut off is left out."""
-    records: list[Record] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
 
 
 def cut_after(path: Path, step: int) -> None:

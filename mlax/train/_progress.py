@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from mlax.train._memory import gib
+from mlax.inspect._sizes import gib
 
 QUIET = ("skipped", "gradient_norm", "scale", "step", "seconds")  # not worth room on a line
 
@@ -42,11 +42,6 @@ class Progress:
             self.bar.console.print(words, markup=False, highlight=False)
         elif self.plain:
             print(words, flush=True)
-
-    def phase(self, words: str) -> None:
-        """Show what is done at the moment, if it is not a step."""
-        self.bar.update(self.task, description=words)
-        self.bar.refresh()
 
     def clock(self, step: int) -> float | None:
         """Note that `step` is done; give the steps a second of late, or None the first time."""

@@ -4,20 +4,22 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
+import itertools
 import json
+import operator
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
-from mlax.train._log import read_records
+from mlax.train._curves import read_records
 
 
 class Run:
@@ -77,7 +79,8 @@ class Run:
                 keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
                 words += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
             else:
-                words.append(f"{name} was {old} and is now {new}")
+                was, is_now = _apart(str(old), str(new))
+                words.append(f"{name} was {was} and is now {is_now}")
         return words
 
     def draw(self, *, every: float = 60.0, last: bool = False) -> None:
@@ -150,6 +153,21 @@ def _plain(value: Any) -> Any:
         with contextlib.suppress(TypeError):
             return dataclasses.asdict(value)
     return value if isinstance(value, dict | int | float | str | bool) else repr(value)
+
+
+def _apart(old: str, new: str) -> Iterator[str]:
+    """Two texts without what they share at either end, but for two words that lead to the difference."""
+    texts = old.split(), new.split()
+    head = _shared(*texts)
+    tail = _shared(*(text[head:][::-1] for text in texts))
+    head = max(head - 2, 0)
+    for text in texts:
+        yield " ".join(["..."] * (head > 0) + text[head : len(text) - tail] + ["..."] * (tail > 0))
+
+
+def _shared(old: list[str], new: list[str]) -> int:
+    """With how many equal words two texts begin."""
+    return sum(itertools.accumulate(map(operator.eq, old, new), operator.and_))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
