@@ -20,6 +20,7 @@ class Accumulate(Around):
     Slot: gathered, their sum, in `dtype`. The steps that schedules inside see are those that are taken.
     """
 
+    elementwise = True
     every: int = 1
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
@@ -38,6 +39,8 @@ class Accumulate(Around):
         gathered = {path: slots["gathered"][path] + g for path, g in grads.items()}
         inner = {name: slot for name, slot in slots.items() if name != "gathered"}
         moment = dataclasses.replace(now, step=now.step // self.every)
+        if now.in_pieces:
+            moment = dataclasses.replace(moment, total=_refuse)
 
         def taken(_: Any) -> tuple[Any, Any, Any]:
             means = {path: g * (1 / self.every) for path, g in gathered.items()}
@@ -52,3 +55,10 @@ class Accumulate(Around):
 
         new, after, gathered = lax.cond(now.step % self.every == self.every - 1, taken, waited, None)
         return Advanced(new, {**after, "gathered": gathered})
+
+
+def _refuse(amount: jax.Array) -> jax.Array:
+    raise ValueError(
+        "Accumulate: an optimizer inside adds up over all leaves (ClipGlobalNorm, say), which cannot wait for a "
+        "condition while leaves are in host memory; put it around Accumulate, or take train.step(accumulate=...)."
+    )

@@ -15,6 +15,7 @@ class AdaBelief(Leafwise):
     Slots: mean, surprise. Algorithm 2 of https://arxiv.org/abs/2010.07468
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

@@ -16,6 +16,7 @@ class Adadelta(Leafwise):
     Slots: square, of the gradients; change, the mean square of the steps. Algorithm 1 of https://arxiv.org/abs/1212.5701
     """
 
+    elementwise = True
     rate: Rate = 1.0
     b2: Beta = 0.9
     eps: Amount = 1e-6

@@ -15,6 +15,7 @@ class Adagrad(Leafwise):
     Slot: total. https://jmlr.org/papers/v12/duchi11a.html
     """
 
+    elementwise = True
     rate: Rate
     start: float = 0.0
     eps: Amount = 1e-10

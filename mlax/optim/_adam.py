@@ -19,6 +19,7 @@ class Adam(Leafwise):
     Slots: mean, square. Algorithm 1 of https://arxiv.org/abs/1412.6980
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

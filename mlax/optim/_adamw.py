@@ -15,6 +15,7 @@ class AdamW(Leafwise):
     Algorithm 2 of https://arxiv.org/abs/1711.05101
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

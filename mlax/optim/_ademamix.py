@@ -18,6 +18,7 @@ class AdEMAMix(Leafwise):
     Slots: mean, slow, square. Algorithm 1 of https://arxiv.org/abs/2409.03137
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

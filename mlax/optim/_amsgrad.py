@@ -17,6 +17,7 @@ class AMSGrad(Leafwise):
     Slots: mean, square, largest. Algorithm 2 of https://openreview.net/forum?id=ryQu7f-RZ, with Adam's corrections.
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 
 from mlax.core import DType, frozen
-from mlax.optim._all_leaves import scalar
+from mlax.core._all_leaves import scalar
+from mlax.core._wide import widest
 from mlax.optim._around import Around
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Beta
 from mlax.optim._optimizer import Advanced
 from mlax.optim._slot import Slot
-from mlax.optim._wide import widest
 
 
 @frozen
@@ -20,6 +20,7 @@ class Average(Around):
     trace: the exponential one is corrected as Adam's are. Slot: average, in `dtype`. https://doi.org/10.1137/0330046
     """
 
+    elementwise = True
     decay: Beta | None = 0.999
     start: int = 0
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim._all_leaves import global_norm, scalar
+from mlax.core._all_leaves import inner, scalar
 from mlax.optim._around import Around
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount
@@ -15,6 +15,7 @@ from mlax.optim._optimizer import Flat
 class ClipValue(Around):
     """Each number of a gradient between -`limit` and `limit`."""
 
+    elementwise = True
     limit: Amount = 1.0
 
     def advance(self, now, grads, weights, slots):
@@ -42,10 +43,11 @@ class ClipGlobalNorm(Around):
     https://proceedings.mlr.press/v28/pascanu13.html
     """
 
+    elementwise = True  # but for the norm, which `now.total` sees to
     limit: Amount = 1.0
 
     def advance(self, now, grads, weights, slots):
-        size = global_norm(grads)
+        size = jnp.sqrt(now.total(inner(grads, grads)))
         factor = _shrink(size, scalar(now.numbers(self)["limit"], size))
         clipped = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
         return self.optimizer.advance(now, clipped, weights, slots)

@@ -1,7 +1,7 @@
 """Decay: weight decay for an optimizer that has none."""
 
 from mlax.core import frozen
-from mlax.optim._all_leaves import scalar
+from mlax.core._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._leafwise import chosen
 from mlax.optim._numbers import Amount
@@ -16,6 +16,7 @@ class Decay(Around):
     patterns, those named kernel or table. https://arxiv.org/abs/1711.05101
     """
 
+    elementwise = True
     decay: Amount = 1e-4
     decayed: tuple[str, ...] | None = None
     coupled: bool = False

@@ -13,6 +13,8 @@ class Freeze(Around):
 
     frozen: tuple[str, ...] = ()
 
+    elementwise = True
+
     def patterns(self):
         return (*self.frozen, *self.optimizer.patterns())
 

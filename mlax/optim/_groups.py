@@ -63,6 +63,9 @@ class Groups(Optimizer):
                     after[names.get(name, name)] = slot
         return Advanced(new, after)
 
+    def in_pieces(self, path):
+        return self.within()[self._group(path)].in_pieces(path)
+
     def shows(self, path, w, slots, step):
         return self.within()[self._group(path)].shows(path, w, slots, step)
 

@@ -1,18 +1,20 @@
 """Layout: which slots an optimizer keeps beside each leaf of some trainables, in which dtypes."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mlax.core._notes import signature
 from mlax.core._paths import matching
+from mlax.core._wide import wide, widest
 from mlax.optim._rounding import Nearest, Rounding
 from mlax.optim._slot import Slot, absent
 from mlax.optim._state import State, state
 from mlax.optim._trees import Leaves
-from mlax.optim._wide import wide, widest
 
 
 class Policy(NamedTuple):
@@ -73,14 +75,13 @@ class Layout:
             name: {path: leaf for path, leaf in slot.items() if self.has(name, path)} for name, slot in found.items()
         }
 
-    def opened(self, given: State) -> dict[str, Any]:
-        """The scalars of a state, and the optimizer's own slots in the dtype of the arithmetic."""
-        slots = {
+    def opened(self, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The optimizer's own slots in the dtype of the arithmetic."""
+        return {
             name: {path: self.widened(path, leaf) for path, leaf in slot.items()}
-            for name, slot in self.slots_of(given).items()
+            for name, slot in slots.items()
             if name not in self.by_rounding
         }
-        return {**{name: getattr(given, name) for name in self.scalars}, **slots}
 
     def read(self, path: str, w: Any, slots: dict[str, dict[str, Any]]) -> Any:
         """A parameter in the dtype of the arithmetic."""
@@ -89,12 +90,16 @@ class Layout:
         own = {name: slot[path] for name, slot in slots.items() if path in slot}
         return self.policies[path].rounding.read(w, own, self.wide(path))
 
-    def write(self, path: str, w: Any, step: Any) -> tuple[Any, dict[str, Any]]:
-        """A parameter in its own dtype, and what its rounding keeps, in that of the slot."""
+    def reads_weights(self, path: str) -> bool:
+        """Whether the parameter itself is looked at, and not only what its rounding keeps beside it."""
+        return self.wide(path) == self.leaves.by_path[path].dtype or self.policies[path].rounding.reads_weights
+
+    def write(self, path: str, w: Any, step: Any, row: Any = 0) -> tuple[Any, dict[str, Any]]:
+        """A parameter, or its rows from `row` on, in its own dtype, and what its rounding keeps, in the slot's."""
         dtype = self.leaves.by_path[path].dtype
         if self.wide(path) == dtype:
             return w, {}
-        new, kept = self.policies[path].rounding.write(w, dtype, step, path)
+        new, kept = self.policies[path].rounding.write(w, dtype, step, path, row)
         return new, {name: leaf.astype(self.dtype(name, path)) for name, leaf in kept.items()}
 
     def check(self, given: State) -> None:
@@ -117,7 +122,7 @@ class Layout:
     def partition(self, specs: Any) -> State:
         """The state's specs from the trainables'."""
         by_path = self.leaves.same(specs, "specs")
-        fields = {"step": Slot(()).sharding(next(iter(by_path.values()), jax.sharding.PartitionSpec()))}
+        fields = {"step": _on_device(Slot(()).sharding(next(iter(by_path.values()), PartitionSpec())))}
         for name in self.names:
             fields[name] = self.leaves.tree(
                 {path: self.slot(name, path).sharding(spec) for path, spec in by_path.items()}
@@ -146,6 +151,12 @@ def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
                     f"{leaves.owner}: slot_dtypes names {name!r}, but the slots are {', '.join(names) or 'none'}."
                 )
     return Layout(leaves, policies, declared, names, frozenset(by_rounding), optimizer.scalars())
+
+
+def _on_device(sharding: Any) -> Any:
+    """The same in the device's memory: a scalar is never worth a transfer."""
+    in_host = getattr(sharding, "memory_kind", None) not in (None, "device")
+    return sharding.with_memory_kind("device") if in_host else sharding
 
 
 def _wide(policy: Policy, w: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import DType, frozen
-from mlax.optim._all_leaves import inner
+from mlax.core._all_leaves import inner
 from mlax.optim._layout import Policy
 from mlax.optim._numbers import Beta, Rate
 from mlax.optim._optimizer import Advanced, Flat, Optimizer

@@ -9,13 +9,13 @@ import jax
 
 from mlax.core import DType, frozen
 from mlax.core._paths import matches
+from mlax.core._wide import widest
 from mlax.optim._layout import Policy
 from mlax.optim._now import Now
 from mlax.optim._numbers import Numbers
 from mlax.optim._optimizer import Advanced, Flat, Optimizer
 from mlax.optim._rounding import Nearest, Rounding
 from mlax.optim._slot import Slot
-from mlax.optim._wide import widest
 
 
 @frozen
@@ -59,6 +59,9 @@ class Leafwise(Optimizer):
             return self.keeps(path, w)
         inner = self.keeps(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
         return {name: _stacked(slot) for name, slot in inner.items()}
+
+    def in_pieces(self, path):
+        return self.elementwise or self._stacks(path)
 
     def advance(self, now: Now, grads: Flat, weights: Flat, slots: Mapping[str, Any]) -> Advanced:
         values = now.numbers(self)

@@ -17,6 +17,7 @@ class Lion(Leafwise):
     Program 1 of https://arxiv.org/abs/2302.06675
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.99

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim._all_leaves import scalar
+from mlax.core._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
@@ -17,6 +17,7 @@ class Lookahead(Around):
     Slot: slow, which `averaged` gives. Algorithm 1 of https://arxiv.org/abs/1907.08610
     """
 
+    elementwise = True
     every: int = 6
     alpha: Amount = 0.5
 

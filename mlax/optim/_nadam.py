@@ -17,6 +17,7 @@ class NAdam(Leafwise):
     Algorithm 8 and section 3 of https://cs229.stanford.edu/proj2015/054_report.pdf
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

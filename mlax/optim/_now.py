@@ -18,6 +18,8 @@ class Now:
     factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the rate, by path
     value: Any = None
     evaluate: Callable[[Any], Any] | None = None  # weights by path to the loss and its gradients by path
+    total: Callable[[jax.Array], jax.Array] = lambda amount: amount  # a sum over the leaves at hand to that over all
+    in_pieces: bool = False  # whether the leaves at hand are not all leaves, or not the whole of them
 
     def numbers(self, optimizer: Any) -> dict[str, Any]:
         """The numbers of an optimizer at this step."""

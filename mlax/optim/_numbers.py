@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mlax.core._frozen import fields_of
-from mlax.optim._wide import wide
+from mlax.core._wide import wide
 from mlax.optim.schedules import Schedule
 
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
+from mlax.core._memory import in_host
+from mlax.core._wide import wide
 from mlax.optim._optimizer import Optimizer
 from mlax.optim._slot import Slot
 from mlax.optim._state import State, state
 from mlax.optim._trees import leaves_of, like
-from mlax.optim._wide import wide
 
 if TYPE_CHECKING:
     import optax
@@ -34,12 +35,14 @@ class FromOptax(Optimizer):
 
     def init(self, trainables):
         leaves = leaves_of(self, trainables)
+        _refuse_in_host(leaves.by_path)
         with jax.numpy_dtype_promotion("standard"):
             named = self._named(leaves, jax.tree.map(jnp.asarray, self.transformation.init(_widened(trainables))))
         return self._beside(leaves, named, trainables, _laid)
 
-    def update(self, grads, state, trainables, *, value=None, loss=None, **numbers):
+    def update(self, grads, state, trainables, *, value=None, loss=None, take=None, **numbers):
         leaves = leaves_of(self, trainables)
+        _refuse_in_host(leaves.by_path)
         leaves.of_gradients(grads)
         if numbers:
             raise TypeError(f"FromOptax: update has no numbers such as {min(numbers)!r}; use optax.inject_hyperparams.")
@@ -52,10 +55,13 @@ class FromOptax(Optimizer):
             updates, inner = _taking_more(self.transformation).update(grads, inner, weights, **extra)
             new = jax.tree.map(lambda new, u, w: like(new + u.astype(new.dtype), w), weights, updates, trainables)
             after = self._named(leaves, inner)
-        return new, after._replace(
+        after = after._replace(
             **{name: jax.tree.map(like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]},
             step=state.step + 1,
         )
+        if take is None:
+            return new, after
+        return jax.tree.map(lambda new, old: jnp.where(take, new, old), (new, after), (trainables, state))
 
     def partition(self, specs, trainables=None):
         if trainables is None:
@@ -143,6 +149,15 @@ def to_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
         return jax.tree.map(lambda a, b: a - b, new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _refuse_in_host(weights: Mapping[str, Any]) -> None:
+    for path, w in weights.items():
+        if in_host(w):
+            raise ValueError(
+                f"from_optax: the trainable at {path!r} is in host memory, but Optax takes all leaves at once, on the "
+                "device; use an optimizer of mlax.optim, which takes such leaves in pieces, or move the leaf."
+            )
 
 
 def _laid(leaf: jax.Array, w: jax.Array, whole: bool) -> jax.Array:

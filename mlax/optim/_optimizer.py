@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
+from mlax.core._memory import in_host, to_device
 from mlax.core._notes import brief
+from mlax.optim._hosted import Part, Update
 from mlax.optim._layout import Layout, Policy, layout_of
 from mlax.optim._now import Now
 from mlax.optim._numbers import check, check_given, ranges
@@ -41,6 +43,7 @@ class Optimizer(abc.ABC):
     """
 
     stands_alone: ClassVar[str] = ""  # for one that goes inside no other: why, and what to do instead
+    elementwise: ClassVar[bool] = False  # True where the step of a number depends on no other number of any leaf
 
     def __post_init__(self) -> None:
         check(self)
@@ -69,21 +72,25 @@ class Optimizer(abc.ABC):
         """The optimizers that this one wraps."""
         return ()
 
+    def in_pieces(self, path: str) -> bool:
+        """Whether a leaf in host memory can take its step some rows at a time; if not, it is fetched as a whole."""
+        return self.elementwise and all(one.in_pieces(path) for one in self.within())
+
     def shows(self, path: str, w: jax.Array, slots: Flat, step: jax.Array) -> jax.Array:
         """The weights of one leaf to evaluate with, given those that are trained and what is kept beside them."""
         return w
 
     def init(self, trainables: Tree) -> State:
-        """The first state, laid over the devices as the trainables are."""
+        """The first state, laid over the devices as the trainables are, and in the same memory."""
         leaves = leaves_of(self, trainables)
         layout = layout_of(self, leaves)
         # a scalar of the weights' own devices: another place would compile `update` anew after its first step
-        anchor = next(iter(leaves.by_path.values()), jnp.zeros(()))
-        fields = {"step": Slot(()).first(anchor, jnp.int32)}
+        anchor = min(leaves.by_path.values(), key=in_host, default=jnp.zeros(()))
+        fields = {"step": to_device(Slot(()).first(anchor, jnp.int32))}
         for name in layout.names:
             fields[name] = leaves.tree({path: layout.first(name, path, w) for path, w in leaves.by_path.items()})
         for name, start in layout.scalars.items():
-            fields[name] = Slot((), start=start).first(anchor, layout.scalar_dtype(name))
+            fields[name] = to_device(Slot((), start=start).first(anchor, layout.scalar_dtype(name)))
         return state(fields)
 
     def update(
@@ -94,27 +101,27 @@ class Optimizer(abc.ABC):
         *,
         value: Any = None,
         loss: Callable[[Any], Any] | None = None,
+        take: jax.Array | None = None,
         **numbers: Any,
     ) -> tuple[Any, State]:
         """New trainables and the next state.
 
         `numbers` replace fields, `rate=0.1` say, and may be arrays: no change of theirs compiles anew. `value`, the
         loss, is for optimizers that look at it; `loss`, a function of the trainables, for those that evaluate more.
+        Where `take`, a () bool, is False, everything stays as it was.
+
+        Leaves in host memory, be they gradients, weights or slots, stay there: a few rows at a time are fetched,
+        updated and put back, if the optimizer works on each number by itself or the leaf is one of its `stacked`.
         """
         leaves = leaves_of(self, trainables)
         given = leaves.of_gradients(grads)
         layout = layout_of(self, leaves)
         layout.check(state)
         _check_names(self, numbers)
-        kept = layout.slots_of(state)
         now = Now(state.step, numbers, value=value, evaluate=_evaluated(leaves, layout, loss))
-        weights, after = self.advance(
-            now,
-            {path: layout.widened(path, g) for path, g in given.items()},
-            {path: layout.read(path, w, kept) for path, w in leaves.by_path.items()},
-            {"step": state.step + 1, **layout.opened(state)},
-        )
-        return _written(leaves, layout, state, weights, after)
+        scalars = {name: getattr(state, name) for name in layout.scalars}
+        part = Part(given, leaves.by_path, layout.slots_of(state))
+        return _gathered(leaves, layout, state, *Update(self, layout, now, scalars, take)(part))
 
     def averaged(self, state: State, trainables: Tree) -> Any:
         """The weights to evaluate with: those that are trained, unless an optimizer in here shows others."""
@@ -122,7 +129,7 @@ class Optimizer(abc.ABC):
         layout = layout_of(self, leaves)
         layout.check(state)
         kept = layout.slots_of(state)
-        slots = {name: slot for name, slot in layout.opened(state).items() if name in layout.names}
+        slots = layout.opened(kept)
         shown = dict(leaves.by_path)
         for path, leaf in leaves.by_path.items():
             w = layout.read(path, leaf, kept)
@@ -156,23 +163,15 @@ def among(leaves: Flat, paths: Iterable[str]) -> dict[str, Any]:
     return {path: leaves[path] for path in paths}
 
 
-def _written(
-    leaves: Leaves, layout: Layout, before: State, weights: Flat, after: Mapping[str, Any]
+def _gathered(
+    leaves: Leaves, layout: Layout, before: State, new: Part, scalars: Mapping[str, Any]
 ) -> tuple[Any, State]:
-    """The trainables and the state in their own dtypes, what did not change as it was."""
-    trainables = dict(leaves.by_path)
-    slots = {name: leaves.same(getattr(before, name), name) for name in layout.names}
-    for path, w in weights.items():
-        new, remembered = layout.write(path, w, before.step)
-        trainables[path] = like(new, trainables[path])
-        for name, leaf in remembered.items():
-            slots[name][path] = leaf
-    for name in layout.names:
-        for path, leaf in after.get(name, {}).items():
-            slots[name][path] = like(leaf, slots[name][path])
+    """The trainables and the state, with the leaves of slots that a parameter does not need as they were."""
+    slots = {name: leaves.same(getattr(before, name), name) | new.slots[name] for name in layout.names}
     fields = {name: leaves.tree(slot) for name, slot in slots.items()}
-    scalars = {name: after[name].astype(getattr(before, name).dtype) for name in layout.scalars}
-    return leaves.tree(trainables), state({"step": after["step"], **fields, **scalars})
+    return leaves.tree(new.weights), state(
+        {"step": scalars["step"], **fields, **{name: scalars[name] for name in layout.scalars}}
+    )
 
 
 def _evaluated(leaves: Leaves, layout: Layout, loss: Callable[[Any], Any] | None) -> Callable[[Flat], Any] | None:

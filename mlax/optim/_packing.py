@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
+from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
 from mlax.core._paths import matches, matching
-from mlax.optim._trees import flat
 
 
 @frozen
@@ -36,7 +36,7 @@ class Packing:
     @classmethod
     def of(cls, trainables: Tree, *groups: tuple[str, str]) -> "Packing":
         """The packing of a tree of arrays or of `jax.ShapeDtypeStruct`s."""
-        by_path = flat(trainables)
+        by_path = dict(named_leaves(trainables))
         matching([pattern for _, pattern in groups], by_path)
 
         def vector(path: str, dtype: str) -> str:
@@ -50,7 +50,7 @@ class Packing:
 
     def pack(self, trainables: Tree) -> dict[str, Any]:
         """The vectors, by name, from the tree."""
-        by_path = flat(trainables)
+        by_path = dict(named_leaves(trainables))
         extra = by_path.keys() - {path for path, *_ in self.leaves}
         if extra:
             raise ValueError(f"Packing: the tree also holds {min(extra)!r}; make a packing of this tree.")
@@ -70,7 +70,7 @@ class Packing:
 
     def unpack(self, packed: Tree) -> Any:
         """The tree, from the vectors; the gradient of the vectors is one joining of the leaves' gradients."""
-        vectors = flat(packed)
+        vectors = dict(named_leaves(packed))
         found: dict[str, Any] = {}
         for name, members in self._members().items():
             if name not in vectors:

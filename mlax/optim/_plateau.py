@@ -17,6 +17,7 @@ class Plateau(Around):
     Scalars: best, gathered_value, waited, scale.
     """
 
+    elementwise = True
     factor: Beta = 0.1
     patience: int = 10
     threshold: Amount = 1e-4

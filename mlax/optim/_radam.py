@@ -21,6 +21,7 @@ class RAdam(Leafwise):
     Slots: mean, square. Algorithm 2 of https://arxiv.org/abs/1908.03265
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

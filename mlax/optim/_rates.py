@@ -14,6 +14,7 @@ from mlax.optim._around import Around
 class Rates(Around):
     """The rate times a factor for the leaves that match a pattern, the first that does: `(("**/table", 0.1),)`."""
 
+    elementwise = True
     factors: tuple[tuple[str, float], ...] = ()
 
     def patterns(self):
@@ -48,6 +49,9 @@ class LayerwiseRates(Around):
 
     def patterns(self):
         return (*self.layers, *self.optimizer.patterns())
+
+    def in_pieces(self, path):
+        return not self.stacked and self.optimizer.in_pieces(path)  # a piece does not know which layers it holds
 
     def advance(self, now, grads, weights, slots):
         return self.optimizer.advance(

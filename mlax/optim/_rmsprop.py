@@ -19,6 +19,7 @@ class RMSProp(Leafwise):
     centred: equations 38 to 45 of https://arxiv.org/abs/1308.0850
     """
 
+    elementwise = True
     rate: Rate
     b2: Beta = 0.99
     eps: Amount = 1e-8

@@ -2,7 +2,7 @@
 
 import abc
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from mlax.optim._slot import Slot
 class Rounding(abc.ABC):
     """How weights are read into the dtype of the arithmetic, and written back. Without effect if they are one."""
 
+    reads_weights: ClassVar[bool] = True  # False where a slot alone tells them
+
     def slots(self) -> dict[str, Slot]:
         """What it keeps beside a narrow parameter."""
         return {}
@@ -25,15 +27,17 @@ class Rounding(abc.ABC):
         return w.astype(wide)
 
     @abc.abstractmethod
-    def write(self, new: jax.Array, dtype: Any, step: jax.Array, path: str) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The parameter in its own dtype, and the slots."""
+    def write(
+        self, new: jax.Array, dtype: Any, step: jax.Array, path: str, row: Any = 0
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The parameter, or some rows of it from `row` on, in its own dtype, and the slots."""
 
 
 @frozen
 class Nearest(Rounding):
     """To the nearest number. A change smaller than half of the distance to the next one is lost."""
 
-    def write(self, new, dtype, step, path):
+    def write(self, new, dtype, step, path, row=0):
         return new.astype(dtype), {}
 
 
@@ -44,13 +48,15 @@ class Master(Rounding):
     https://arxiv.org/abs/1710.03740. The slot rules: weights that are replaced from outside need a new state.
     """
 
+    reads_weights = False
+
     def slots(self):
         return {"master": Slot(copies=True, wide=True)}
 
     def read(self, w, slots, wide):
         return slots["master"]
 
-    def write(self, new, dtype, step, path):
+    def write(self, new, dtype, step, path, row=0):
         return new.astype(dtype), {"master": new}
 
 
@@ -67,7 +73,7 @@ class Kahan(Rounding):
     def read(self, w, slots, wide):
         return w.astype(wide) + slots["remainder"].astype(wide)
 
-    def write(self, new, dtype, step, path):
+    def write(self, new, dtype, step, path, row=0):
         w = lax.reduce_precision(new, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)  # XLA would drop a cast and back
         return w.astype(dtype), {"remainder": new - w}
 
@@ -81,8 +87,9 @@ class Stochastic(Rounding):
 
     seed: int = 0
 
-    def write(self, new, dtype, step, path):
-        return stochastically(new, dtype, scattered(new.shape, step, zlib.crc32(f"{self.seed} {path}".encode()))), {}
+    def write(self, new, dtype, step, path, row=0):
+        seed = zlib.crc32(f"{self.seed} {path}".encode())
+        return stochastically(new, dtype, scattered(new.shape, step, seed, row)), {}
 
 
 def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
@@ -105,8 +112,10 @@ def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
     return lax.select(lax.abs(x) <= float(narrow.max), rounded, x).astype(dtype)
 
 
-def scattered(shape: tuple[int, ...], step: jax.Array, seed: int) -> jax.Array:
+def scattered(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) -> jax.Array:
     """32 bits for each place, which look random: a hash of the place, of the step and of the seed.
+
+    `row` is where the first axis begins, in a larger array of which this is a piece.
 
     A few operations beside each number, fused with the update that needs them, where JAX's generators are a pass of
     their own. The hash and its constants are https://github.com/skeeto/hash-prospector's, applied twice.
@@ -114,6 +123,7 @@ def scattered(shape: tuple[int, ...], step: jax.Array, seed: int) -> jax.Array:
     place = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+        place = place if axis else place + jnp.asarray(row).astype(jnp.uint32)
     return _hashed(_hashed(place ^ jnp.uint32(seed)) ^ _hashed(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
 
 

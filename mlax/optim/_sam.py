@@ -1,7 +1,7 @@
 """SAM: gradients from where the loss is worst nearby."""
 
 from mlax.core import frozen
-from mlax.optim._all_leaves import global_norm, scalar
+from mlax.core._all_leaves import global_norm, scalar
 from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 

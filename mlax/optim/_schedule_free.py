@@ -19,6 +19,7 @@ class ScheduleFree(Leafwise):
     weights; largest. https://arxiv.org/abs/2405.15682
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999

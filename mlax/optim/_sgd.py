@@ -13,6 +13,7 @@ class SGD(Leafwise):
     Slot, if there is a momentum: momentum. https://proceedings.mlr.press/v28/sutskever13.html
     """
 
+    elementwise = True
     rate: Rate
     momentum: Beta = 0.0
     nesterov: bool = False

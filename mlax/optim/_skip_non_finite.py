@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim._all_leaves import all_finite
+from mlax.core._all_leaves import non_finite
 from mlax.optim._around import Around
 from mlax.optim._optimizer import Advanced
 
@@ -16,12 +16,14 @@ class SkipNonFinite(Around):
     Scalar: skipped.
     """
 
+    elementwise = True  # but for the count, which `now.total` sees to
+
     def adds_scalars(self):
         return {"skipped": 0}
 
     def advance(self, now, grads, weights, slots):
         inner = {name: slot for name, slot in slots.items() if name != "skipped"}
-        fine = all_finite(grads)
+        fine = now.total(non_finite(grads)) == 0
         new, after = self.optimizer.advance(now, grads, weights, inner)
         before = {**inner, "step": now.step}
 

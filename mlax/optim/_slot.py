@@ -1,5 +1,6 @@
 """Slot: what an optimizer keeps beside one parameter, and which of its axes."""
 
+import functools
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -7,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from mlax.core._memory import fetched, in_host, to_host
+from mlax.core._pieces import mapped
 
 
 class Slot(NamedTuple):
@@ -30,8 +34,11 @@ class Slot(NamedTuple):
         """Its first value, laid over devices as the parameter's axes are.
 
         A constant would lie wherever the compiler likes. So it is computed from the parameter, by a comparison which
-        never holds: that keeps the axes' placement, inside of jit and outside of it.
+        never holds: that keeps the axes' placement, inside of jit and outside of it. Beside a parameter in host
+        memory it is there too.
         """
+        if in_host(parameter):
+            return _first_in_host(self, jnp.dtype(dtype), parameter)
         if self.copies:
             return jnp.array(parameter, dtype, copy=True)  # with one buffer for both, neither could be donated
         never = (parameter < 0) & (parameter > 0)
@@ -53,6 +60,15 @@ class Slot(NamedTuple):
             return parameter
         entries = [None if axis is None or axis >= len(parameter) else parameter[axis] for axis in self.axes]
         return PartitionSpec(*entries)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _first_in_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
+    """The first value in host memory, of which the device holds a piece at a time."""
+    follows = isinstance(slot.axes, EllipsisType) or slot.axes[:1] == (0,) or not parameter.ndim
+    if follows:
+        return mapped(lambda rows: slot.first(rows, dtype), parameter)
+    return to_host(slot.first(fetched(parameter, 0), dtype))  # of an axis that it does not keep one row is enough
 
 
 def absent() -> Slot:

@@ -23,6 +23,7 @@ class SophiaG(Leafwise):
     Algorithm 3, and 2 for the estimate, of https://arxiv.org/abs/2305.14342
     """
 
+    elementwise = True
     rate: Rate
     b1: Beta = 0.96
     b2: Beta = 0.99

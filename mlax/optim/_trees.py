@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
+from mlax.core._leaves import named_leaves
 from mlax.core._notes import brief, signature
 from mlax.core._private import with_weak_type
-from mlax.optim._wide import wide
+from mlax.core._wide import wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Leaves:
         """The leaves of a tree that must be like the trainables."""
         found, structure = jax.tree.flatten(tree, is_leaf=_is_spec)
         if structure != self.structure:
-            self._differ(name, flat(tree))
+            self._differ(name, dict(named_leaves(tree, _is_spec)))
         return dict(zip(self.by_path, found, strict=True))
 
     def of_gradients(self, grads: Any) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Leaves:
 
 def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
     """The trainables by path; a leaf that is no floating-point array is refused."""
-    by_path = flat(trainables)
+    by_path = dict(named_leaves(trainables, _is_spec))
     for path, leaf in by_path.items():
         if _is_spec(leaf):
             by_path[path] = Shapeless(brief(optimizer))
@@ -90,12 +91,6 @@ class Shapeless:
             f"{self.owner}: which slots there are depends on the {name} of the parameters; "
             "pass them too: partition(specs, trainables)."
         )
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    """The leaves of any tree by path: names and numbers with slashes in between."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in found}
 
 
 def like(new: jax.Array, old: jax.Array) -> jax.Array:
