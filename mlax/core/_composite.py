@@ -36,6 +36,10 @@ class Composite(Layer):
     def wire(self, sub: Sub, x: Any) -> Any:
         """Compute the output from the input by calling the parts: `sub.name(x)`."""
 
+    def sized(self, x: Any) -> Self:
+        """The same composite with what it reads off its input filled in; itself, unless it reads anything."""
+        return self
+
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
         """The same composite with these parts in place of its own of the same names."""
         own = {name: part for name, part in parts.items() if isinstance(fields_of(self).get(name), Layer)}
@@ -43,9 +47,9 @@ class Composite(Layer):
         return with_fields(self, **own, edits=tuple(edits.items()))
 
     def init(self, rng, x):
-        inputs = part_inputs(self, x)
+        sized, inputs = self.sized(x), part_inputs(self, x)
         trainables, non_trainables = {}, {}
-        for name, part in parts_of(self).items():
+        for name, part in parts_of(sized).items():
             with located(name, inputs[name]):
                 key = named_key(rng, name)
                 traced = isinstance(rng, Tracer)
@@ -65,7 +69,8 @@ class Composite(Layer):
                 state[name] = new
             return y
 
-        return self.wire(Sub(self, call, inference_mode), x), _present(state)
+        sized = self.sized(x)
+        return sized.wire(Sub(sized, call, inference_mode), x), _present(state)
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
@@ -81,6 +86,7 @@ class Composite(Layer):
 @cached_by_shape
 def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     """What each part is called on when the composite is called on inputs like `x`; nothing is allocated."""
+    composite = composite.sized(x)
     inputs: dict[str, Any] = {}
     variables: dict[str, Any] = {}
 

@@ -8,4 +8,9 @@ import numpy as np
 
 def named_key(rng: jax.Array, name: str) -> jax.Array:
     """The key that belongs to `name` under `rng`: adding or renaming another name never changes it."""
-    return jax.random.fold_in(rng, np.uint32(zlib.crc32(name.encode())))
+    return jax.random.fold_in(rng, salt(name))
+
+
+def salt(name: str) -> np.uint32:
+    """The number that a name stands for."""
+    return np.uint32(zlib.crc32(name.encode()))

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -54,6 +54,10 @@ class Layer(abc.ABC):
             cls.init = _checked_init(vars(cls)["init"])  # pyright: ignore[reportAttributeAccessIssue]
         if "fwd" in vars(cls):
             cls.fwd = _checked_fwd(vars(cls)["fwd"])  # pyright: ignore[reportAttributeAccessIssue]
+
+    def splits(self, number: int) -> Mapping[str, int] | None:
+        """Which axis of each trainable, by path, `number` devices could share the work along; None: ask the parts."""
+        return None
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Refuse variables that `init` would not have made for inputs like `x`."""

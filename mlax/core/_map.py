@@ -23,13 +23,13 @@ class Map(Wrapper):
     variables: Literal[0] | None = None
 
     def init(self, rng, x):
-        size, inner = self._slice(x)
+        size, inner = self.slices(x)
         if self.variables is None:
             return self.layer.init(rng, inner)
         return init_stacked(self.layer, rng, inner, size)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        size, _ = self._slice(x)
+        size, _ = self.slices(x)
         if self.variables is None and non_trainables is not None:
             raise ValueError(
                 f"{brief(self)}: the layer has state, and each of the {size} slices would leave another one; "
@@ -43,7 +43,7 @@ class Map(Wrapper):
         over = (self.axis, self.variables, self.variables, None if rng is None else 0)
         return jax.vmap(run, in_axes=over, out_axes=(self.axis, 0))(x, trainables, non_trainables, keys)
 
-    def _slice(self, x: Any) -> tuple[int, Any]:
+    def slices(self, x: Any) -> tuple[int, Any]:
         """How many slices there are, and the shape and dtype of one."""
         sizes: set[int] = set()
         for leaf in jax.tree.leaves(x):

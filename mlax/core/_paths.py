@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -26,6 +26,13 @@ def nested(leaves: Iterable[tuple[str, Any]]) -> Any:
             raise ValueError(f"{path!r} is there already; rename one of the two.")
         node[name] = leaf
     return tree or None
+
+
+def filled_in(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
+    """Nested dicts with these leaves, by path, in place of their own; `path` is what the tree itself is called."""
+    if isinstance(tree, dict):
+        return {name: filled_in(below, leaves, f"{path}/{name}" if path else name) for name, below in tree.items()}
+    return None if tree is None else leaves[path]
 
 
 def matching(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:

@@ -39,6 +39,13 @@ class Repeat(Wrapper):
         return init_stacked(self.layer, rng, x, self.times)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        keys = None if rng is None else jax.random.split(rng, self.times)
+        return self.with_keys(x, trainables, non_trainables, keys, inference_mode)
+
+    def with_keys(
+        self, x: Any, trainables: Tree, non_trainables: Tree, keys: jax.Array | None, inference_mode: bool
+    ) -> tuple[Any, Tree]:
+        """As `fwd`, the key of each time given."""
         layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
 
         def step(x: Any, own: tuple[Tree, Tree, jax.Array | None]) -> tuple[Any, Tree]:
@@ -51,7 +58,6 @@ class Repeat(Wrapper):
                 )
             return y, new
 
-        keys = None if rng is None else jax.random.split(rng, self.times)
         stacked = (trainables, non_trainables, keys)
         if self.mode != "unroll":
             return lax.scan(step, x, stacked, length=self.times)

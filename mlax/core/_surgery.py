@@ -35,7 +35,7 @@ def replace(source: T, path: str, new: Any) -> T:
     """A copy of a model or of a tree with `new` at `path`; a pattern puts it at every place that matches."""
     if isinstance(source, Layer):
         chosen = set(matching([path], layers(source)))
-        return _rebuilt(source, "", lambda where, layer: new if where in chosen else layer)
+        return _rebuilt(source, "", lambda where, layer: layer, lambda where: new if where in chosen else None)
     leaves = flat(source)
     below = [where for where in leaves if where.startswith(f"{path}/")]
     chosen = [path] if below else matching([path], leaves)
@@ -83,15 +83,27 @@ def every(model: Layer) -> list[Layer]:
     return found
 
 
-def _rebuilt(layer: Layer, where: str, change: Callable[[str, Layer], Layer]) -> Any:
-    """The layer with `change(path, layer)` in place of everything in it, and then of itself."""
+def _rebuilt(
+    layer: Layer,
+    where: str,
+    change: Callable[[str, Layer], Layer],
+    other: Callable[[str], Layer | None] = lambda where: None,
+) -> Any:
+    """The layer with `change(path, layer)` in place of everything in it, and then of itself.
+
+    Where `other(path)` gives a layer, that is taken in place of all there is, wrappers too.
+    """
+    if (given := other(where)) is not None:
+        return given
     if isinstance(layer, Composite):
         parts = parts_of(layer)
-        new = {name: _rebuilt(part, f"{where}/{name}" if where else name, change) for name, part in parts.items()}
+        new = {
+            name: _rebuilt(part, f"{where}/{name}" if where else name, change, other) for name, part in parts.items()
+        }
         new = {name: part for name, part in new.items() if part != parts[name]}
         layer = layer.with_parts(new) if new else layer
     elif isinstance(layer, Wrapper):
-        inner = _rebuilt(layer.layer, where, change)
+        inner = _rebuilt(layer.layer, where, change, other)
         layer = layer if inner == layer.layer else with_fields(layer, layer=inner)
     return change(where, layer)
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax.core._scopes import layer_path
+
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
@@ -97,7 +99,7 @@ def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
         is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
         if is_foreign and not is_return and not bodies:
             yield Departure(
-                path=_path(nest),
+                path=layer_path(nest),
                 primitive=equation.primitive.name,
                 inputs=_dtype_names(inputs),
                 outputs=_dtype_names(outputs),
@@ -135,38 +137,6 @@ def _is_float(aval) -> bool:
 
 def _dtype_names(avals) -> tuple[str, ...]:
     return tuple(str(getattr(aval, "dtype", aval)) for aval in avals)
-
-
-def _path(nest) -> str:
-    """Join the names of the layers around an equation, the same in the forward and the backward pass."""
-    # An equation in a body knows only the scopes entered inside of that body.
-    stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
-    stack = _without_repeats([scope for scope in stack if not _is_of_jax(scope)])
-    return "/".join(scope.name for scope in stack if not _is_transformation(scope))
-
-
-def _is_of_jax(scope) -> bool:
-    # einsum enters a scope that is named by its subscripts.
-    return scope.name == "rematted_computation" or "," in scope.name or "->" in scope.name
-
-
-def _is_transformation(scope) -> bool:
-    return type(scope).__name__ == "Transform"  # jvp, transpose, vmap; a layer's is a "Scope"
-
-
-def _without_repeats(stack) -> list:
-    """Drop each run of scopes that comes a second time with a transformation, longest first.
-
-    Where JAX transposes what it linearized by jvp (custom_jvp, remat), it puts a whole stack on top of itself:
-    `transpose(jvp(a))/b/jvp(a)/b` for the layer b in a. Without a transformation, b/b is a layer b in b.
-    """
-    for length in range(len(stack) // 2, 0, -1):
-        for end in range(length, len(stack) - length + 1):
-            again = end + 1 if stack[end].name == "transpose" else end
-            is_repeat = stack[end - length : end] == stack[again : again + length]
-            if is_repeat and any(map(_is_transformation, stack[end - length : again])):
-                return _without_repeats(stack[:end] + stack[again + length :])
-    return stack
 
 
 def _folder(*parts) -> str:

@@ -1,0 +1,101 @@
+"""Scopes: the layer's path in the names that JAX gives to what it traces and compiles."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class Scope(NamedTuple):
+    """One name around an operation: of a layer, or of a transformation that JAX applied."""
+
+    name: str
+    is_transformation: bool = False
+
+
+def path_of(scopes: Iterable[Scope]) -> str:
+    """The names of the layers around an operation, joined, the same in the forward and the backward pass."""
+    stack = _without_repeats([scope for scope in scopes if not _is_of_jax(scope)])
+    return "/".join(scope.name for scope in stack if not scope.is_transformation)
+
+
+def layer_path(nest: Iterable[Any]) -> str:
+    """The path of the layer that the last of these equations of jaxprs belongs to, each inside the one before."""
+    # an equation in a body knows only the scopes entered inside of that body
+    stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
+    return path_of(scopes_in(stack))
+
+
+def scopes_in(stack: Iterable[Any]) -> list[Scope]:
+    """The scopes in the name stack of a traced equation, as `equation.source_info.name_stack.stack` has them."""
+    return [Scope(each.name, type(each).__name__ == "Transform") for each in stack]  # jvp, transpose, vmap
+
+
+def scopes_of(name: str) -> list[Scope]:
+    """The scopes in the name of a compiled operation, without its last part, which is the primitive.
+
+    `jit(loss)/transpose(jvp(blocks))/while/body/closed_call/up/dot_general` gives transpose, jvp, blocks and up.
+    """
+    *around, _ = _split(_LOOPS.sub("/", f"/{name}").removeprefix("/"), "/")
+    return [scope for part in around for scope in _unwrapped(part)]
+
+
+def alternatives(name: str) -> list[str]:
+    """The names of the operations that the compiler made one: `f/(a:b)` gives `f/a` and `f/b`."""
+    *around, last = _split(name, "/")
+    if not (last.startswith("(") and last.endswith(")")):
+        return [name]
+    joined = ["/".join([*around, each]) for each in _split(last[1:-1], ":")]
+    return [name for each in joined for name in alternatives(each)]
+
+
+# What a loop, a branch or a call inside of the compiled function puts between the names of layers.
+_BETWEEN = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|shard_map"
+_LOOPS = re.compile(rf"(?:/(?:{_BETWEEN}))+(?=/)")
+_APPLIED = re.compile(r"(\w+)\((.*)\)")
+_CALLS = ("jit", "pjit")
+
+
+def _unwrapped(part: str) -> Iterator[Scope]:
+    """`transpose(jvp(a))` is the layer a in two transformations; `jit(f)` is no layer at all."""
+    if match := _APPLIED.fullmatch(part):
+        name, inside = match.groups()
+        if name in _CALLS:
+            return
+        if name in ("jvp", "transpose", "vmap"):
+            yield Scope(name, is_transformation=True)
+            yield from _unwrapped(inside)
+            return
+    if part:
+        yield Scope(part)
+
+
+def _split(text: str, at: str) -> list[str]:
+    """Split where no bracket is open."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == at and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _is_of_jax(scope: Scope) -> bool:
+    # einsum enters a scope that is named by its subscripts.
+    return scope.name == "rematted_computation" or "," in scope.name or "->" in scope.name
+
+
+def _without_repeats(stack: list[Scope]) -> list[Scope]:
+    """Drop each run of scopes that comes a second time with a transformation, longest first.
+
+    Where JAX transposes what it linearized by jvp (custom_jvp, remat), it puts a whole stack on top of itself:
+    `transpose(jvp(a))/b/jvp(a)/b` for the layer b in a. Without a transformation, b/b is a layer b in b.
+    """
+    for length in range(len(stack) // 2, 0, -1):
+        for end in range(length, len(stack) - length + 1):
+            again = end + 1 if stack[end].name == "transpose" else end
+            is_repeat = stack[end - length : end] == stack[again : again + length]
+            if is_repeat and any(scope.is_transformation for scope in stack[end - length : again]):
+                return _without_repeats(stack[:end] + stack[again + length :])
+    return stack
