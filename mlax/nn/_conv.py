@@ -52,6 +52,10 @@ class Conv(Layer):
         check_pad(f"{self}", x.shape, axes.spatial, where.padding, self.pad_with)
         return kernel_and_bias(self, rng, x, axes, where.window), None
 
+    def splits(self, number):
+        features = self.layout.split("/")[1].index("O") if "/" in self.layout else 0
+        return {"kernel": features, "bias": 0}
+
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         y = conv(
             x,

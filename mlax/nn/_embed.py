@@ -23,5 +23,8 @@ class Embed(Layer):
             "table": self.table_init(named_key(rng, "table"), (self.vocabulary, self.width), self.param_dtype)
         }, None
 
+    def splits(self, number):
+        return {"table": 0}
+
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         return ops.embed(x, trainables["table"]), non_trainables

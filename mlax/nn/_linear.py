@@ -35,6 +35,9 @@ class Linear(Layer):
             "bias": self.bias_init(named_key(rng, "bias"), (self.features,), dtype),
         }, None
 
+    def splits(self, number):
+        return {"kernel": -1, "bias": -1}
+
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype)
         y = ops.linear(x, **weights, precision=self.precision, accum_dtype=self.accum_dtype)

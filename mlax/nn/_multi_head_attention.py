@@ -78,7 +78,7 @@ class MultiHeadAttention(Composite):
         _attention(self)
 
     def parts(self):
-        width = self.head_width  # None: as wide as the input says, which `_sized` fills in
+        width = self.head_width  # None: as wide as the input says, which `sized` fills in
         out_bias = self.bias if self.out_bias is None else self.out_bias
         parts: dict[str, Layer] = {
             "query": self._linear(width and self.heads * width, self.bias),
@@ -99,12 +99,24 @@ class MultiHeadAttention(Composite):
             parts |= {"position": Position(), "cache": KeyValueCache(slots, ring, self.cache_dtype)}
         return parts
 
-    def init(self, rng, x):
-        return Composite.init(self._sized(x), rng, x)
+    def splits(self, number):
+        shared = (self.kv_heads or self.heads) % number == 0
+        names = ("query", "key", "value") if shared else ("query",) if self.heads % number == 0 else ()
+        axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias")}
+        return {**axes, "out/kernel": -2} if axes else {}
 
-    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        sized = self._sized(x)
-        return Composite.fwd(sized, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+    def sized(self, x: Any) -> Self:
+        width = self._given(x)["x"].shape[-1]
+        if self.head_width is None and width % self.heads:
+            raise ValueError(
+                f"{type(self).__name__}: an input of width {width} does not divide into {self.heads} heads; choose "
+                "another number of heads, or say how wide they are with head_width=."
+            )
+        sized = with_fields(
+            self, head_width=self.head_width or width // self.heads, features=self.features or width, edits=()
+        )
+        made = sized.parts()
+        return with_fields(sized, edits=tuple((name, _filled(part, made[name])) for name, part in self.edits))
 
     def wire(self, sub: Sub, x: Any) -> Any:
         given = self._given(x)
@@ -169,20 +181,6 @@ class MultiHeadAttention(Composite):
                 f"{type(self).__name__}: with a cache the input is x alone; there is no place for {refused}."
             )
         return given
-
-    def _sized(self, x: Any) -> Self:
-        """The same layer with the widths that it reads from the input."""
-        width = self._given(x)["x"].shape[-1]
-        if self.head_width is None and width % self.heads:
-            raise ValueError(
-                f"{type(self).__name__}: an input of width {width} does not divide into {self.heads} heads; choose "
-                "another number of heads, or say how wide they are with head_width=."
-            )
-        sized = with_fields(
-            self, head_width=self.head_width or width // self.heads, features=self.features or width, edits=()
-        )
-        made = sized.parts()
-        return with_fields(sized, edits=tuple((name, _filled(part, made[name])) for name, part in self.edits))
 
 
 def _attention(self: MultiHeadAttention) -> Attention:

@@ -13,6 +13,7 @@ from mlax.ops._checks import same_dtype
 from mlax.ops._conv_chunked import by_chunks, with_chunks
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import PadWith, pad
+from mlax.ops._whole_images import over_several_axes, whole_images, with_whole_batches
 from mlax.ops._windows import Padding, Sizes, Windows, all_places, windows
 
 MANY = 64  # places of a window that are too many to be added up one by one
@@ -64,7 +65,8 @@ def conv(
 
         chunks = by_chunks(x, axes, groups, accum_dtype)
         way = with_chunks(convolve, axes, where._replace(padding=pads), precision) if chunks else convolve
-        y = way(x, kernel)
+        way = with_whole_batches(way) if groups > 1 and over_several_axes(x) else way
+        y = whole_images(way(whole_images(x, axes), kernel), axes)
     return with_bias(y, bias, axes, x.dtype)
 
 

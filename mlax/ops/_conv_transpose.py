@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from mlax.ops._checks import same_dtype
 from mlax.ops._conv import check_kernel, numbers_of, with_bias
 from mlax.ops._layout import Layout, layout_of
+from mlax.ops._whole_images import over_several_axes, whole_images, with_whole_batches
 from mlax.ops._windows import Padding, Sizes, pads_of, per_axis
 
 
@@ -53,7 +54,9 @@ def conv_transpose(
         )
 
     apart = max(where.strides, default=1) > 1 and accum_dtype is None and jax.default_backend() == "cpu"
-    y = _with_kernel_gradient(spread)(x, kernel) if apart else spread(x, kernel)
+    way = _with_kernel_gradient(spread) if apart else spread
+    way = with_whole_batches(way) if groups > 1 and over_several_axes(x) else way
+    y = whole_images(way(whole_images(x, axes), kernel), axes)
     return with_bias(y, bias, axes, x.dtype)
 
 

@@ -1,5 +1,6 @@
 """Pooling against PyTorch, against loops over windows, and its errors."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -42,14 +43,20 @@ POOLS = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(layer, x, weight):
+    """The output, and the gradient of its weighted sum, in one program."""
+    y, pull = jax.vjp(lambda x: layer.fwd(x, None)[0], x)
+    return y, *pull(weight)
+
+
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last"])
 @pytest.mark.parametrize("case", POOLS)
 def test_outputs_and_gradients_are_those_of_pytorch_ties_included(case, layout):
     image = np.asarray if layout == "channel_first" else loops.last
     layer = mlax.override(POOLS[case], mlax.Layer, layout=layout)
     x = jnp.asarray(image(TORCH[f"{case}/x"]), jnp.float32)
-    y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), x)
-    (d_x,) = pull(jnp.asarray(image(TORCH[f"{case}/weight"]), jnp.float32))
+    y, d_x = pulled(layer, x, jnp.asarray(image(TORCH[f"{case}/weight"]), jnp.float32))
     np.testing.assert_allclose(y, image(TORCH[f"{case}/y"]), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d_x, image(TORCH[f"{case}/d_x"]), rtol=1e-5, atol=1e-5)
 
@@ -80,11 +87,10 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
 def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride, extra):
     x = np.random.default_rng(0).integers(0, 3, (1, window + extra, 1)).astype(np.float32)
     cuts = loops.cut(x, (window,), (stride,), [(0, 0)])[0, ..., 0]  # (windows, window)
-    y, pull = jax.vjp(jax.jit(lambda x: MaxPool(window, stride).fwd(x, None)[0]), jnp.asarray(x))
+    y, d_x = pulled(MaxPool(window, stride), x, np.arange(1, len(cuts) + 1, dtype=np.float32).reshape(1, -1, 1))
     np.testing.assert_array_equal(y[0, :, 0], cuts.max(1))
     want = np.zeros(window + extra)
     np.add.at(want, np.arange(len(cuts)) * stride + cuts.argmax(1), np.arange(1.0, len(cuts) + 1))
-    (d_x,) = pull(jnp.arange(1.0, len(cuts) + 1).reshape(y.shape))
     np.testing.assert_array_equal(d_x[0, :, 0], want)
     total, _ = jax.jit(SumPool(window, stride).fwd)(x, None)
     np.testing.assert_array_equal(total[0, :, 0], cuts.sum(1))
@@ -112,7 +118,7 @@ def test_global_pooling_reduces_all_places(layout):
 @pytest.mark.parametrize("layer", [MaxPool((3, 4)), MaxPool((3, 4), (1, 1)), GlobalPool("max"), AdaptivePool(1, "max")])
 def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
     x = jnp.zeros((1, 3, 4, 1)).at[0, 1:, 1:3].set(2.0)
-    d_x = jax.grad(lambda x: layer.fwd(x, None)[0].sum())(x)
+    d_x = jax.jit(jax.grad(lambda x: layer.fwd(x, None)[0].sum()))(x)
     np.testing.assert_array_equal(d_x, jnp.zeros_like(x).at[0, 1, 1].set(1.0))
 
 
@@ -121,7 +127,7 @@ def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
 )
 def test_a_nan_is_the_largest(layer):
     x = jnp.zeros((1, 4, 4, 1)).at[0, 0, 1].set(jnp.nan)
-    y, _ = layer.fwd(x, None)
+    y, _ = jax.jit(layer.fwd)(x, None)
     assert jnp.isnan(y).any() and jnp.isnan(y.reshape(-1)[0])
 
 
@@ -142,7 +148,7 @@ def test_forward_mode_and_second_derivatives_work():
 def test_accum_dtype_adds_up_wide():
     x = jnp.full((1, 64, 64, 1), 1.0 + 2**-7, jnp.bfloat16)
     for layer in (GlobalPool(accum_dtype="float32"), MeanPool(64, accum_dtype="float32")):
-        y, _ = layer.fwd(x, None)
+        y, _ = jax.jit(layer.fwd)(x, None)
         assert y.dtype == jnp.bfloat16 and (y == x[0, 0, 0, 0]).all()
 
 

@@ -1,0 +1,57 @@
+"""Convolutions that are not split over devices where XLA cannot be trusted with the pieces.
+
+Its gradients are wrong then, without any error, with JAX 0.10.2 to 0.12 on CPUs (tests/nn/test_split_images.py).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from mlax.ops._layout import Layout
+
+Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
+
+
+def whole_images(x: Array, axes: Layout) -> Array:
+    """`x`, each of its images on one device, if a mesh is set over whose axes the compiler may split arrays.
+
+    The axes of examples and channels stay as they are, so nothing changes where only these are split.
+    """
+    if not jax.typeof(x).sharding.mesh.auto_axes:
+        return x
+    entries = [None if axis in axes.spatial else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
+    return lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def over_several_axes(x: Array) -> bool:
+    """Whether a mesh is set that has more than one axis which the compiler may split arrays over."""
+    mesh = jax.typeof(x).sharding.mesh
+    return sum(mesh.shape[name] > 1 for name in mesh.auto_axes) > 1
+
+
+def with_whole_batches(convolve: Convolve) -> Convolve:
+    """The same function, whose derivative by the kernel has both its factors whole on each device.
+
+    Split over one axis of a mesh of several, the gradient of a grouped kernel is summed over the others too.
+    """
+    made = jax.custom_jvp(convolve)
+
+    @functools.partial(made.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, kernel), (x_dot, kernel_dot) = primals, tangents
+        dots = [] if isinstance(x_dot, SymbolicZero) else [made(x_dot, kernel)]
+        if not isinstance(kernel_dot, SymbolicZero):
+            dots.append(_whole(made(_whole(x), kernel_dot)))
+        return made(x, kernel), functools.reduce(lax.add, dots)
+
+    return made
+
+
+def _whole(x: Array) -> Array:
+    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))

@@ -1,0 +1,42 @@
+"""Convolutions over a mesh: the numbers of one device, whatever axes of the images are split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mlax import ops
+
+X = (8, 8, 8, 4)
+CASES = {
+    "conv": (ops.conv, (16, 3, 3, 4), {}),
+    "strided": (ops.conv, (8, 3, 3, 4), {"strides": 2}),
+    "dilated": (ops.conv, (8, 3, 3, 4), {"dilation": 2}),
+    "grouped": (ops.conv, (8, 3, 3, 2), {"groups": 2}),
+    "depthwise": (ops.conv, (4, 3, 3, 1), {"groups": 4}),
+    "transposed": (ops.conv_transpose, (8, 3, 3, 4), {"strides": 2}),
+    "grouped, transposed": (ops.conv_transpose, (8, 3, 3, 2), {"groups": 2}),
+}
+SPLITS = [P("data"), P(None, "rows"), P("data", "rows"), P(None, "data", "rows"), P("data", "rows", None, "model")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_one_device(name):
+    function, kernel, options = CASES[name]
+    draws = np.random.default_rng(0)
+    x, w = (jnp.asarray(draws.normal(size=shape), jnp.float32) for shape in (X, kernel))
+    y = jnp.asarray(draws.normal(size=function(x, w, **options).shape), jnp.float32)
+
+    def gradients(x, w, y):
+        return jax.value_and_grad(lambda x, w: (function(x, w, **options) * y).mean(), argnums=(0, 1))(x, w)
+
+    wanted = gradients(x, w, y)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "rows", "model"), axis_types=(AxisType.Auto,) * 3)
+    for split in SPLITS:
+        places = NamedSharding(mesh, split), NamedSharding(mesh, P()), NamedSharding(mesh, split)
+        with jax.set_mesh(mesh):
+            found = jax.jit(gradients, in_shardings=places)(*jax.device_put((x, w, y), places))
+        for one, many in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(np.asarray(many), one, rtol=1e-5, atol=1e-6, err_msg=str(split))
