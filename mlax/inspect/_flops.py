@@ -27,9 +27,10 @@ def _of(equation: Any) -> int:
     if name == "cond":
         return max(map(flops, params["branches"]), default=0)
     times = params.get("length", 1) if name == "scan" else 1
-    return times * sum(map(flops, _inner(params)))
+    return times * sum(map(flops, bodies(params)))
 
 
-def _inner(params: dict[str, Any]) -> list[Any]:
+def bodies(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs in the params of an equation."""
     found = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
     return [each for each in found if hasattr(getattr(each, "jaxpr", each), "eqns")]

@@ -1,0 +1,49 @@
+"""Memory: what devices have, use and can still take."""
+
+from pathlib import Path
+from typing import Any
+
+
+def free_bytes(device: Any) -> int | None:
+    """What can still be allocated on a device, if it says so."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _host_free() if device.platform == "cpu" else None
+
+
+def used_bytes(device: Any) -> int | None:
+    """What is allocated on a device; on a CPU, by this process."""
+    stats = device.memory_stats()
+    if stats and "bytes_in_use" in stats:
+        return stats["bytes_in_use"]
+    if device.platform != "cpu":
+        return None
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * 4096 if pages.exists() else None
+
+
+def all_bytes(device: Any) -> int | None:
+    """What a device has; of a simulated one, its share of what the host can still give."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    free = _host_free() if device.platform == "cpu" else None
+    return None if free is None else free // max(1, device.client.local_device_count())
+
+
+def _host_free() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return min(int(lines["MemAvailable"].split()[0]) * 1024, _container_free())
+
+
+def _container_free() -> int:
+    """What a container may still take, where it is limited."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return int(limit.read_text()) - int(used.read_text())
+    except (OSError, ValueError):  # no such limit
+        return 2**62
