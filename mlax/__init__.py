@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlax import dtypes, files, inspect, nn, ops, optim, train  # noqa: F401
+    from mlax import dtypes, files, inspect, nn, ops, optim, place, train  # noqa: F401
     from mlax.core import *  # noqa: F403
 
-_ROOMS = ("dtypes", "files", "inspect", "nn", "ops", "optim", "train")
+_ROOMS = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train")
 
 __version__ = "0.1.0"
 

@@ -16,8 +16,9 @@ BELOW = {
     "optim": {"core"},
     "files": {"core"},
     "inspect": {"core"},
-    "train": {"core", "dtypes", "files", "inspect", "optim"},
-    "cli": {"train"},
+    "place": {"core", "inspect", "optim"},
+    "train": {"core", "dtypes", "files", "inspect", "optim", "place"},
+    "cli": {"inspect", "train"},
 }
 
 

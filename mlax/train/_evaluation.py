@@ -10,6 +10,7 @@ import numpy as np
 from jax import random
 
 from mlax.optim import Optimizer
+from mlax.place import Plan
 from mlax.train._gradients import Objective
 from mlax.train._metrics import packed
 from mlax.train._once import Once
@@ -28,10 +29,11 @@ class Evaluation:
     keys at each evaluation. The sums are taken on the host in float64.
     """
 
-    def __init__(self, objective: Objective, optimizer: Optimizer, *, compilations: int = 8):
+    def __init__(self, objective: Objective, optimizer: Optimizer, *, compilations: int = 8, plan: Plan | None = None):
         self.objective = objective
         self.optimizer = optimizer
-        self.once = Once(self._called, ("state", "index", "batch"), donate=False, compilations=compilations)
+        names = ("state", "index", "batch")
+        self.once = Once(self._called, names, donate=False, compilations=compilations, plan=plan)
         self.names: tuple[str, ...] = ()  # of the values, known once it is traced
 
     def __call__(self, state: State, batches: Any) -> dict[str, float]:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from mlax.core import Tree
-from mlax.core._notes import signature
-from mlax.optim._wide import wide
+from mlax.core._pieces import added, mapped
+from mlax.core._wide import wide
+from mlax.place._microbatches import parted
 from mlax.train._values import checked, mean, weight
 
+Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
 Objective = Callable[..., tuple[Any, Tree]]  # (batch, trainables, non_trainables, rng=, inference_mode=), as `fwd`
 
 
@@ -32,32 +34,38 @@ def gradients(
     *,
     accumulate: int = 1,
     scale: jax.Array | None = None,
+    backward: Backward | None = None,
 ) -> Gradients:
     """The means of the values and the gradient of the loss, the batch taken in `accumulate` parts one after another.
 
     The parts weigh as much as their masks say, so that the gradient is that of the whole batch. They are summed in
     float32, or in the weights' own dtype if that is wider. With a `scale` the loss is multiplied by it and the
-    gradients divided.
+    gradients divided. `backward` computes the parts otherwise than one after another, as in the stages of a pipeline.
     """
     total = weight(batch)
 
-    def of(part: Any, non_trainables: Tree, rng: jax.Array) -> Gradients:
-        def loss(trainables: Tree) -> tuple[jax.Array, Any]:
-            values, new = checked(objective(part, trainables, non_trainables, rng=rng))
-            means = {name: mean(name, value, part, total, accumulate) for name, value in values.items()}
-            scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
-            return scaled, (means, new)
+    def loss(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
+        values, new = checked(objective(part, trainables, non_trainables, rng=rng))
+        means = {name: mean(name, value, part, total, accumulate) for name, value in values.items()}
+        scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
+        return scaled, (means, new)
 
-        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables)
+    def of(part: Any, non_trainables: Tree, rng: jax.Array) -> Gradients:
+        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables, part, non_trainables, rng)
         return Gradients(means, grads, new)
 
-    if accumulate == 1:
+    if accumulate == 1 and backward is None:
         found = of(batch, non_trainables, rng)
     else:
-        found = _summed(of, _parts(batch, accumulate), non_trainables, random.split(rng, accumulate))
+        parts, rngs = parted(batch, accumulate, "accumulate"), random.split(rng, accumulate)
+        if backward is None:
+            nothing = mapped(lambda w: jnp.zeros(w.shape, wide(w.dtype)), trainables)
+            found = _summed(of, nothing, parts, non_trainables, rngs)
+        else:
+            found = Gradients(*backward(loss, trainables, parts, non_trainables, rngs))
     if scale is None:
         return found
-    return found._replace(grads=jax.tree.map(lambda g: _widened(g) / scale.astype(wide(g.dtype)), found.grads))
+    return found._replace(grads=mapped(lambda g: _widened(g) / scale.astype(wide(g.dtype)), found.grads))
 
 
 def loss_of(
@@ -72,39 +80,26 @@ def loss_of(
 
     def in_parts(trainables: Tree) -> jax.Array:
         each = jax.checkpoint(lambda taken: of(trainables, *taken))  # so that one part is there at a time
-        return jnp.sum(lax.map(each, (_parts(batch, accumulate), random.split(rng, accumulate))))
+        return jnp.sum(lax.map(each, (parted(batch, accumulate, "accumulate"), random.split(rng, accumulate))))
 
     return in_parts if accumulate > 1 else lambda trainables: of(trainables, batch, rng)
 
 
-def _summed(of: Callable[..., Gradients], parts: Any, non_trainables: Tree, rngs: jax.Array) -> Gradients:
+def _summed(
+    of: Callable[..., Gradients], nothing: Tree, parts: Any, non_trainables: Tree, rngs: jax.Array
+) -> Gradients:
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     shapes = jax.eval_shape(of, first, non_trainables, rngs[0])
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), (shapes.values, shapes.grads))
+    values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), shapes.values)
 
     def add(sums: Any, taken: Any) -> tuple[Any, None]:
         (values, grads), non_trainables = sums
         part, rng = taken
         new = of(part, non_trainables, rng)
-        both = jax.tree.map(lambda a, b: a + b.astype(a.dtype), (values, grads), (new.values, new.grads))
-        return (both, new.non_trainables), None
+        return (added((values, grads), (new.values, new.grads)), new.non_trainables), None
 
-    ((values, grads), non_trainables), _ = lax.scan(add, (nothing, non_trainables), (parts, rngs))
+    ((values, grads), non_trainables), _ = lax.scan(add, ((values, nothing), non_trainables), (parts, rngs))
     return Gradients(values, grads, non_trainables)
-
-
-def _parts(batch: Any, number: int) -> Any:
-    """Every number-th example: so no example leaves the device that holds it, if a device holds several parts."""
-
-    def split(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim == 0 or leaf.shape[0] % number:
-            raise ValueError(
-                f"accumulate is {number}, but does not divide the batch: {signature(leaf)}; "
-                f"take a batch that is a multiple of {number}."
-            )
-        return jnp.swapaxes(leaf.reshape(leaf.shape[0] // number, number, *leaf.shape[1:]), 0, 1)
-
-    return jax.tree.map(split, batch)
 
 
 def _widened(g: jax.Array) -> jax.Array:

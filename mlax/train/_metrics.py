@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.optim._wide import wide, widest
+from mlax.core._wide import wide, widest
 
 
 class Metrics(Mapping[str, jax.Array]):

@@ -1,13 +1,15 @@
 """Once: a function that is compiled for the signatures it was told to expect, and refuses any other."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
-from mlax.optim._trees import flat
+from mlax.place import Plan
 from mlax.train._memory import LESS, refuse_what_cannot_fit
 
 
@@ -18,12 +20,21 @@ class Retraced(TypeError):
 class Once:
     """`function` compiled ahead of time, at most `compilations` times, the first of its arguments donated, or none.
 
+    With a `plan` it is compiled for its mesh, and the last argument is a batch that lies where the plan says.
+
     What is compiled is called as fast as under `jax.jit`. An argument of another shape, dtype, structure or placement
     is an error that names it, where `jax.jit` would compile anew without a word.
     """
 
     def __init__(
-        self, function: Callable[..., Any], names: tuple[str, ...], *, donate: bool = True, compilations: int = 1
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        *,
+        donate: bool = True,
+        compilations: int = 1,
+        plan: Plan | None = None,
+        stacked: bool = False,
     ):
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
@@ -31,6 +42,8 @@ class Once:
         self.names = names
         self.donate = donate
         self.compilations = compilations
+        self.plan = plan
+        self.stacked = stacked  # batches have one more axis than the plan says
         self.compiled: dict[Any, Any] = {}
         self.traced: Any = None  # as jax.jit(...).trace gives it, of the last compilation
         self._seen: list[dict[str, Any]] = []
@@ -40,7 +53,7 @@ class Once:
         try:
             return self._only(*args) if self._only is not None else self.compile(*args)(*args)
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, Retraced):
+            if isinstance(error, Retraced) or "Disallowed" in str(error):  # a guard against transfers has its own words
                 raise
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(f"What was donated is lost: go on from the last checkpoint. {LESS}")
@@ -56,16 +69,24 @@ class Once:
         if key not in self.compiled:
             if len(self.compiled) == self.compilations:
                 raise Retraced(self._differences(args))
-            jitted = jax.jit(
-                self.function, donate_argnums=0 if self.donate else (), out_shardings=self._placements(args)
-            )
-            self.traced = jitted.trace(*args)
-            compiled = self.traced.lower().compile()
+            with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
+                self.traced = self._jitted(args).trace(*args)
+                compiled = self.traced.lower().compile()
             refuse_what_cannot_fit(compiled, jax.tree.leaves(args))
             self.compiled[key] = compiled
             self._seen.append(_signatures(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]
+
+    def _jitted(self, args: Any) -> Any:
+        results = self._placements(args)
+        donated = 0 if self.donate else ()
+        if self.plan is None:
+            return jax.jit(self.function, donate_argnums=donated, out_shardings=results)
+        *others, batch = args
+        here = [jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), other) for other in others]
+        places = (*here, self.plan.batch_shardings(batch, stacked=self.stacked))
+        return jax.jit(self.function, donate_argnums=donated, in_shardings=places, out_shardings=results)
 
     def _placements(self, args: Any) -> Any:
         """Where the first result goes: where the argument that is donated is, if that was placed on purpose."""
@@ -95,7 +116,7 @@ class Once:
 def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
     """Say so if an argument was given up to an earlier call."""
     for name, arg in zip(names, args, strict=True):
-        gone = [path for path, leaf in flat(arg).items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        gone = [path for path, leaf in named_leaves(arg) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
         if gone:
             raise ValueError(
                 f"{name}/{gone[0]} was given up to an earlier call, which donates it; go on with the {name} that came "
@@ -104,7 +125,7 @@ def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
 
 
 def _key(args: Any) -> Any:
-    """What tells signatures apart, of the last argument: the others are results of the function itself."""
+    """What tells signatures apart, of the last argument; what is compiled refuses the others if they change."""
     leaves, structure = jax.tree.flatten(args[-1])
     return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
@@ -114,7 +135,7 @@ def _signatures(names: tuple[str, ...], args: Any) -> dict[str, str]:
     return {
         f"{name}/{path}" if path else name: _words(leaf)
         for name, arg in zip(names, args, strict=True)
-        for path, leaf in flat(arg).items()
+        for path, leaf in named_leaves(arg)
     }
 
 

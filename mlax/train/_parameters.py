@@ -7,7 +7,7 @@ from typing import Any
 from mlax.core import Tree
 from mlax.core._notes import signature
 from mlax.core._paths import flat
-from mlax.train._memory import gib
+from mlax.inspect._sizes import gib
 
 
 def parameters(trainables: Tree, *, most: int = 24) -> str:

@@ -8,10 +8,11 @@ import numpy as np
 from jax import lax, random
 
 from mlax.core import Tree
+from mlax.core._all_leaves import global_norm
+from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
 from mlax.optim import Optimizer
-from mlax.optim._all_leaves import global_norm
-from mlax.optim._trees import flat
+from mlax.place import Plan
 from mlax.train._evaluation import Evaluation
 from mlax.train._gradients import Objective, gradients, loss_of
 from mlax.train._metrics import Metrics, packed
@@ -31,6 +32,7 @@ def step(
     scaling: Scaling | None = None,
     guard: bool = True,
     compilations: int = 1,
+    plan: Plan | None = None,
 ) -> "Step":
     """A whole training step as one function: state and batch in, state and metrics out.
 
@@ -43,11 +45,12 @@ def step(
     - `accumulate`: parts that a batch is taken in, one after another, for the same gradient in less memory.
     - `scaling`: of the loss, for float16: `train.DynamicScaling()`.
     - `guard`: a step whose loss or gradient is not finite changes nothing but the counts of steps and skipped ones.
+    - `plan`: where the state lives and how batches are split; a `place.Plan`. Feeds take `sharding=plan.batches`.
     - `compilations`: how many batch signatures may come, as with `train.Buckets`.
 
     Clipping, averages of the weights, and accumulation over several batches go around the optimizer (`mlax.optim`).
     """
-    return Step(objective, optimizer, many, accumulate, scaling, guard, compilations)
+    return Step(objective, optimizer, many, accumulate, scaling, guard, compilations, plan)
 
 
 class Step:
@@ -62,6 +65,7 @@ class Step:
         scaling: Scaling | None = None,
         guard: bool = True,
         compilations: int = 1,
+        plan: Plan | None = None,
     ):
         self.objective = objective
         self.optimizer = optimizer
@@ -69,10 +73,11 @@ class Step:
         self.accumulate = accumulate
         self.scaling = scaling
         self.guard = guard
+        self.plan = plan
         _check(self)
-        self.once = Once(self._called, ("state", "batch"), compilations=compilations)
+        self.once = Once(self._called, ("state", "batch"), compilations=compilations, plan=plan, stacked=many > 1)
         self._names: tuple[str, ...] = ()  # of the metrics, known once it is traced
-        self.evaluation = Evaluation(objective, optimizer, compilations=max(8, compilations))
+        self.evaluation = Evaluation(objective, optimizer, compilations=max(8, compilations), plan=plan)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         if not isinstance(state, State):
@@ -87,11 +92,15 @@ class Step:
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
 
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> State:
-        """The first state, with these variables themselves: the first step donates them."""
+        """The first state, with these variables themselves, where the plan says: the first step donates them."""
         if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
             raise TypeError(f"step.init: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
         _check_variables(trainables, non_trainables)
-        optimizer = self.optimizer.init(trainables)
+        if self.plan is None:
+            optimizer = self.optimizer.init(trainables)
+        else:
+            trainables, non_trainables = self.plan.place((trainables, non_trainables))
+            optimizer = self.plan.init_slots(self.optimizer, trainables)
 
         def own(leaf: jax.Array) -> jax.Array:
             """A copy on the weights' own devices: all of the state is donated."""
@@ -106,31 +115,35 @@ class Step:
         """The step as a pure function, not compiled."""
         rng = random.fold_in(state.rng, state.step)
         scale = None if self.scaling is None else state.scaling["scale"]
+        stages = _in_turns(self)
         values, grads, non_trainables = gradients(
             self.objective,
             batch,
             state.trainables,
             state.non_trainables,
             rng,
-            accumulate=self.accumulate,
+            accumulate=self.accumulate if stages is None else stages.microbatches,
             scale=scale,
+            backward=None if stages is None else stages.backward,
         )
         refuse_changed(state.non_trainables, non_trainables)
-        norm = global_norm(flat(grads))
+        norm = global_norm(dict(named_leaves(grads)))
+        fine = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.guard else None
         trainables, optimizer = self.optimizer.update(
             grads,
             state.optimizer,
             state.trainables,
             value=values["loss"],
             loss=loss_of(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
+            take=fine,
         )
         new = State(state.step, trainables, non_trainables, optimizer, state.rng, state.scaling, state.skipped)
         metrics = {**values, "gradient_norm": norm}
         if (current := rate(self.optimizer, state.optimizer.step)) is not None:
             metrics["rate"] = current
-        if self.guard:
-            fine = jnp.isfinite(norm) & jnp.isfinite(values["loss"])
-            new = _chosen(fine, new, state)._replace(skipped=state.skipped + (~fine).astype(jnp.int32))
+        if fine is not None:
+            kept = jax.tree.map(lambda new, old: jnp.where(fine, new, old), non_trainables, state.non_trainables)
+            new = new._replace(non_trainables=kept, skipped=state.skipped + (~fine).astype(jnp.int32))
             metrics["skipped"] = ~fine
             if self.scaling is not None:
                 new = new._replace(scaling=self.scaling.after(state.scaling, fine))
@@ -148,14 +161,10 @@ class Step:
         return state, packed(metrics)
 
 
-def _chosen(fine: jax.Array, new: State, old: State) -> State:
-    changed = ("trainables", "non_trainables", "optimizer")
-    return new._replace(
-        **{
-            name: jax.tree.map(lambda new, old: jnp.where(fine, new, old), getattr(new, name), getattr(old, name))
-            for name in changed
-        }
-    )
+def _in_turns(step: Step) -> Any:
+    """The stages of the plan, if they take their turns at forward and backward passes by themselves."""
+    stages = None if step.plan is None else step.plan.stages
+    return stages if stages is not None and stages.backward is not None else None
 
 
 def _check(step: Step) -> None:
@@ -170,6 +179,8 @@ def _check(step: Step) -> None:
             raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
     if step.scaling is not None and not isinstance(step.scaling, Scaling):
         raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicScaling() or StaticScaling().")
+    if step.accumulate > 1 and _in_turns(step) is not None:
+        raise ValueError("train.step: the plan's pipeline takes batches in parts already; leave accumulate at 1.")
     if step.scaling is not None and not step.guard:
         raise ValueError("train.step: a scaled loss overflows now and then, so guard must stay True.")
 
@@ -181,7 +192,7 @@ def _check_variables(trainables: Tree, non_trainables: Tree) -> None:
             "gave as two arguments: step.init(rng, *model.init(...))."
         )
     seen: dict[int, str] = {}
-    for path, leaf in flat({"trainables": trainables, "non_trainables": non_trainables}).items():
+    for path, leaf in named_leaves({"trainables": trainables, "non_trainables": non_trainables}):
         if id(leaf) in seen:
             raise ValueError(
                 f"step.init: {path} and {seen[id(leaf)]} are one array, which cannot be donated twice; store tied "
@@ -192,7 +203,7 @@ def _check_variables(trainables: Tree, non_trainables: Tree) -> None:
 
 def _check_stacked(many: int, batches: Any) -> None:
     mask = batches.get(MASK) if isinstance(batches, dict) else None
-    for path, leaf in flat(batches).items():
+    for path, leaf in named_leaves(batches):
         if leaf.ndim == 0 or leaf.shape[0] != many or (mask is not None and mask.ndim < 2):
             raise ValueError(
                 f"step: many is {many}, so each array holds {many} batches on a leading axis, but {path} is "

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
-from mlax.optim._trees import flat
-from mlax.optim._wide import wide
+from mlax.core._wide import wide
 
 TAKEN = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
 MASK = "mask"  # the name in a batch of what says which examples count, and how much
@@ -38,7 +38,7 @@ def checked(returned: Any) -> tuple[dict[str, jax.Array], Any]:
 
 def refuse_changed(given: Any, returned: Any) -> None:
     """Refuse non_trainables of another structure, shape or dtype than they had: the next step could not take them."""
-    before, after = ({path: signature(leaf) for path, leaf in flat(tree).items()} for tree in (given, returned))
+    before, after = ({path: signature(leaf) for path, leaf in named_leaves(tree)} for tree in (given, returned))
     for path in dict.fromkeys([*before, *after]):
         if before.get(path) != after.get(path):
             raise ValueError(

@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 
 from mlax.inspect import flops
+from mlax.inspect._memory import used_bytes
 from mlax.train._board import Board
 from mlax.train._log import Log
-from mlax.train._memory import used_bytes
 from mlax.train._metrics import Metrics
 from mlax.train._progress import Progress
 from mlax.train._run import Run

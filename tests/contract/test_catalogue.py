@@ -3,14 +3,14 @@
 import inspect
 
 import mlax
-from mlax import dtypes, nn
+from mlax import dtypes, nn, place
 from tests.catalogue import ROWS
 
 
 def test_every_public_layer_has_a_row():
     layers = {
         name
-        for room in (mlax, nn, dtypes)
+        for room in (mlax, nn, dtypes, place)
         for name in room.__all__
         if inspect.isclass(value := getattr(room, name))
         and issubclass(value, mlax.Layer)

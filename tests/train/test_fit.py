@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train._log import read_records
+from mlax.train._curves import read_records
 from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective, same
 from tests.train.test_step import compilations
 
@@ -178,8 +178,11 @@ def test_it_says_what_is_trained_and_how_it_goes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "goes on from step 30" in out
     assert "changed since this run began: width was 16 and is now 17" in out
-    with pytest.raises(ValueError, match=r"holds a finished run, 40 of 40 steps, of something else: width was 17"):
+    with pytest.raises(ValueError, match=r"holds a finished run, 40 of 40 steps, of something else \(width was 17"):
         fitted(tmp_path / "run", 40, config={"width": 18})
+    words = r"feed was \.\.\. batches of 8, 10 \.\.\. and is now \.\.\. batches of 15, 5 \.\.\.\); choose"
+    with pytest.raises(ValueError, match=words):
+        fitted(tmp_path / "run", 40, config={"width": 17}, data=train.Feed(arrays(75), batch=15, seed=0))
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from mlax.core._leaves import named_leaves
 from mlax.files._name import why_not
 
 
@@ -12,20 +13,12 @@ def named(tree: Any) -> tuple[dict[str, Any], Any]:
 
     Dict keys, field names and indices are joined by slashes: `optimizer/mean/up/kernel`. A bare leaf is `tree`.
     """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
-    for path, leaf in pairs:
-        name = "/".join(_word(key) for key in path) or "tree"
+    for path, leaf in named_leaves(tree):
+        name = path or "tree"
         if why := why_not(name):
             raise ValueError(f"The leaf {name[:100]!r} cannot be saved by that name; {why}; rename it.")
         if name in leaves:
             raise ValueError(f"Two leaves of the tree are called {name!r}; rename one of them.")
         leaves[name] = leaf
-    return leaves, structure
-
-
-def _word(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):  # of a dict, of a sequence, of a NamedTuple or dataclass
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return leaves, jax.tree.structure(tree)

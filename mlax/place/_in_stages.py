@@ -1,0 +1,46 @@
+"""in_stages: a model whose repeated parts are pipelined."""
+
+from typing import Any
+
+from mlax.core import Layer, Repeat
+from mlax.core._paths import matching
+from mlax.core._surgery import _rebuilt
+from mlax.place._pipelined import Pipelined
+
+
+def in_stages(
+    model: Layer, stages: int, *, microbatches: int, axis: str = "stage", at: tuple[str, ...] | None = None
+) -> Any:
+    """A copy of a model in which each `Repeat` is `Pipelined`, or those at the paths, or patterns, `at`.
+
+    No variable moves. A `Repeat` within another stays as it is: the outer one is cut.
+    """
+    model = _rebuilt(model, "", lambda where, layer: layer.layer if isinstance(layer, Pipelined) else layer)
+    found = _found(model, "", Repeat)
+    if not found:
+        raise ValueError("in_stages: the model has no Repeat, so that nothing can be cut in stages.")
+    within = {inner for where, layer in found for inner in _found(layer.layer, where, Repeat)}
+    outer = [each for each in found if each not in within]
+    chosen = [where for where, _ in outer] if at is None else matching(list(at), [where for where, _ in outer])
+
+    def cut(where: str, layer: Layer) -> Layer:
+        return Pipelined(layer, stages, microbatches, axis) if (where, layer) in outer and where in chosen else layer
+
+    return _rebuilt(model, "", cut)
+
+
+def pipelines(model: Layer) -> dict[str, Pipelined]:
+    """The pipelined parts of a model by path; the leading axis of each of their variables belongs on their axis."""
+    return dict(_found(model, "", Pipelined))
+
+
+def _found(model: Layer, where: str, kind: type) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+
+    def look(where: str, layer: Layer) -> Layer:
+        if isinstance(layer, kind):
+            found.append((where, layer))
+        return layer
+
+    _rebuilt(model, where, look)
+    return found

@@ -1,0 +1,161 @@
+"""Pipelined: a repeated layer whose times are dealt out to the devices along a mesh axis."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from mlax.core import Repeat, Tree, Wrapper, frozen
+from mlax.core._frozen import with_fields
+from mlax.core._notes import brief
+from mlax.place._mark import marked
+from mlax.place._microbatches import parted, whole
+
+
+@frozen
+class Pipelined(Wrapper):
+    """Compute a `Repeat` in `stages`: the devices along a mesh axis hold a part of its times each.
+
+    The batch is cut into `microbatches`, which follow each other through the stages; JAX's derivative of that is the
+    same in reverse (GPipe, https://arxiv.org/abs/1811.06965). Every stage's input is stored for the backward pass, and
+    the rest is computed again. Other mesh axes are left to the compiler, so that this goes together with any placement
+    over them.
+
+    The numbers, and the variables, are those of the `Repeat`; the leading axis of each variable belongs on the mesh
+    axis. A random layer gets the key that the `Repeat` would give it for one microbatch alone, with
+    `jax.random.fold_in(rng, microbatch)`. A layer with state is refused: its microbatches are under way together.
+
+    The mesh is that of `jax.set_mesh`. If there is none, or none with this axis, it is the `Repeat` and nothing more.
+    """
+
+    stages: int
+    microbatches: int
+    axis: str = "stage"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, Repeat):
+            raise TypeError(f"Pipelined: the layer is {brief(self.layer)}, but must be a Repeat, to be cut in stages.")
+        for name in ("stages", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Pipelined: {name} is {value!r}, but must be a whole number of at least 1.")
+        if not isinstance(self.axis, str):
+            raise TypeError(f"Pipelined: axis is {self.axis!r}, but must be the name of a mesh axis.")
+        times = self.repeat.times
+        if times % self.stages:
+            fitting = ", ".join(str(n) for n in range(1, times + 1) if times % n == 0)
+            raise ValueError(
+                f"Pipelined: {times} times do not divide into {self.stages} stages, {times % self.stages} are left "
+                f"over; take {fitting} stages, or {times - times % self.stages + self.stages} times."
+            )
+
+    @property
+    def repeat(self) -> Repeat:
+        """The layer, which is a Repeat."""
+        return cast(Repeat, self.layer)
+
+    @property
+    def bubble(self) -> float:
+        """The share of its time that a stage waits, while the pipeline fills and drains."""
+        return (self.stages - 1) / (self.microbatches + self.stages - 1)
+
+    def describe(self) -> str:
+        """The stages, and what they cost, in a sentence."""
+        return (
+            f"{self.stages} stages of {self.repeat.times // self.stages} over {self.axis!r}, {self.microbatches} "
+            f"microbatches: each stage waits {self.bubble:.0%} of the time"
+        )
+
+    def init(self, rng, x):
+        trainables, non_trainables = self.layer.init(rng, x)
+        self._refuse_state(non_trainables)
+        return trainables, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        self._refuse_state(non_trainables)
+        self.layer.check_variables(x, trainables, None)
+        kind = self._axis_type()
+        if kind is None:
+            return self.layer.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
+        if kind is AxisType.Manual:  # whoever runs the stages wants to know where the pipeline is
+            return marked(self, x, trainables, rng, inference_mode), None
+        return whole(self._all(parted(x, self.microbatches, "microbatches"), trainables, rng, inference_mode)), None
+
+    def stage(self, stage: jax.Array, x: Any, own: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+        """One microbatch through one stage, which has its own slice of the variables; `rng` is the microbatch's."""
+        keys = None
+        layer = with_fields(self.repeat, times=self.repeat.times // self.stages)
+        if rng is not None:
+            keys = jax.random.split(rng, self.repeat.times)
+            keys = lax.dynamic_slice_in_dim(keys, stage * np.int32(layer.times), layer.times)
+        return layer.with_keys(x, own, None, keys, inference_mode)[0]
+
+    def sent(self, tree: Any, by: int) -> Any:
+        """What each stage has, sent to the next one (`by` 1) or to the one before (-1)."""
+        pairs = [(stage, (stage + by) % self.stages) for stage in range(self.stages)]
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, pairs), tree)
+
+    def _all(self, parts: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+        ticks, last = self.microbatches + self.stages - 1, self.stages - 1
+
+        def run(stage: jax.Array, own: Tree, parts: Any, rng: jax.Array | None) -> Any:
+            stage, parts = stage[0], jax.tree.map(lambda leaf: leaf[0], parts)
+
+            @jax.checkpoint
+            def through(x: Any, own: Tree, rng: jax.Array | None) -> Any:
+                return self.stage(stage, x, own, rng, inference_mode)
+
+            def tick(received: Any, now: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+                time, fresh = now
+                x = jax.tree.map(lambda a, b: jnp.where(stage == 0, a, b), fresh, received)
+                y = through(x, own, None if rng is None else jax.random.fold_in(rng, time - stage))
+                return self.sent(y, 1), y
+
+            # while a stage waits it computes for nothing, on numbers that do no harm: a conditional could hang
+            first = jax.tree.map(lambda leaf: leaf[0], parts)
+            _, ys = lax.scan(tick, first, (jnp.arange(ticks, dtype=np.int32), _lengthened(parts, last)))
+            return jax.tree.map(lambda leaf: leaf[None, last:], ys)
+
+        piped = jax.shard_map(
+            run,
+            in_specs=(P(self.axis), P(self.axis), P(self.axis), P()),
+            out_specs=P(self.axis),
+            axis_names={self.axis},
+            check_vma=False,
+        )
+        # a copy for each stage: what they shared would have a gradient that XLA's CPU compiler cannot sum in bfloat16
+        parts = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stages, *leaf.shape)), parts)
+        ys = jax.jit(piped)(jnp.arange(self.stages, dtype=np.int32), trainables, parts, rng)
+        return jax.tree.map(lambda leaf: leaf[last], ys)
+
+    def _axis_type(self) -> Any:
+        """How the mesh that is set treats the axis; None if there is no such axis."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.axis not in mesh.axis_names:
+            return None
+        if mesh.shape[self.axis] != self.stages:
+            raise ValueError(
+                f"{brief(self)}: there are {self.stages} stages, but the mesh has {mesh.shape[self.axis]} devices "
+                f"along {self.axis!r}; make them as many."
+            )
+        return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axis]
+
+    def _refuse_state(self, non_trainables: Tree) -> None:
+        if non_trainables is not None:
+            raise ValueError(
+                f"{brief(self)}: the layer has state (non_trainables), which cannot follow several microbatches that "
+                "are under way together; take layers without, as GroupNorm in place of BatchNorm."
+            )
+
+
+def _lengthened(parts: Any, more: int) -> Any:
+    """The parts, the last of them some times more."""
+
+    def longer(leaf: jax.Array) -> jax.Array:
+        return jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (more, *leaf.shape[1:]))])
+
+    return jax.tree.map(longer, parts)

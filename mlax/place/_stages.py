@@ -1,0 +1,57 @@
+"""Stages: how a plan cuts the repeated parts of a model into a pipeline."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from mlax.core import Layer, frozen
+from mlax.place._in_stages import in_stages
+from mlax.place._one_forward_one_backward import one_forward_one_backward
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+@frozen
+class Stages:
+    """How many stages there are, how many parts of a batch follow each other through them, and in which order.
+
+    "gpipe" takes all parts forward and then all of them backward; "1f1b" takes each part backward as soon as it can, so
+    that only as many are kept as there are stages, about. Each waits `bubble` of the time.
+    """
+
+    number: int
+    microbatches: int
+    schedule: Schedule = "1f1b"
+    axis: str = "stage"
+    at: tuple[str, ...] | None = None  # paths of the parts; None: all that are repeated
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"Stages: schedule is {self.schedule!r}, but must be one of {get_args(Schedule)}.")
+
+    @property
+    def bubble(self) -> float:
+        """The share of its time that a stage waits, while the pipeline fills and drains."""
+        return (self.number - 1) / (self.microbatches + self.number - 1)
+
+    @property
+    def backward(self) -> Callable[..., Any] | None:
+        """What computes values and gradients over the parts of a batch; None: whatever JAX derives."""
+        return functools.partial(one_forward_one_backward, axis=self.axis) if self.schedule == "1f1b" else None
+
+    def wired(self, model: Layer) -> Layer:
+        """The model with its repeated parts cut."""
+        return in_stages(model, self.number, microbatches=self.microbatches, axis=self.axis, at=self.at)
+
+    def check(self, mesh: dict[str, int]) -> None:
+        """Refuse a mesh over which XLA aborts, or would: one with two other axes, under the schedule 1f1b."""
+        others = [name for name, size in mesh.items() if name != self.axis and size > 1]
+        if self.schedule == "1f1b" and len(others) > 1:
+            raise ValueError(
+                f"a pipeline of the schedule '1f1b' goes with one more mesh axis, but there are {', '.join(others)}: "
+                "XLA aborts over some such programs; take schedule='gpipe'."
+            )
+
+    def __str__(self) -> str:
+        share = f"each stage waits {self.bubble:.0%} of the time"
+        return f"{self.number} stages, {self.microbatches} parts of a batch ({self.schedule}): {share}"

@@ -1,0 +1,163 @@
+"""Stream: a repeated layer whose weights wait in host memory, each fetched to the device ahead of its use."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlax.core import Repeat, Tree, Wrapper, frozen
+from mlax.core._memory import beside, fetched, stored, to_host
+from mlax.core._notes import brief, signature
+from mlax.core._stacked import init_stacked
+from mlax.place._inexact import inexact
+
+
+class Given(NamedTuple):
+    """What the layers are given beside their weights, each leaf with a leading axis of `times`."""
+
+    non_trainables: Tree
+    keys: jax.Array | None
+    mode: Any = None  # inference_mode, where it is traced
+
+
+@frozen
+class Stream(Wrapper):
+    """`Stream(Repeat(layer, 36))` computes what the `Repeat` does, with its weights in host memory.
+
+    `init` makes the trainables there, and while one layer is computed the weights of the next are on their way to
+    the device, which holds two layers at a time. For the backward pass only each layer's input is stored, as by
+    `mode="remat"`, with `inputs_in_host` in host memory too; gradients go there layer by layer. Optimizers keep the
+    slots beside the weights and update both piece by piece. Where the trainables are on the device, nothing is moved.
+    Output and variables: those of the `Repeat`.
+
+    On a GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after the sign): inside of a CUDA graph XLA
+    copies and computes by turns. Pinned memory is limited to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless set.
+    """
+
+    layer: Repeat
+    inputs_in_host: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, Repeat):
+            raise TypeError(f"Stream: {brief(self.layer)} is no Repeat; write Stream(mlax.Repeat(layer, times)).")
+        if self.layer.mode == "unroll":
+            raise ValueError("Stream: an unrolled Repeat has all of its weights on the device; pass mode='scan'.")
+
+    def init(self, rng, x):
+        return init_stacked(self.layer.layer, rng, x, self.layer.times, in_host=True)
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        self.layer.check_variables(x, trainables, non_trainables)
+        keys = None if rng is None else jax.random.split(rng, self.layer.times)
+        known = inference_mode if isinstance(inference_mode, bool) else None
+        mode = jnp.broadcast_to(inference_mode, (self.layer.times,)) if known is None else None
+        given = Given(non_trainables, keys, mode)
+        return _streamed(self, known, x, trainables, given)
+
+    def once(self, known: bool | None, x: Any, weights: Tree, given: Given) -> tuple[Any, Tree]:
+        """One layer, given its own."""
+        mode: Any = given.mode if known is None else known
+        y, new = self.layer.layer.fwd(x, weights, given.non_trainables, rng=given.keys, inference_mode=mode)
+        if signature(y) != signature(x):
+            raise ValueError(
+                f"{brief(self)}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with the "
+                "output of the time before; its output must be like its input."
+            )
+        return y, new
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _streamed(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: Given) -> tuple[Any, Tree]:
+    return _forward(stream, known, x, trainables, given, None)[0]
+
+
+def _forward(stream: Stream, known: Any, x: Any, trainables: Tree, given: Given, room: Any) -> tuple[Any, Any]:
+    """The output and the new state; and the inputs of all layers, written to `room` if there is any.
+
+    The last layer is outside of the loop, so that what is fetched ahead is a multiple of the loop's counter.
+    """
+    last = stream.layer.times - 1
+
+    def kept(inputs: Any, x: Any, time: Any) -> Any:
+        return None if inputs is None else stored(inputs, _led(x), time)
+
+    def step(carried: Any, given: Given) -> tuple[Any, Any]:
+        time, x, weights, inputs = carried
+        following = _row(trainables, time + 1)
+        y, new = stream.once(known, x, weights, given)
+        return (time + 1, y, following, kept(inputs, x, time)), new
+
+    start = (jnp.int32(0), x, _row(trainables, 0), room)
+    (_, x, weights, inputs), news = lax.scan(step, start, _rows(given, slice(0, last)), length=last)
+    y, new = stream.once(known, x, weights, _own(given, last))
+    news = jax.tree.map(lambda rows, row: jnp.concatenate([rows, row[None]]), news, new)
+    return (y, news), kept(inputs, x, last)
+
+
+def _saved(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: Given) -> tuple[Any, Any]:
+    room = jax.tree.map(lambda leaf: _room(stream.layer.times, leaf), x)
+    room = to_host(room) if stream.inputs_in_host else room
+    out, inputs = _forward(stream, known, x, trainables, given, room)
+    return out, (inputs, trainables, given)
+
+
+def _backward(stream: Stream, known: bool | None, saved: Any, cotangents: Any) -> tuple[Any, Tree, Any]:
+    """The gradients, layer by layer from the last; those of the weights in the memory where the weights lie."""
+    inputs, trainables, given = saved
+    last = stream.layer.times - 1
+    dy, dnews = cotangents
+
+    def pulled(x: Any, weights: Tree, given: Given, dy: Any, dnew: Tree) -> Any:
+        """The gradients of one layer, which is computed again."""
+        (xs, x_of), (states, state_of) = inexact(x), inexact(given.non_trainables)
+
+        def layer(xs: Any, weights: Tree, states: Any) -> Any:
+            y, new = stream.once(known, x_of(xs), weights, given._replace(non_trainables=state_of(states)))
+            return inexact(y)[0], inexact(new)[0]
+
+        return jax.vjp(layer, xs, weights, states)[1]((dy, dnew))
+
+    def step(carried: Any, own: Any) -> tuple[Any, Any]:
+        time, dx, (x, weights), grads = carried
+        following = _row((inputs, trainables), time - 1)
+        given, dnew = own
+        dx, dweights, dstate = pulled(x, weights, given, dx, dnew)
+        return (time - 1, dx, following, stored(grads, _led(dweights), time)), dstate
+
+    dy, dnews = inexact(dy)[0], inexact(dnews)[0]
+    room = beside(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trainables), trainables)
+    rows = (_rows(given, slice(1, None)), _rows(dnews, slice(1, None)))
+    start = (jnp.int32(last), dy, _row((inputs, trainables), last), room)
+    (_, dx, (x, weights), grads), dstates = lax.scan(step, start, rows, length=last, reverse=True)
+    dx, dweights, dstate = pulled(x, weights, _own(given, 0), dx, _own(dnews, 0))
+    grads = stored(grads, _led(dweights), 0)
+    dstates = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows]), dstate, dstates)
+    return inexact(x)[1](dx, None), grads, Given(inexact(given.non_trainables)[1](dstates, None), None)
+
+
+_streamed.defvjp(_saved, _backward)
+
+
+def _row(trainables: Tree, time: Any) -> Tree:
+    return jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), fetched(trainables, time))
+
+
+def _room(times: int, leaf: jax.Array) -> jax.Array:
+    """A stack of as many; no zeros where there are none, as among keys."""
+    shape = (times, *leaf.shape)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.broadcast_to(leaf, shape) if is_key else jnp.zeros(shape, leaf.dtype)
+
+
+def _led(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def _own(tree: Any, row: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[row], tree)

@@ -1,0 +1,102 @@
+"""describe: bytes before anything is allocated, which are the bytes that there are afterwards."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mlax import optim, place, train
+from tests.place.models import OPTIMIZER, cnn, gpt, objective_of
+
+PLANS = {
+    "data": lambda task: place.data(),
+    "fsdp": lambda task: place.fsdp(least=1),
+    "tensor": lambda task: place.data(2) * place.tensor(task.model, task.x, 4),
+    "zero": lambda task: place.zero(),
+}
+
+
+def held(tree, device):
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_bytes_are_those_that_jax_reports(name):
+    task = gpt()
+    plan = PLANS[name](task)
+    batch = {"x": task.x, "y": task.x}
+    model = plan.wired(task.model, task.x)
+    described = plan.describe(task.model, task.x, OPTIMIZER, batch, objective=objective_of(model))
+    step = train.step(objective_of(model), OPTIMIZER, plan=plan)
+    state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
+    device = plan.mesh.devices.flat[-1]
+    assert described.held("weights") == held((state.trainables, state.non_trainables), device)
+    assert described.held("slots") == held(state.optimizer, device)
+    compiled = step.once.compile(state, batch)
+    analysis = compiled.memory_analysis()
+    reported = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    assert described.needed == pytest.approx(reported, rel=0.05)
+
+
+def test_state_counts_with_the_weights_and_without_an_optimizer_it_is_about_inference():
+    task = cnn()
+    described = place.data().describe(task.model, task.x)
+    variables = jax.tree.leaves(task.model.init(jax.random.key(0), task.x))
+    assert described.held("weights") == sum(leaf.nbytes for leaf in variables)
+    assert described.held("slots") == described.held("gradients") == described.held("activations") == 0
+    assert described.working is not None and "needed" in str(described)
+
+
+def test_slots_in_host_memory_are_counted_there():
+    task = gpt()
+    plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
+    described = plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(task.model.init(jax.random.key(0), task.x)[0]))
+    assert described.held("slots", "host") == 2 * weights
+    assert described.held("slots") == 4  # the number of steps
+    assert "host, for each device" in str(described)
+
+
+def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
+    stored = place.data().describe(gpt().model, gpt().x, OPTIMIZER, compile=False)
+    again = place.data().describe(gpt(mode="remat").model, gpt().x, OPTIMIZER, compile=False)
+    kept = {row.layer: row.activations for row in stored.rows}
+    assert kept["blocks/think/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
+    assert 4 * again.held("activations") < stored.held("activations")
+    bigger = place.data().describe(gpt().model, gpt().x, OPTIMIZER, 32, compile=False)
+    assert bigger.held("activations") == pytest.approx(2 * stored.held("activations"), rel=0.1)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_change():
+    task = gpt(width=64)
+    wide = task.model
+    with pytest.raises(place.DoesNotFit, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer's slots: split"):
+        place.data().fits(wide, jax.ShapeDtypeStruct((8, 2), "int32"), OPTIMIZER, memory=2**20, compile=False)
+    with pytest.raises(place.DoesNotFit, match="gradients and activations: take smaller batches"):
+        place.data().fits(wide, task.x, OPTIMIZER, 4096, memory=2**20, compile=False)
+    place.data().fits(wide, task.x, OPTIMIZER, memory=2**30, compile=False)
+
+
+def test_the_picture_is_a_picture(tmp_path):
+    task = gpt()
+    plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
+    plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False, memory=2**30).draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
+    task = gpt(width=64)
+    said = []
+    small = {"optimizer": OPTIMIZER, "say": said.append, "devices": jax.devices()[:2]}
+    assert place.auto(task.model, task.x, **small, memory=2**30).name == "data"
+    data = next(line for line in said if line.startswith("data (data 2)"))
+    assert "sends" in data and "data: fits and sends least" in said[-1]
+    needed = place.data(2).over(jax.devices()[:2]).describe(task.model, task.x, OPTIMIZER).needed
+    chosen = place.auto(task.model, task.x, **small, memory=int(0.8 * needed))
+    assert chosen.name != "data" and chosen.devices == tuple(jax.devices()[:2])
+    with pytest.raises(place.DoesNotFit, match="no ready plan fits"):
+        place.auto(task.model, task.x, **small, memory=2**16)

@@ -1,0 +1,85 @@
+"""A part computed on a device, on a mesh or on the host gives the resident numbers, and stays where it was put."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mlax
+from mlax import nn, place
+
+
+def close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+
+
+def pipeline(first, second):
+    """Two halves of a network, each on a device of its own, as a user would write it."""
+    half = mlax.Series(up=nn.Linear(8), act=mlax.F(jnp.tanh), down=nn.Linear(6))
+    return mlax.Series(first=place.On(half, first), second=place.On(half, second))
+
+
+@pytest.fixture(name="x")
+def of_inputs():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+
+
+def resident():
+    half = mlax.Series(up=nn.Linear(8), act=mlax.F(jnp.tanh), down=nn.Linear(6))
+    return mlax.Series(first=half, second=half)
+
+
+def loss(model, x):
+    return lambda trainables: (model.fwd(x, trainables)[0] ** 2).mean()
+
+
+def test_a_pipeline_of_two_devices_trains_like_one(x):
+    here, there = jax.devices()[1], jax.devices()[2]
+    model, whole = pipeline(here, there), resident()
+    trainables, _ = model.init(jax.random.key(0), x)
+    same, _ = whole.init(jax.random.key(0), x)
+    close(trainables, same)
+    assert all(leaf.devices() == {here} for leaf in jax.tree.leaves(trainables["first"]))
+    assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(trainables["second"]))
+    value, grads = jax.value_and_grad(loss(model, x))(trainables)
+    assert value.devices() == {there}
+    close((value, grads), jax.value_and_grad(loss(whole, x))(same))
+    assert all(leaf.devices() == {here} for leaf in jax.tree.leaves(grads["first"]))
+    assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(grads["second"]))
+
+
+def test_a_part_runs_on_a_mesh_with_its_input_split(x):
+    mesh = Mesh(np.array(jax.devices()[4:6]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    for where in (mesh, split):
+        layer = place.On(nn.Linear(5), where)
+        trainables, _ = layer.init(jax.random.key(0), x)
+        assert trainables["kernel"].devices() == set(jax.devices()[4:6])
+        y, _ = layer.fwd(x, trainables)
+        assert y.devices() == set(jax.devices()[4:6])
+        close(y, nn.Linear(5).fwd(x, *nn.Linear(5).init(jax.random.key(0), x))[0])
+    assert y.sharding.spec[0] == "data"
+
+
+def test_the_parts_of_one_program_cannot_be_on_two_devices(x):
+    model = pipeline(jax.devices()[1], jax.devices()[2])
+    variables = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(model.fwd)(x, *variables)
+
+
+def test_the_host_computes_inside_of_jit(x):
+    model = mlax.Series(first=nn.Linear(8), host=place.On(nn.Linear(8), place.host), last=nn.Linear(6))
+    whole = mlax.Series(first=nn.Linear(8), host=nn.Linear(8), last=nn.Linear(6))
+    trainables, _ = model.init(jax.random.key(0), x)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(trainables["host"])} == {"pinned_host"}
+    same, _ = whole.init(jax.random.key(0), x)
+    found = jax.jit(jax.value_and_grad(loss(model, x)))(trainables)
+    close(found, jax.jit(jax.value_and_grad(loss(whole, x)))(same))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1]["host"])} == {"pinned_host"}
+
+
+def test_what_is_no_place_is_refused():
+    with pytest.raises(TypeError, match=r"must be a device, a Mesh, a NamedSharding or place.host"):
+        place.On(nn.Linear(3), "gpu")

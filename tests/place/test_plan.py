@@ -1,0 +1,196 @@
+"""Plan: rules, meshes and places; what is wrong with them is said in words."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mlax import nn, optim, place, train
+from mlax.core import Series
+from mlax.core._paths import flat
+from tests.place.models import GPT, gpt, objective_of
+
+
+def plan_of(variables, **mesh):
+    return place.Plan(mesh or {"data": 4, "model": 2}, variables)
+
+
+def test_a_plan_is_equal_by_value_and_hashes_so():
+    rules = [("**/kernel", place.last("model")), ("**", P())]
+    assert plan_of(rules) == plan_of(rules) and hash(plan_of(rules)) == hash(plan_of(rules))
+    assert plan_of(rules) != plan_of(rules[1:])
+    assert plan_of(rules) != place.data()
+
+
+def test_init_makes_the_bits_of_init_each_straight_in_its_place():
+    task = gpt()
+    rules = [("**/think/linear_0/kernel", place.last("model")), ("embed/table", P("data")), ("**", P())]
+    plan = plan_of(rules)
+    rng = jax.random.key(3)
+    made, wanted = plan.init(task.model, rng, task.x), task.model.init(rng, task.x)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), made, wanted)
+    assert made[0]["embed"]["table"].sharding == NamedSharding(plan.mesh, P("data"))
+    assert made[0]["blocks"]["think"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
+
+
+def test_init_allocates_nothing_elsewhere_before():
+    model = nn.Linear(64)
+    x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
+    plan = place.fsdp(least=1)
+    text = (
+        jax.jit(lambda rng: model.init(rng, x), out_shardings=plan.variable_shardings(model, x))
+        .lower(jax.random.key(0))
+        .compile()
+        .as_text()
+    )
+    assert "f32[512,64]" not in text and "f32[64,64]" in text  # no device makes the whole kernel
+    made, _ = plan.init(model, jax.random.key(0), x)
+    assert [shard.data.shape for shard in made["kernel"].addressable_shards] == [(64, 64)] * 8
+
+
+def test_equal_parts_are_compiled_once_for_init(monkeypatch):
+    compiled = []
+    real = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda *args, **kwargs: compiled.append(kwargs) or real(*args, **kwargs))
+    model = Series(**{f"linear{i}": nn.Linear(24) for i in range(6)})
+    place.data().init(model, jax.random.key(0), jnp.zeros((2, 24)))
+    assert sum("out_shardings" in kwargs for kwargs in compiled) == 1
+
+
+def test_variables_can_live_in_host_memory_and_on_one_device():
+    model, x = Series(a=nn.Linear(8), b=nn.Linear(8)), jnp.zeros((2, 8))
+    device = jax.devices()[5]
+    plan = plan_of([("a/**", place.host), ("b/**", device)])
+    made, _ = plan.init(model, jax.random.key(0), x)
+    assert made["a"]["kernel"].sharding.memory_kind == "pinned_host"
+    assert made["b"]["kernel"].devices() == {device}
+    np.testing.assert_array_equal(made["b"]["kernel"], model.init(jax.random.key(0), x)[0]["b"]["kernel"])
+
+
+def test_place_moves_what_there_is_and_leaves_what_is_there():
+    task = gpt()
+    plan = place.fsdp(least=1)
+    trainables, non_trainables = task.model.init(jax.random.key(0), task.x)
+    moved = plan.place(trainables)
+    assert moved["embed"]["table"].sharding.spec == P("data", None)
+    again, _ = plan.place((moved, non_trainables))
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in moved["embed"]["table"].addressable_shards]
+    assert pointers == [shard.data.unsafe_buffer_pointer() for shard in again["embed"]["table"].addressable_shards]
+
+
+def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
+    task = gpt()
+    plan = plan_of([("**/query/kernel", place.last("model")), ("**/kernel", place.last("data")), ("**", P())])
+    attend = plan.variable_shardings(task.model, task.x)[0]["blocks"]["attend"]
+    assert attend["query"]["kernel"].spec == P(None, None, "model")
+    assert attend["key"]["kernel"].spec == P(None, None, "data")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "words"),
+    [
+        ([("**/kernal", P())], KeyError, "did you mean"),
+        ([("**", P()), ("**/table", P("model"))], ValueError, "disagree: the first takes every leaf of the second"),
+        (
+            [("**/think/**", P()), ("**/kernel", place.last("model"))],
+            ValueError,
+            "disagree over 'blocks/think/linear_0/kernel'; put a rule for what both match",
+        ),
+        ([("**/scale", place.last("modle"))], ValueError, "the mesh has the axes data, model"),
+        ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; say at most 1"),
+        ([("**/query/kernel", P("data", "data"))], ValueError, "by 'data' twice"),
+        (
+            [("blocks/**/query/kernel", P(("data", "model")))],
+            ValueError,
+            "its axis 0 has 4 places, which data (4) x model (2) = 8 does not divide (4 over); 4 ways would, or 8",
+        ),
+        ([("**", "model")], TypeError, "must say a PartitionSpec"),
+        (["**"], TypeError, "must be a pair"),
+        ([("norm/scale", place.last("model", None))], ValueError, "names 2 axes, but the array has 1"),
+    ],
+)
+def test_rules_that_are_wrong_are_refused_in_words(rules, error, words):
+    task = gpt()
+    with pytest.raises(error, match=re.escape(words)):
+        plan_of(rules).variable_shardings(task.model, task.x)
+
+
+def test_meshes_that_are_wrong_are_refused_in_words():
+    with pytest.raises(ValueError, match=re.escape("data 3 = 3 does not divide the 8 devices there are; the numbers")):
+        place.data(3).mesh  # noqa: B018
+    with pytest.raises(ValueError, match="more than one axis to be found"):
+        place.Plan({"a": -1, "b": -1})
+    with pytest.raises(ValueError, match="must be a number of devices"):
+        place.Plan({"a": 0})
+    with pytest.raises(ValueError, match="both have a mesh axis 'data'"):
+        place.data(2) * place.fsdp(2)
+    with pytest.raises(ValueError, match="batch is"):
+        place.Plan({"data": 2}, batch=P("rows"))
+
+
+def test_a_mesh_axis_can_be_all_that_is_left_and_devices_can_be_chosen():
+    assert (place.data() * place.sequence(2)).shape == {"data": 4, "sequence": 2}
+    four = place.data().over(jax.devices()[4:])
+    assert four.shape == {"data": 4} and set(four.mesh.devices.flat) == set(jax.devices()[4:])
+
+
+def test_a_batch_that_does_not_divide_is_refused_in_words():
+    task = gpt()
+    plan = place.data()
+    step = train.step(objective_of(task.model), optim.SGD(0.1), plan=plan)
+    state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
+    batch = {name: array[:12] for name, array in task.arrays.items()}
+    with pytest.raises(ValueError, match=re.escape("x is int32[12, 16], but the plan splits its axis 0 into 8")):
+        step(state, batch)
+
+
+def test_slots_live_in_host_memory_by_a_rule_and_by_name():
+    task = gpt()
+    trainables, _ = jax.eval_shape(task.model.init, jax.random.key(0), task.x)
+    plan = place.Plan({"data": 8}, [("**", place.spread("data", least=1))], slots=[("mean/**", place.host)])
+    found = plan.slot_shardings(optim.AdamW(1e-3), trainables)
+    assert found.mean["embed"]["table"] == NamedSharding(plan.mesh, P("data", None), memory_kind="pinned_host")
+    assert found.square["embed"]["table"].memory_kind != "pinned_host"
+    with pytest.raises(KeyError, match="matches nothing"):
+        place.Plan({"data": 8}, slots=[("moment/**", place.host)]).slot_shardings(optim.AdamW(1e-3), trainables)
+
+
+def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
+    model = GPT()
+    x = jax.ShapeDtypeStruct((16, 16), jnp.int32)
+    plan = place.Plan({"data": 2, "time": 4}, activations=[("embed", P("data", "time")), ("blocks", P("data"))])
+    wired = plan.wired(model, x)
+    assert {path: str(layer.split) for path, layer in _constrained(wired).items()} == {
+        "embed": "P('data', 'time')",
+        "blocks": "P('data',)",
+    }
+    weights = model.init(jax.random.key(0), x)
+    tokens = jnp.ones((16, 16), jnp.int32)
+    with jax.set_mesh(plan.mesh):
+        same = jax.jit(wired.fwd)(tokens, *weights)[0]
+        text = jax.jit(wired.fwd).lower(tokens, *weights).as_text()
+    assert "sharding_constraint" in text
+    np.testing.assert_allclose(same, model.fwd(tokens, *weights)[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=re.escape("axis 1 is to be split into 4")), jax.set_mesh(plan.mesh):
+        jax.eval_shape(wired.fwd, jnp.ones((16, 15), jnp.int32), *weights)
+
+
+def _constrained(model):
+    return {name: part for name, part in dict(model.edits).items() if isinstance(part, place.Constrained)}
+
+
+def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
+    task = gpt()
+    plan = place.fsdp(least=1)
+    step = train.step(objective_of(plan.wired(task.model, task.x)), optim.AdamW(1e-3), many=2, plan=plan)
+    state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
+    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
+    fitted = train.fit(step, state, feed, steps=4, evaluate=feed, show=False)
+    assert fitted.step == 4 and np.isfinite(fitted.scores["loss"])
+    leaf = fitted.state.trainables["embed"]["table"]
+    assert leaf.sharding.spec == P("data", None)
+    assert flat(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)

@@ -1,0 +1,118 @@
+"""Ready plans: each trains as one device does, and leaves everything where it was."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mlax import optim, place
+from mlax.core._paths import flat
+from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
+
+PLANS = {
+    "single": lambda task: place.single(jax.devices()[3]),
+    "data": lambda task: place.data(),
+    "zero": lambda task: place.zero(least=1),
+    "fsdp": lambda task: place.fsdp(least=1),
+    "tensor": lambda task: place.tensor(task.model, task.x, 4) * place.data(2),
+    "sequence": lambda task: place.sequence(4) * place.data(2),
+    "expert": lambda task: place.expert(task.model, task.x, 4) * place.data(2),
+    "gpipe": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2),
+    "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2),
+    "pipeline x fsdp": lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, least=1),
+    "gpipe x data x tensor": lambda task: (
+        place.pipeline(task.model, 2, microbatches=4, schedule="gpipe")
+        * place.data(2)
+        * place.tensor(task.model, task.x, 2)
+    ),
+    "fsdp x tensor x sequence": lambda task: (
+        place.fsdp(2, least=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "cnn"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_like_one_device_and_no_step_moves_anything(name, kind):
+    options = {"experts": 4} if name == "expert" else {}
+    if kind == "cnn" and ("1f1b" in name or "pipeline" in name):
+        options = {"batch_norm": False}  # the statistics of a part of a batch are others than those of the whole
+    task = TASKS[kind](**options)
+    plan = PLANS[name](task)
+    found = trained(task, plan)
+    np.testing.assert_allclose(found.losses, alone(kind, **options), rtol=1e-5)
+    moved = jax.tree.map(lambda leaf, before: leaf.sharding != before, found.state, found.before)
+    assert not any(jax.tree.leaves(moved))
+    planned = plan.slot_shardings(OPTIMIZER, found.state.trainables)
+    for name, slot in found.state.optimizer._asdict().items():
+        for leaf, sharding in zip(jax.tree.leaves(slot), jax.tree.leaves(getattr(planned, name)), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def specs(plan, task):
+    trainables, _ = plan.variable_shardings(task.model, task.x)
+    return {path: sharding.spec for path, sharding in flat(trainables).items()}
+
+
+def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features():
+    task = gpt()
+    found = specs(place.fsdp(2, least=1) * place.tensor(task.model, task.x, 4), task)
+    assert found["blocks/attend/query/kernel"] == P(None, "data", "model")
+    assert found["blocks/attend/out/kernel"] == P(None, "model", "data")
+    assert found["blocks/think/linear_0/kernel"] == P(None, "data", "model")
+    assert found["blocks/think/linear_1/kernel"] == P(None, "model", "data")
+    assert found["blocks/think/linear_0/bias"] == P("data", "model")
+    assert found["embed/table"] == P("model", "data")
+    assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be split
+
+
+def test_experts_are_split_along_their_own_axis_inside_a_repeat():
+    task = gpt(experts=4)
+    found = specs(place.expert(task.model, task.x, 2), task)
+    assert found["blocks/think/experts/linear_0/kernel"] == P(None, "expert", None, None)
+    assert found["blocks/think/experts/linear_0/bias"] == P(None, "expert", None)
+    assert found["blocks/think/router/kernel"] == P()
+
+
+def test_fsdp_gathers_weights_and_not_activations():
+    task = gpt(width=32)
+    moved = place.fsdp(least=1).describe(task.model, task.x, OPTIMIZER).moved
+    gathered = sum(row.bytes for row in moved.totals if row.kind == "all-gather")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(task.model.init(jax.random.key(0), task.x)[0]))
+    assert gathered == pytest.approx(2 * weights, rel=0.1)  # once forward, once backward
+
+
+def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
+    task = gpt()
+    found = trained(task, place.zero(least=1), steps=1)
+    kernel = found.state.trainables["blocks"]["think"]["linear_0"]["kernel"]
+    mean = found.state.optimizer.mean["blocks"]["think"]["linear_0"]["kernel"]
+    assert kernel.sharding.spec == P() and mean.sharding.spec == P(None, None, "data")
+
+
+def test_adafactor_keeps_rows_and_columns_where_their_axes_are():
+    task = gpt()
+    plan = place.tensor(task.model, task.x, 4)
+    optimizer = optim.Adafactor(1e-2, stacked=("blocks/**/kernel",))
+    found = plan.slot_shardings(optimizer, jax.eval_shape(task.model.init, jax.random.key(0), task.x)[0])
+    kernel = {name: flat(slot).get("blocks/think/linear_0/kernel") for name, slot in found._asdict().items()}
+    spread = {str(place.spec) for place in kernel.values() if isinstance(place, NamedSharding)}
+    assert any("model" in spec for spec in spread) and any("model" not in spec for spec in spread)
+
+
+def test_a_model_without_experts_or_wide_layers_is_refused_in_words():
+    task = gpt()
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        place.expert(task.model, task.x, 2)
+    with pytest.raises(ValueError, match="experts, which 3 devices do not divide"):
+        place.expert(gpt(experts=4).model, task.x, 3)
+    with pytest.raises(ValueError, match="can be split into 7"):
+        place.tensor(task.model, task.x, 7)
+
+
+def test_a_schedule_over_a_mesh_on_which_xla_aborts_is_refused():
+    task = gpt()
+    plan = place.pipeline(task.model, 2, microbatches=4) * place.data(2) * place.tensor(task.model, task.x, 2)
+    with pytest.raises(ValueError, match="goes with one more mesh axis, but there are data, model"):
+        plan.init(task.model, jax.random.key(0), task.x)

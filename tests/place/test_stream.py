@@ -1,0 +1,169 @@
+"""A streamed model computes and trains like the resident one, and its weights and slots stay in host memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mlax
+from mlax import nn, optim, place, train
+from mlax.core import _pieces
+from tests.layers import Block
+
+
+def close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+def both(times, width=6, dropout=0.5):
+    repeat = mlax.Repeat(Block(width, dropout), times)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, width)), jnp.float32)
+    return repeat, place.Stream(repeat), x
+
+
+def gradients(layer):
+    def loss(trainables, x, non_trainables):
+        y, new = layer.fwd(x, trainables, non_trainables, rng=jax.random.key(1))
+        return (y * y).mean(), new
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize("inputs_in_host", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_the_numbers_are_those_of_the_repeat(times, inputs_in_host):
+    repeat, _, x = both(times)
+    stream = place.Stream(repeat, inputs_in_host)
+    trainables, state = repeat.init(jax.random.key(0), x)
+    held, _ = stream.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, held, trainables)
+    assert kinds(held) == {"pinned_host"}
+    (value, new), (dw, dx) = gradients(stream)(held, x, state)
+    close(((value, new), (dw, dx)), gradients(repeat)(trainables, x, state))
+    assert kinds(dw) == {"pinned_host"} and kinds((value, new, dx)) == {"device"}
+    on_device = gradients(stream)(trainables, x, state)
+    close(on_device, ((value, new), (dw, dx)))
+    assert kinds(on_device) == {"device"}
+
+
+def test_gradients_reach_the_state_and_inputs_that_are_no_numbers_pass():
+    @mlax.frozen
+    class Shift(mlax.Layer):
+        """Adds its state, a weight and a count."""
+
+        def init(self, rng, x):
+            return {"w": jnp.ones(())}, {"s": jnp.ones(3), "n": jnp.zeros((), jnp.int32)}
+
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            y = x["a"] * trainables["w"] + non_trainables["s"] * x["i"].astype(jnp.float32)
+            new = {"s": non_trainables["s"] * trainables["w"], "n": non_trainables["n"] + 1}
+            return {"a": y, "i": x["i"]}, new
+
+    repeat = mlax.Repeat(Shift(), 4)
+    x = {"a": jnp.arange(3.0), "i": jnp.int32(2)}
+    trainables, state = repeat.init(jax.random.key(0), x)
+
+    def loss(layer):
+        def of(trainables, a, s):
+            y, new = layer.fwd({**x, "a": a}, trainables, {**state, "s": s})
+            return (y["a"] ** 2).sum() + (new["s"] ** 3).sum()
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))
+
+    stream = place.Stream(repeat)
+    close(loss(stream)(trainables, x["a"], state["s"]), loss(repeat)(trainables, x["a"], state["s"]))
+    y, new = jax.jit(stream.fwd)(x, trainables, state)  # inference_mode traced
+    close((y, new), repeat.fwd(x, trainables, state))
+
+
+def test_no_more_than_two_layers_are_on_the_device():
+    _, stream, x = both(32, 64, 0.0)
+    variables = stream.init(jax.random.key(0), x)
+    compiled = gradients(stream).lower(variables[0], x, variables[1]).compile()
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(variables[0]))
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * whole
+
+
+def test_a_stack_over_a_mesh_streams_from_the_hosts_of_its_devices():
+    repeat, stream, x = both(3, 8, 0.0)
+    trainables, state = repeat.init(jax.random.key(0), x)
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("model",))
+
+    def spread(leaf):
+        split = [None] * (leaf.ndim - 1) + ["model" if leaf.shape[-1] % 8 == 0 else None]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*split), memory_kind="pinned_host"))
+
+    held = jax.tree.map(spread, trainables)
+    found = gradients(stream)(held, x, state)
+    close(found, gradients(repeat)(trainables, x, state))
+    assert kinds(found[1][0]) == {"pinned_host"}
+
+
+def test_what_is_no_repeat_is_refused():
+    with pytest.raises(TypeError, match="is no Repeat"):
+        place.Stream(nn.Linear(3))
+    with pytest.raises(ValueError, match="all of its weights on the device"):
+        place.Stream(mlax.Repeat(nn.Linear(3), 2, mode="unroll"))
+
+
+def trained(streamed, optimizer, spoilt=(), **options):
+    blocks = mlax.Repeat(Block(6, 0.0), 4)
+    model = mlax.Series(into=nn.Linear(6), blocks=place.Stream(blocks) if streamed else blocks, out=nn.Linear(1))
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        y, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return ((y - batch["y"]) ** 2).mean(-1), new
+
+    step = train.step(objective, optimizer, **options)
+    state = step.init(jax.random.key(1), *model.init(jax.random.key(0), jnp.ones((8, 6))))
+    losses = []
+    for time in range(10):
+        draws = np.random.default_rng(time)
+        batch = {"x": draws.normal(size=(8, 6)).astype("f"), "y": draws.normal(size=(8, 1)).astype("f")}
+        batch["x"] *= np.nan if time in spoilt else 1
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+ADAM = optim.AdamW(1e-2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (ADAM, {}),
+        (optim.ClipGlobalNorm(ADAM, 0.1), {}),
+        (ADAM, {"spoilt": (3,)}),
+        (ADAM, {"accumulate": 2}),
+        (ADAM, {"scaling": train.StaticScaling()}),
+    ],
+    ids=["plain", "clipped", "guarded", "in parts", "scaled"],
+)
+def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeypatch):
+    monkeypatch.setattr(_pieces, "LEAST", 1)
+    losses, resident, _ = trained(False, optimizer, **options)
+    same, state, step = trained(True, optimizer, **options)
+    np.testing.assert_allclose(same, losses, rtol=1e-6)
+    close(jax.tree.leaves(state._replace(rng=None)), jax.tree.leaves(resident._replace(rng=None)))
+    assert int(state.skipped) == len(options.get("spoilt", ()))
+    assert kinds((state.trainables["blocks"], state.optimizer.mean["blocks"])) == {"pinned_host"}
+    assert kinds((state.trainables["into"], state.optimizer.mean["into"], state.optimizer.step)) == {"device"}
+    assert len(step.once.compiled) == 1
+
+
+def test_a_checkpoint_brings_the_state_back_to_host_memory(tmp_path):
+    _, state, step = trained(True, ADAM)
+    checkpoints = train.Checkpoints(tmp_path)
+    checkpoints.save(10, state)
+    checkpoints.wait()
+    restored = checkpoints.restore(state).tree
+    assert kinds(restored.trainables["blocks"]) == kinds(restored.optimizer.square["blocks"]) == {"pinned_host"}
+    jax.tree.map(np.testing.assert_array_equal, restored.trainables, state.trainables)
+    again, metrics = step(restored, {"x": np.ones((8, 6), "f"), "y": np.ones((8, 1), "f")})
+    assert kinds(again.trainables["blocks"]) == {"pinned_host"} and np.isfinite(float(metrics["loss"]))

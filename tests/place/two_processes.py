@@ -1,0 +1,58 @@
+"""One process of several that train by a plan, and write what each of them sees: run by test_processes.py.
+
+python two_processes.py <index> <processes> <port> <devices> <plan> <folder>
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from mlax import place
+
+
+def main(index, processes, port, devices, name, folder):
+    place.start(f"localhost:{port}", processes, index, devices=devices)
+    import numpy as np
+
+    from mlax import train
+    from tests.place.models import OPTIMIZER, gpt, objective_of
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    task = gpt()
+    plans = {
+        "fsdp": lambda: place.fsdp(least=1),
+        "tensor": lambda: place.data(2) * place.tensor(task.model, task.x, 4),
+        "1f1b": lambda: place.pipeline(task.model, 4, microbatches=4) * place.data(2),
+    }
+    plan = plans[name]()
+    step = train.step(objective_of(plan.wired(task.model, task.x)), OPTIMIZER, plan=plan)
+    trainables, non_trainables = plan.init(task.model, jax.random.key(1), task.x)
+    state = step.init(jax.random.key(0), trainables, non_trainables)
+    here = sum(shard.data.nbytes for leaf in jax.tree.leaves(state.trainables) for shard in leaf.addressable_shards)
+    described = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
+    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
+    losses = []
+    with feed.stream(0, 6) as batches:
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    checkpoints = train.Checkpoints(folder / "checkpoints")
+    checkpoints.save(6, state)
+    checkpoints.wait()
+    again = checkpoints.restore(state).tree
+    same = all(
+        np.array_equal(a.data, b.data)
+        for x, y in zip(jax.tree.leaves(again.trainables), jax.tree.leaves(state.trainables), strict=True)
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)
+    )
+    found = {"losses": losses, "here": here, "each": described.held("weights"), "restored": same}
+    (folder / f"{index}.json").write_text(json.dumps(found))
+    if processes > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    *numbers, plan, folder = sys.argv[1:]
+    main(*map(int, numbers), plan, Path(folder))
