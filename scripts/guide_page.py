@@ -1,0 +1,134 @@
+"""Run one page of the guide, cell by cell, as a notebook would: what `guide.py` starts for each page."""
+
+import ast
+import base64
+import contextlib
+import io
+import json
+import platform
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jupytext
+import matplotlib
+from matplotlib import pyplot
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def main(source: Path, digest: str) -> None:
+    """Run every cell, and leave the notebook in the folder that this was started in."""
+    here, text = Path.cwd(), source.read_text()
+    notebook = jupytext.reads(text, fmt="py:percent")
+    scope, position, count = {"__name__": "__main__"}, 0, 0
+    set_style()
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"
+        if cell.cell_type != "code":
+            continue
+        position = text.index(cell.source, position)
+        count += 1
+        cell["execution_count"] = count
+        line = text.count("\n", 0, position)
+        cell["outputs"] = outputs(cell.source, scope, source.name, line, set(cell.metadata.get("tags", ())), count)
+    made = {"source": digest, "jax": jax.__version__, "python": platform.python_version(), "cpu": cpu()}
+    notebook["metadata"] = {"kernelspec": KERNEL, "language_info": {"name": "python"}, "mlax": made}
+    (here / "notebook.json").write_text(json.dumps(notebook))
+
+
+def cpu() -> str:
+    """The processor's own name."""
+    found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return found.group(1) if found else platform.processor()
+
+
+def set_style() -> None:
+    """Figures that are legible on a light page and on a dark one."""
+    matplotlib.rcParams.update(
+        {
+            "figure.figsize": (7.2, 3.4),
+            "figure.facecolor": "white",
+            "figure.constrained_layout.use": True,
+            "axes.facecolor": "white",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": matplotlib.cycler(color=["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377"]),
+            "grid.color": "#E4E4E4",
+            "font.size": 10,
+        }
+    )
+
+
+def outputs(code: str, scope: dict[str, Any], name: str, line: int, marks: set[str], count: int) -> list[dict]:
+    """Run one cell as a notebook would, and give what it printed, drew, evaluated to or raised."""
+    tree = ast.increment_lineno(ast.parse(code), line)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None  # what a notebook shows
+    said, value, error = io.StringIO(), None, None
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, category, *_: print(f"{category.__name__}: {message}")
+        try:
+            exec(compile(tree, name, "exec"), scope)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), name, "eval"), scope)
+            jax.effects_barrier()
+        except Exception as raised:
+            if "raises-exception" not in marks:
+                print(said.getvalue(), file=sys.__stdout__)
+                raise
+            error = raised
+    if (error is None) == ("raises-exception" in marks):
+        raise RuntimeError(f"{name}, line {line + 1}: the cell was to raise an error and did not.")
+    found: list[dict] = []
+    if said.getvalue():
+        found.append({"output_type": "stream", "name": "stdout", "text": plain(said.getvalue())})
+    figures = [pyplot.figure(number) for number in pyplot.get_fignums()]
+    for figure in figures:
+        found.append(
+            {"output_type": "display_data", "data": {"image/png": png(figure)}, "metadata": {"alt": alt(figure)}}
+        )
+        pyplot.close(figure)
+    if error is not None:
+        notes = [note for note in getattr(error, "__notes__", ()) if "JAX has removed its internal frames" not in note]
+        words = plain("\n".join([str(error).rstrip(), *notes]))
+        kind = type(error).__name__
+        found.append({"output_type": "error", "ename": kind, "evalue": words, "traceback": [f"{kind}: {words}"]})
+    elif value is not None and not figures:
+        data = {"text/plain": plain(repr(value))}
+        found.append({"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": count})
+    return found
+
+
+def plain(text: str) -> str:
+    """Without what is only of this machine: folders and addresses."""
+    text = re.sub(r"/[^\s'\"]*/(?:site-packages|lib/python3\.\d+)/", "", text)
+    text = text.replace(f"{ROOT}/", "")
+    return re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
+
+
+def alt(figure: Any) -> str:
+    """What a figure says in words: its titles, or else what is written in it."""
+    titles = [figure.get_suptitle(), *(axes.get_title(loc=loc) for axes in figure.axes for loc in ("center", "left"))]
+    written = [text.get_text() for axes in figure.axes for text in axes.texts]
+    words = "; ".join(filter(None, titles)) or ", ".join(filter(None, written))
+    return re.sub(r"[\s\[\]]+", " ", words).strip()
+
+
+def png(figure: Any) -> str:
+    """The figure in at most 96 colours, which is a third of the bytes."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, dpi=150)
+    Image.open(drawn).convert("RGB").quantize(96).save(small, "PNG", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,108 @@
+"""The pages of the JAX guide, their notebooks and their figures are all there, and were made from their sources."""
+
+import base64
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "jax"
+SOURCES = sorted(PAGES.glob("[0-9]*.py"))
+
+spec = importlib.util.spec_from_file_location("guide", ROOT / "scripts" / "guide.py")
+assert spec and spec.loader
+guide = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guide)
+
+each_page = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+
+
+def notebook_of(source):
+    return json.loads((PAGES / "notebooks" / f"{source.stem}.ipynb").read_text())
+
+
+def cells_in(source):
+    """The code cells of a source, with their tags: split by hand, for the reader is not to be believed by itself."""
+    for block in re.split(r"^# %%", source.read_text(), flags=re.M)[1:]:
+        head, _, code = block.partition("\n")
+        if "[markdown]" not in head:
+            yield code.strip(), set(re.findall(r'"([\w-]+)"', head))
+
+
+def test_there_are_fourteen_pages_and_the_index_leads_to_each():
+    linked = re.findall(r"\]\((\d\d_\w+)\.md\)", (PAGES / "index.md").read_text())
+    assert linked == [source.stem for source in SOURCES]
+    assert len(linked) == 14
+
+
+def test_nothing_is_left_of_pages_that_are_gone():
+    named = {source.stem for source in SOURCES}
+    assert {page.stem for page in PAGES.glob("[0-9]*.md")} == named
+    assert {page.stem for page in (PAGES / "notebooks").glob("*")} == named
+    assert {figure.stem.rsplit("-", 1)[0] for figure in (PAGES / "figures").glob("*")} <= named
+
+
+@each_page
+def test_the_notebook_was_made_by_this_source(source):
+    notebook = notebook_of(source)
+    assert notebook["metadata"]["mlax"]["source"] == guide.digest(source), "run `make guide`"
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["source"].strip(), guide.tags(cell)) for cell in cells] == list(cells_in(source))
+
+
+@each_page
+def test_the_page_shows_what_the_notebook_holds(source):
+    page = (PAGES / f"{source.stem}.md").read_text()
+    assert page == guide.rendered(source.stem, notebook_of(source)), "run `make guide`"
+    assert guide.digest(source) in page.splitlines()[0]
+
+
+@each_page
+def test_the_figures_are_those_of_the_notebook_and_light(source):
+    drawn = [base64.b64decode(picture) for picture in guide.pictures(notebook_of(source))]
+    files = sorted((PAGES / "figures").glob(f"{source.stem}-*.png"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
+    assert [file.read_bytes() for file in files] == drawn
+    assert all(len(picture) < 80_000 for picture in drawn)
+
+
+@each_page
+def test_cells_end_in_an_error_only_where_they_say_so(source):
+    for cell in notebook_of(source)["cells"]:
+        raised = any(output["output_type"] == "error" for output in cell.get("outputs", ()))
+        assert raised == ("raises-exception" in guide.tags(cell)), cell["source"]
+
+
+@each_page
+def test_what_is_measured_is_either_drawn_or_asserted_somewhere_on_the_page(source):
+    """A claim about a time is worth what can fail about it."""
+    cells = list(cells_in(source))
+    if any("measured" in tags for _, tags in cells):
+        assert any("assert" in code for code, tags in cells if "drawing" not in tags)
+
+
+def test_a_changed_output_is_told_and_a_measured_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(guide, "PAGES", tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    page = tmp_path / "01_one.py"
+    page.write_text("# %%\nprint(1)\n")
+
+    def notebook(said, tags=(), jax="1"):
+        stream = {"output_type": "stream", "name": "stdout", "text": said}
+        cell = {"cell_type": "code", "source": "print(1)", "metadata": {"tags": list(tags)}, "outputs": [stream]}
+        return {"cells": [cell], "metadata": {"mlax": {"source": guide.digest(page), "jax": jax}}}
+
+    def told(before, now):
+        (tmp_path / "notebooks" / "01_one.ipynb").write_text(json.dumps(before))
+        return guide.differences(page, now)
+
+    assert told(notebook("1\n"), notebook("1\n")) == []
+    assert "-1\n+2" in told(notebook("1\n"), notebook("2\n"))[0]
+    assert told(notebook("1\n", ["measured"]), notebook("2\n", ["measured"])) == []
+    assert told(notebook("1\n", ["version"]), notebook("2\n", ["version"], jax="2")) == []
+    assert told(notebook("1\n", ["version"]), notebook("2\n", ["version"])) != []
+    before = notebook("1\n")
+    page.write_text("# %%\nprint(2)\n")
+    assert "run `make guide`" in told(before, before)[0]
