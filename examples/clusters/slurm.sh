@@ -9,11 +9,11 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# One process on each node, with all of its GPUs. JAX finds the other processes by the variables of Slurm.
+# One process on each node, with all of its GPUs. `place.start()` finds the others by the variables of Slurm.
 # A process that dies ends the others; then the job is queued again and goes on from the last checkpoint.
 
 MOST=20
-srun --kill-on-bad-exit=1 --wait=60 python examples/clusters/train.py --cluster --run "$SLURM_SUBMIT_DIR/runs/cluster" "$@"
+srun --kill-on-bad-exit=1 --wait=60 python examples/clusters/train.py --run "$SLURM_SUBMIT_DIR/runs/cluster" "$@"
 status=$?
 
 if [ "$status" -ne 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MOST" ]; then

@@ -2,7 +2,7 @@
 
     mlax train examples/clusters/train.py                            one process
     mlax launch -n 2 --devices 4 examples/clusters/train.py          two processes of this machine, simulated devices
-    srun python examples/clusters/train.py --cluster                 wherever Slurm says; see slurm.sh, kubernetes.yaml
+    srun python examples/clusters/train.py                           wherever Slurm says; see slurm.sh, kubernetes.yaml
 
 The run folder must be one that all processes see. On two CPU cores it takes about 20 seconds.
 """
@@ -12,18 +12,16 @@ import dataclasses
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import mlax
-from mlax import nn, optim, train
+from mlax import nn, optim, place, train
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Everything that can be chosen; each field is an option on the command line."""
 
-    cluster: bool = False  # find the other processes by what Slurm, Kubernetes or MPI say
     steps: int = 200
     batch: int = 64  # over all devices
     run: str = "runs/cluster"  # the folder to fill
@@ -45,20 +43,16 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
 
 def main(config: Config):
     """Train, or go on with a training that was begun on any number of processes and devices."""
-    if config.cluster and not jax.distributed.is_initialized():
-        jax.distributed.initialize(shutdown_timeout_seconds=60)  # how long one that failed waits for the others
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-
+    place.start()
+    plan = place.data()  # over the devices of all processes
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
     source = {"pixels": pixels[order].astype(np.float32) / 16, "digit": digits[order].astype(np.int32)}
-    feed = train.Feed({k: v[448:] for k, v in source.items()}, config.batch, seed=0, sharding=split)
-    test = train.Feed({k: v[:448] for k, v in source.items()}, 448, sharding=split)
+    feed = train.Feed({k: v[448:] for k, v in source.items()}, config.batch, seed=0, sharding=plan.batches)
+    test = train.Feed({k: v[:448] for k, v in source.items()}, 448, sharding=plan.batches)
 
-    step = train.step(objective, optim.AdamW(optim.WarmupCosine(3e-3, warmup=20, total=config.steps)))
-    variables = jax.device_put(MODEL.init(jax.random.key(0), feed.example["pixels"]), whole)
-    state = step.init(jax.random.key(1), *variables)
+    step = train.step(objective, optim.AdamW(optim.WarmupCosine(3e-3, warmup=20, total=config.steps)), plan=plan)
+    state = step.init(jax.random.key(1), *plan.init(MODEL, jax.random.key(0), feed.example["pixels"]))
     return train.fit(step, state, feed, steps=config.steps, run=config.run, evaluate=test, save_every=20).scores
 
 

@@ -1,0 +1,50 @@
+"""What CONTRIBUTING shows works as it stands."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+from tests.docs.blocks import ROOT, blocks
+
+
+def test_the_layer_of_contributing_keeps_its_word(tmp_path):
+    """The ten-minute layer is put where the page says, row and all, and held to the contract."""
+    ops_file, layer_file, row, _ = (block.code for block in blocks("CONTRIBUTING.md"))
+    subprocess.run(["cp", "-r", ROOT / "mlax", ROOT / "tests", ROOT / "pyproject.toml", tmp_path], check=True)
+    (tmp_path / "mlax/ops/_gate.py").write_text(ops_file)
+    (tmp_path / "mlax/nn/_gate.py").write_text(layer_file)
+    for room, name in (("ops", "gate"), ("nn", "Gate")):
+        door = tmp_path / "mlax" / room / "__init__.py"
+        door.write_text(door.read_text() + f"\nfrom mlax.{room}._gate import {name}\n__all__.append({name!r})\n")
+    catalogue = tmp_path / "tests/catalogue/first.py"
+    catalogue.write_text(catalogue.read_text().replace("ROWS = {\n", f"ROWS = {{\n{textwrap.indent(row, '    ')}"))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/contract", "-k", "Gate or row", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 40
+
+
+def test_the_optimizer_of_contributing_keeps_its_word(tmp_path, monkeypatch):
+    import jax
+    import jax.numpy as jnp
+
+    from mlax import optim
+
+    (tmp_path / "sign_sgd.py").write_text(blocks("CONTRIBUTING.md")[3].code)
+    monkeypatch.syspath_prepend(tmp_path)
+    from sign_sgd import SignSGD  # pyright: ignore[reportMissingImports]
+
+    optimizer = optim.ClipGlobalNorm(SignSGD(optim.Cosine(0.1, 100), rounding=optim.Master()), 1.0)
+    trainables = {"kernel": jnp.full((4, 4), 3.0, jnp.bfloat16)}
+    state = optimizer.init(trainables)
+    for _ in range(100):
+        trainables, state = jax.jit(optimizer.update)(trainables, state, trainables)
+    assert state._fields == ("step", "mean", "master")
+    assert jnp.abs(trainables["kernel"]).max() < 0.2
+    assert "master" in optimizer.describe(trainables)

@@ -1,0 +1,82 @@
+"""Links lead somewhere: to pages, to files of the repository, and to headings that are there."""
+
+import re
+
+import pytest
+
+from scripts.pages import (
+    BROUGHT,
+    DOCS,
+    FENCED,
+    ROOT,
+    crossed,
+    led,
+    links,
+    loaded_from_elsewhere,
+    rewritten,
+    rooms,
+    spaced,
+)
+
+WRITTEN = ["README.md", *BROUGHT.values(), *sorted(file.relative_to(ROOT).as_posix() for file in DOCS.rglob("*.md"))]
+MADE = {f"docs/reference/{name}.md" for name in [*rooms(), "command"]}
+
+
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
+def anchors(path):
+    """The anchors of the headings of a page, as both GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text_of(path)), re.M)
+    plain = [re.sub(r"[`*]|\]\(.*?\)|\[", "", heading).lower() for heading in headings]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+def dead(path):
+    """The links of a page that lead nowhere."""
+    for target in links(text_of(path)):
+        file = led(target, path)
+        anchor = "" if target.startswith("http") else target.partition("#")[2]
+        if file in MADE:
+            continue
+        is_there = not file or (ROOT / file).exists()
+        if not is_there or (anchor and anchor not in anchors(file or path)):
+            yield target
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+def test_links_of_a_page_lead_somewhere(path):
+    assert not list(dead(path))
+
+
+def test_a_dead_link_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.docs.test_links.ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/page.md").write_text("# Page\n\n[a](nowhere.md) [b](page.md#gone) [c](page.md#page) [d](../x.py)")
+    assert list(dead("docs/page.md")) == ["nowhere.md", "page.md#gone", "../x.py"]
+
+
+def test_links_to_files_of_the_repository_become_pages_that_show_them():
+    assert rewritten("[a](../../examples/digits.py)", "guides/a.md") == "[a](../source/examples/digits.py.md)"
+    assert rewritten("[a](../CONTRIBUTING.md#x)", "faq.md") == "[a](contributing.md#x)"
+    assert rewritten("[a](docs/design/README.md)", "contributing.md") == "[a](design/README.md)"
+    assert rewritten("[a](other.md)\n```\n[b](../x.py)\n```", "faq.md") == "[a](other.md)\n```\n[b](../x.py)\n```"
+
+
+def test_names_become_links_except_in_code_headings_and_links():
+    names = {"nn.Linear": "mlax.nn.Linear"}
+    assert crossed("Use `nn.Linear(3)` or `nn.Other`.", names) == "Use [`nn.Linear(3)`][mlax.nn.Linear] or `nn.Other`."
+    for kept in ("# `nn.Linear`", "[`nn.Linear`](a.md)", "```\n`nn.Linear`\n```"):
+        assert crossed(kept, names) == kept
+
+
+def test_lists_have_an_empty_line_before_them_except_in_code():
+    assert spaced("a\n- b\n  c\n- d") == "a\n\n- b\n  c\n- d"
+    assert spaced("```\na\n- b\n```") == "```\na\n- b\n```"
+
+
+def test_what_a_page_loads_from_elsewhere_is_found():
+    assert loaded_from_elsewhere('<script defer src="https://unpkg.com/x.js">') == "https://unpkg.com/x.js"
+    assert loaded_from_elsewhere('<link rel="stylesheet" href="//fonts.net/a.css">') == "//fonts.net/a.css"
+    assert loaded_from_elsewhere('<a href="https://docs.jax.dev">JAX</a> <img src="images/logo.svg">') == ""

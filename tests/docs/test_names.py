@@ -1,0 +1,58 @@
+"""The reference has a page for every public name, and every public name is documented."""
+
+import inspect
+import re
+
+import pytest
+
+from scripts.pages import reference, rooms, spoken_of
+from tests.test_house import BELOW, PACKAGE
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return reference()
+
+
+def test_every_room_has_a_page():
+    assert {room.__name__ for room in rooms().values()} == {f"mlax.{room}" for room in BELOW if room != "cli"}
+
+
+@pytest.mark.parametrize("page", rooms())
+def test_every_public_name_has_its_place(page, pages):
+    room = rooms()[page]
+    shown = re.findall(r"^::: (\S+)$", pages[f"reference/{page}.md"], re.M)
+    assert sorted(shown) == sorted(f"{room.__name__}.{name}" for name in room.__all__)
+
+
+def test_the_page_of_the_command_has_every_command(pages):
+    commands = re.findall(r"^    (\w+) ", pages["reference/command.md"], re.M)
+    assert len(commands) > 3
+    for command in commands:
+        assert f"## mlax {command}\n" in pages["reference/command.md"]
+
+
+@pytest.mark.parametrize("page", rooms())
+def test_every_public_name_says_what_it_is(page):
+    room = rooms()[page]
+    for name in room.__all__:
+        value = getattr(room, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert (value.__doc__ or "").strip(), name
+        else:
+            assert _comment(room, name), f"{name} is an alias without a comment behind it"
+
+
+def test_names_are_linked_by_how_pages_speak_of_them():
+    names = spoken_of()
+    assert names["nn.Linear"] == "mlax.nn.Linear"
+    assert names["mlax.Series"] == "mlax.core.Series"
+
+
+def _comment(room, name):
+    """What stands behind the line that defines an alias of a room."""
+    folder = PACKAGE / room.__name__.removeprefix("mlax.").replace(".", "/")
+    for file in folder.rglob("*.py"):
+        if found := re.search(rf"^{name} = .*  # (.+)$", file.read_text(), re.M):
+            return found[1]
+    return None

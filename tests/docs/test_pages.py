@@ -1,0 +1,54 @@
+"""What the pages show runs, in order and in one go, and prints what they say."""
+
+import shutil
+
+import jax
+import pytest
+
+import mlax
+from tests.docs.blocks import ROOT, blocks, run
+
+PAGES = [f"docs/{name}.md" for name in ("index", "installation", "quickstart", "all-of-mlax", "faq")]
+GUIDES = sorted(f"docs/guides/{file.name}" for file in (ROOT / "docs/guides").glob("*.md"))
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """An empty folder to run in, with the numbers that peers have left for the guides that compare with them.
+
+    Curves, a process of Matplotlib for each run, are drawn elsewhere.
+    """
+    monkeypatch.setattr("mlax.train._run.Run.draw", lambda run, **when: None)
+    for file in (ROOT / "docs/guides/peers").glob("*.npz"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES])
+def test_a_page_runs_and_prints_what_it_says(page, reader):
+    run(page)
+
+
+def test_a_page_that_says_something_else_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md, line 2: the page says\n\n2\n"):
+        run("page.md")
+
+
+def test_blocks_of_peers_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text('```python title="PyTorch"\nimport nowhere\n```\n\n```python\na = 1\n```\n')
+    assert run("page.md")["a"] == 1
+    assert [block.peer for block in blocks("page.md")] == ["PyTorch", ""]
+
+
+def test_the_readme_is_short_learns_and_resumes(reader):
+    assert len(blocks("README.md")[0].code.strip().splitlines()) < 30
+    scope = run("README.md")
+    assert scope["value"] < 0.05
+    assert scope["result"].scores["loss"] < 0.1
+    again = run("README.md")
+    assert again["result"].scores == scope["result"].scores
+    deep, _ = jax.eval_shape(scope["writer"].init, jax.random.key(0), jax.ShapeDtypeStruct((2, 8), "int32"))
+    assert mlax.get(deep, "blocks/up/kernel").shape == (12, 64, 256)
