@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test thorough faults lint matrix bench references clean
+.PHONY: help demo test thorough faults docs guide lint matrix bench references clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -21,6 +21,9 @@ thorough: $(VENV)/.ready  ## run all tests, and every row of the catalogue in ev
 faults: $(VENV)/.ready  ## kill, stop, corrupt, fill up and resize trainings, and count what survives
 	$(RUN)python -m tests.faults
 
+docs: $(VENV)/.docs  ## build the documentation into site/; read it with: python3 -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+
 lint: $(VENV)/.ready
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
@@ -33,16 +36,23 @@ bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
 	@for file in $(filter-out benchmarks/side_by_side.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
+guide: $(VENV)/.docs  ## run the pages of docs/jax and write what they show; `make guide CHECK=--check` only compares
+	$(RUN)python scripts/guide.py $(CHECK)
+
 references:  ## make the reference files of the tests anew, with PyTorch in an environment of its own
 	$(PYTHON) -m venv .venv-references
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
 	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
 
 clean:  ## remove the environments and what was made
-	rm -rf .venv .venv-* runs .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* runs site .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlax needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(RUN)python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
