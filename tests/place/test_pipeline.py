@@ -36,6 +36,9 @@ def found(model, schedule, microbatches=MICROBATCHES):
     return functools.partial(gradients, objective(model), **options[schedule])
 
 
+RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
+
+
 def close(a, b, tolerance=1e-5):
     def check(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -74,6 +77,7 @@ def learnt_on_one_device(kind):
     return learnt(found(model, "whole"), trainables, lambda batch: batch, model)
 
 
+@pytest.mark.thorough  # test_ready.py has the plans that do this
 @pytest.mark.parametrize("stages, data", MESHES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", MODELS)
@@ -122,7 +126,9 @@ def test_gpipe_gives_each_microbatch_the_keys_of_a_repeat():
         close(y, wanted)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 16])
+@pytest.mark.parametrize(
+    "microbatches", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(16, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedule, microbatches):
     model, trainables, _ = begun("convolutional")
