@@ -87,12 +87,13 @@ def numpy_form(blocks: int, width: int) -> Any:
 
     def make(seed: Any) -> Any:
         draws = np.random.default_rng(int(seed))
-        leaves = {
-            name: draws.standard_normal(shape, np.float32) * np.float32(1 / math.sqrt(shape[-2]))
-            if len(shape) > 1 and " " not in name
-            else np.zeros(shape, np.float32)
-            for name, shape in shapes(blocks, width).items()
-        }
+        leaves = {}
+        for name, shape in shapes(blocks, width).items():
+            if len(shape) > 1 and " " not in name:
+                leaves[name] = draws.standard_normal(shape, np.float32)
+                leaves[name] *= np.float32(1 / math.sqrt(shape[-2]))  # in place, or it would make one more array
+            else:
+                leaves[name] = np.zeros(shape, np.float32)
         return jax.device_put(leaves)
 
     return make

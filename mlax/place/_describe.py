@@ -1,7 +1,6 @@
 """describe: what a plan would put where, and what would move, before anything is allocated."""
 
 import collections
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,7 +63,7 @@ def described(
         devices=math.prod(plan.shape.values()),
         rows=_rows(held),
         batch=sum(
-            math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            _share(leaf, place)
             for leaf, place in zip(jax.tree.leaves(batch), jax.tree.leaves(plan.batch_shardings(batch)), strict=True)
         ),
         working=None if compiled is None else compiled.memory_analysis().temp_size_in_bytes,
@@ -157,8 +156,7 @@ def _compiled(
         in_shardings=(*places, plan.batch_shardings(batch), None),
         out_shardings=(*places, None),
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(plan.mesh))
+    with jax.set_mesh(plan.mesh):
         return jitted.lower(*variables, batch, rng).compile()
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -47,17 +46,12 @@ class Piece(NamedTuple):
 def init_in(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """What `layer.init(rng, x)` makes, bit by bit, each array where its sharding says.
 
-    Each kind of part is compiled once, whatever the number of parts of that kind, and all kinds at the same time.
+    Each kind of part is compiled once, whatever the number of parts of that kind.
     """
-    pieces = list(_pieces(layer, ((),), (), x, shardings))
-    fresh = {piece.kind: piece for piece in pieces if not _is_streamed(piece) and not _program(piece.kind).known}
-    if len(fresh) > 1:
-        with ThreadPoolExecutor(len(fresh)) as pool:
-            list(pool.map(lambda piece: _program(piece.kind).prepare(rng, piece), fresh.values()))
     made: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for piece in pieces:
+    for piece in _pieces(layer, ((),), (), x, shardings):
         with located(piece.path, x):
-            variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind)(rng, piece)
+            variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind)(rng, _salts(piece))
         for leaves, tree in zip(made, variables, strict=True):
             leaves |= {"/".join(filter(None, (piece.path, name))): leaf for name, leaf in flat(tree).items()}
     return nested(made[0].items()), nested(made[1].items())
@@ -98,39 +92,23 @@ def _pieces(
         yield Piece(names, Kind(layer, times, inputs, structure, tuple(places), jax.tree.structure(shardings)))
 
 
-class _Program:
-    """The compiled `init` of one kind of part, as a function of the key and of the names in the part's path."""
-
-    def __init__(self, kind: Kind):
-        x = _inputs(kind)
-
-        def made(rng: jax.Array, salts: list[jax.Array], times: tuple[int, ...] = kind.times) -> tuple[Tree, Tree]:
-            for each in salts[0]:
-                rng = jax.random.fold_in(rng, each)
-            if not times:
-                return kind.layer.init(rng, x)
-
-            def one(time: jax.Array) -> tuple[Tree, Tree]:
-                return made(jax.random.fold_in(rng, time), salts[1:], times[1:])
-
-            return jax.vmap(one)(jnp.arange(times[0], dtype=np.uint32))
-
-        self.jitted = jax.jit(made, out_shardings=jax.tree.unflatten(kind.trees, kind.places))
-        self.known = False  # compiled, or about to be
-
-    def prepare(self, rng: jax.Array, piece: Piece) -> None:
-        """Compile it; what JAX has compiled ahead of time its own calls find."""
-        self.known = True
-        self.jitted.lower(rng, _salts(piece)).compile()
-
-    def __call__(self, rng: jax.Array, piece: Piece) -> tuple[Tree, Tree]:
-        self.known = True
-        return self.jitted(rng, _salts(piece))
-
-
 @functools.lru_cache(maxsize=1024)
-def _program(kind: Kind) -> _Program:
-    return _Program(kind)
+def _program(kind: Kind) -> Any:
+    """The compiled `init` of one kind of part, as a function of the key and of the names in the part's path."""
+    x = _inputs(kind)
+
+    def made(rng: jax.Array, salts: list[jax.Array], times: tuple[int, ...] = kind.times) -> tuple[Tree, Tree]:
+        for each in salts[0]:
+            rng = jax.random.fold_in(rng, each)
+        if not times:
+            return kind.layer.init(rng, x)
+
+        def one(time: jax.Array) -> tuple[Tree, Tree]:
+            return made(jax.random.fold_in(rng, time), salts[1:], times[1:])
+
+        return jax.vmap(one)(jnp.arange(times[0], dtype=np.uint32))
+
+    return jax.jit(made, out_shardings=jax.tree.unflatten(kind.trees, kind.places))
 
 
 def _salts(piece: Piece) -> list[np.ndarray]:

@@ -33,3 +33,8 @@ def whole(parts: Any) -> Any:
         return jnp.swapaxes(leaf, 0, 1).reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
     return jax.tree.map(join, parts)
+
+
+def bubble(stages: int, microbatches: int) -> float:
+    """The share of its time that a stage waits, while the pipeline fills and drains."""
+    return (stages - 1) / (microbatches + stages - 1)

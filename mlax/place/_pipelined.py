@@ -13,7 +13,7 @@ from mlax.core import Repeat, Tree, Wrapper, frozen
 from mlax.core._frozen import with_fields
 from mlax.core._notes import brief
 from mlax.place._mark import marked
-from mlax.place._microbatches import parted, whole
+from mlax.place._microbatches import bubble, parted, whole
 
 
 @frozen
@@ -61,7 +61,7 @@ class Pipelined(Wrapper):
     @property
     def bubble(self) -> float:
         """The share of its time that a stage waits, while the pipeline fills and drains."""
-        return (self.stages - 1) / (self.microbatches + self.stages - 1)
+        return bubble(self.stages, self.microbatches)
 
     def describe(self) -> str:
         """The stages, and what they cost, in a sentence."""

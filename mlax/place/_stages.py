@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from mlax.core import Layer, frozen
 from mlax.place._in_stages import in_stages
+from mlax.place._microbatches import bubble
 from mlax.place._one_forward_one_backward import one_forward_one_backward
 
 Schedule = Literal["gpipe", "1f1b"]
@@ -32,7 +33,7 @@ class Stages:
     @property
     def bubble(self) -> float:
         """The share of its time that a stage waits, while the pipeline fills and drains."""
-        return (self.number - 1) / (self.microbatches + self.number - 1)
+        return bubble(self.number, self.microbatches)
 
     @property
     def backward(self) -> Callable[..., Any] | None:

@@ -86,7 +86,7 @@ class Step:
         return state, Metrics(self._names, numbers)
 
     def __repr__(self) -> str:
-        shown = {"many": 1, "accumulate": 1, "scaling": None, "guard": True}
+        shown = {"many": 1, "accumulate": 1, "scaling": None, "guard": True, "plan": None}
         options = [f"{name}={getattr(self, name)!r}" for name, usual in shown.items() if getattr(self, name) != usual]
         name = getattr(self.objective, "__qualname__", repr(self.objective))
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
@@ -179,6 +179,8 @@ def _check(step: Step) -> None:
             raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
     if step.scaling is not None and not isinstance(step.scaling, Scaling):
         raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicScaling() or StaticScaling().")
+    if step.plan is not None and not isinstance(step.plan, Plan):
+        raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan; write place.fsdp(), say.")
     if step.accumulate > 1 and _in_turns(step) is not None:
         raise ValueError("train.step: the plan's pipeline takes batches in parts already; leave accumulate at 1.")
     if step.scaling is not None and not step.guard:

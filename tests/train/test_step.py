@@ -447,3 +447,8 @@ def test_names_that_the_log_uses_are_refused():
     step = train.step(clashing, optim.SGD(0.1))
     with pytest.raises(ValueError, match="has a value 'step'"):
         step(step.init(jax.random.key(0), {"w": jnp.ones(())}), batch())
+
+
+def test_a_plan_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"plan is 'fsdp', but must be a place\.Plan"):
+        train.step(lambda *args, **kwargs: (0.0, None), optim.SGD(0.1), plan="fsdp")  # pyright: ignore
