@@ -152,7 +152,7 @@ def draw(path: str, found: dict[str, Answer]) -> None:
     numbers = next(iter(found.values()))
     axes.set(xlabel="seconds", title=f"{numbers['numbers'] / 1e9:.2f} billion weights made on one {numbers['device']}")
     handles, _ = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], ["the first time, compilation included", "after"], loc="center right", fontsize="small")
+    axes.legend(handles[::-1], ["the first time, compilation included", "after"], loc="lower right", fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130, facecolor="white")
 

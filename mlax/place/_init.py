@@ -1,12 +1,16 @@
 """The variables of a model made straight in their places."""
 
 import functools
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper, layers
@@ -46,12 +50,17 @@ class Piece(NamedTuple):
 def init_in(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """What `layer.init(rng, x)` makes, bit by bit, each array where its sharding says.
 
-    Each kind of part is compiled once, whatever the number of parts of that kind.
+    Each kind of part is compiled once, whatever the number of parts of that kind, and all kinds at the same time.
     """
+    pieces = list(_pieces(layer, ((),), (), x, shardings))
+    if not pieces:
+        return None, None
+    keys, starts = _keys(rng, pieces)
+    _compile([piece for piece in pieces if not _is_streamed(piece)], keys, x)
     made: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for piece in _pieces(layer, ((),), (), x, shardings):
+    for piece, start in zip(pieces, starts, strict=True):
         with located(piece.path, x):
-            variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind)(rng, _salts(piece))
+            variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind).run(keys, start)
         for leaves, tree in zip(made, variables, strict=True):
             leaves |= {"/".join(filter(None, (piece.path, name))): leaf for name, leaf in flat(tree).items()}
     return nested(made[0].items()), nested(made[1].items())
@@ -92,27 +101,70 @@ def _pieces(
         yield Piece(names, Kind(layer, times, inputs, structure, tuple(places), jax.tree.structure(shardings)))
 
 
+def _keys(rng: jax.Array, pieces: Sequence[Piece]) -> tuple[jax.Array, list[int]]:
+    """The keys of all pieces in a row, of each time for those within a Repeat, and where those of each begin.
+
+    They are folded in a program of their own: within each draw they would take XLA longer to compile than the draw.
+    """
+    folded = [_salts(piece) for piece in pieces]
+    lengths = np.repeat([rows.shape[1] for rows in folded], [len(rows) for rows in folded])
+    depth = max(lengths, default=0)
+    salts = np.concatenate([np.pad(rows, ((0, 0), (0, depth - rows.shape[1]))) for rows in folded])
+    starts = np.cumsum([0, *(len(rows) for rows in folded)])
+    return _folded(rng, salts, np.arange(depth) < lengths[:, None]), starts[:-1].tolist()
+
+
+@jax.jit
+def _folded(rng: jax.Array, salts: jax.Array, counts: jax.Array) -> jax.Array:
+    def fold(key: jax.Array, own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        salt, count = own
+        return jnp.where(count, jax.random.fold_in(key, salt), key), None
+
+    return jax.vmap(lambda *own: lax.scan(fold, rng, own)[0])(salts, counts)
+
+
+def _salts(piece: Piece) -> np.ndarray:
+    """What is folded into the key for each time of a piece: (times, depth), the names of its path and the times."""
+    kind = piece.kind
+    times = np.indices(kind.times, np.uint32).reshape(len(kind.times), math.prod(kind.times))
+    columns = []
+    for names, *time in itertools.zip_longest(piece.names, times):
+        columns += [np.full(times.shape[1], salt(name)) for name in names] + [each for each in time if each is not None]
+    return np.array(columns, np.uint32).reshape(-1, times.shape[1]).T
+
+
+class Program:
+    """The `init` of one kind of part, as a function of the keys of all pieces and of where its own begin."""
+
+    def __init__(self, kind: Kind):
+        init: Any = functools.partial(kind.layer.init, x=_inputs(kind))
+        for _ in kind.times:
+            init = jax.vmap(init)
+
+        def made(keys: jax.Array, start: jax.Array) -> tuple[Tree, Tree]:
+            own = lax.dynamic_slice_in_dim(keys, start, math.prod(kind.times))
+            return init(own.reshape(*kind.times, *keys.shape[1:]))
+
+        self.run = jax.jit(made, out_shardings=jax.tree.unflatten(kind.trees, kind.places))
+        self.is_compiled = False
+
+
 @functools.lru_cache(maxsize=1024)
-def _program(kind: Kind) -> Any:
-    """The compiled `init` of one kind of part, as a function of the key and of the names in the part's path."""
-    x = _inputs(kind)
-
-    def made(rng: jax.Array, salts: list[jax.Array], times: tuple[int, ...] = kind.times) -> tuple[Tree, Tree]:
-        for each in salts[0]:
-            rng = jax.random.fold_in(rng, each)
-        if not times:
-            return kind.layer.init(rng, x)
-
-        def one(time: jax.Array) -> tuple[Tree, Tree]:
-            return made(jax.random.fold_in(rng, time), salts[1:], times[1:])
-
-        return jax.vmap(one)(jnp.arange(times[0], dtype=np.uint32))
-
-    return jax.jit(made, out_shardings=jax.tree.unflatten(kind.trees, kind.places))
+def _program(kind: Kind) -> Program:
+    return Program(kind)
 
 
-def _salts(piece: Piece) -> list[np.ndarray]:
-    return [np.array([salt(name) for name in names], np.uint32) for names in piece.names]
+def _compile(pieces: Sequence[Piece], keys: jax.Array, x: Any) -> None:
+    """Compile what is new: tracing is Python's and takes turns, then XLA compiles all at the same time."""
+    lowered = []
+    for piece in pieces:
+        program = _program(piece.kind)
+        if not program.is_compiled:
+            with located(piece.path, x):
+                lowered.append(program.run.lower(keys, 0))
+            program.is_compiled = True
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda each: each.compile(), lowered))  # where `run` finds them
 
 
 def _inputs(kind: Kind) -> Any:

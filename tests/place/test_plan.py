@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import nn, optim, place, train
-from mlax.core import Series
+from mlax.core import F, Repeat, Series
 from mlax.core._paths import flat
 from tests.place.models import GPT, gpt, objective_of
 
@@ -35,6 +35,18 @@ def test_init_makes_the_bits_of_init_each_straight_in_its_place():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), made, wanted)
     assert made[0]["embed"]["table"].sharding == NamedSharding(plan.mesh, P("data"))
     assert made[0]["blocks"]["think"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_init_makes_the_bits_of_init_within_repeats_of_repeats(key):
+    model = Series(first=nn.Linear(6), deep=Repeat(Series(mid=Repeat(nn.Linear(6), 3)), 2))
+    x = jnp.zeros((2, 6))
+    made, wanted = place.data().init(model, key(7), x), model.init(key(7), x)
+    jax.tree.map(np.testing.assert_array_equal, made, wanted)
+
+
+def test_a_model_without_variables_has_none_in_any_place():
+    assert place.data().init(F(jnp.tanh), jax.random.key(0), jnp.zeros((2, 6))) == (None, None)
 
 
 def test_init_allocates_nothing_elsewhere_before():
