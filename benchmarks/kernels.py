@@ -9,7 +9,6 @@ few rows or to few features, are here to be seen: for them (out, in) is faster o
 several maps of kernels of their own, as a model does, so that starting it does not count and no kernel is in a cache.
 """
 
-import itertools
 import statistics
 import sys
 from typing import Any
@@ -69,7 +68,7 @@ def timed(run: Any, maps: Any) -> Any:
 def main(rounds: int) -> None:
     rows, ratios, large = [], [], []
     backend = jax.default_backend()
-    for case, dtype in itertools.product(CASES[backend], DTYPES[backend]):
+    for case, dtype in [(case, dtype) for case in CASES[backend] for dtype in DTYPES[backend]]:
         inputs = {name: maps(case, dtype, axis) for name, axis in CONTRACTED.items()}
         for part, make in (("forward", forward_only), ("and backward", both_ways)):
             ways = {name: timed(make(axis), inputs[name]) for name, axis in CONTRACTED.items()}
