@@ -21,7 +21,7 @@ class Progress:
         self.start, self.steps, self.every = start, steps, every
         self.terminal = show and sys.stdout.isatty()
         self.plain = show and not self.terminal
-        self.scores: Mapping[str, float] = {}  # of the last evaluation
+        self.tested = ""  # the last evaluation in words
         self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=40)  # when which step was done
         self._said_at, self._tenth = time.monotonic(), 10 * start // max(steps, 1)
         columns = [TextColumn("{task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}")]
@@ -48,11 +48,14 @@ class Progress:
         self._done.append((time.monotonic(), step))
         return self._rate()
 
+    def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
+        """Show from now on what the evaluation after `step` found."""
+        self.tested = f"evaluation at {step}: {in_words(scores)}" if scores else ""
+
     def show(self, step: int, metrics: Mapping[str, Any], speed: str = "", memory: int | None = None) -> None:
         """Show that `step` is done."""
-        tested = [f"evaluation: {in_words(self.scores)}"] if self.scores else []
         shown = {name: value for name, value in metrics.items() if name not in QUIET}
-        words = "  ".join([in_words(shown), *tested, *filter(None, [speed, gib(memory) if memory else ""])])
+        words = "  ".join(filter(None, [in_words(shown), self.tested, speed, gib(memory) if memory else ""]))
         self.bar.update(self.task, completed=step, description=words)
         self.bar.refresh()
         tenth, now = 10 * step // max(self.steps, 1), time.monotonic()

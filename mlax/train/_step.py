@@ -39,7 +39,8 @@ def step(
     `state, metrics = step(state, batch)` is compiled once, and the state that goes in is donated.
 
     `objective` has the signature of `fwd`: it takes a batch and gives the loss, or a dict with a 'loss' and more to
-    watch, and the new non_trainables. Losses of each example are averaged by `batch["mask"]`, if there is one.
+    watch, and the new non_trainables. Losses of each example are averaged by `batch["mask"]`, if there is one; a
+    scalar is taken as it is, with the rows that only fill up a batch, unless the objective weighs by the mask itself.
 
     - `many`: steps in one call, by a scan; batches and metrics then have a leading axis of that size.
     - `accumulate`: parts that a batch is taken in, one after another, for the same gradient in less memory.

@@ -76,5 +76,5 @@ class Watch:
         self.log.write({"step": at, "evaluation": dict(scores)})
         self.log.flush()
         self.board.add([{"step": at, **scores}], "evaluation")
-        self.progress.scores = scores
+        self.progress.evaluated(at, scores)
         return scores

@@ -81,9 +81,16 @@ def test_the_last_batch_has_the_shape_of_all_others_and_masks_what_fills_it_up()
     last = feed.batch_at(5)
     assert (feed.indices(5) == -1).tolist() == [False, False, False, True]
     assert last["mask"].tolist() == [True, True, True, False]
-    assert last["digit"][3] == last["digit"][0] and np.array_equal(last["image"][3], last["image"][0])
     shapes = {name: {np.shape(feed.batch_at(step)[name]) for step in range(12)} for name in last}
     assert shapes == {"image": {(4, 2, 2)}, "digit": {(4,)}, "mask": {(4,)}}
+
+
+def test_a_batch_is_filled_up_with_other_examples_of_the_epoch():
+    feed = train.Feed(digits(17), batch=16, seed=0)
+    for epoch in range(3):
+        filled = feed.batch_at(2 * epoch + 1)
+        assert filled["mask"].sum() == 1 and len(set(filled["digit"].tolist())) == 16
+        assert same(filled, feed.batch_at(2 * epoch + 1))
 
 
 def test_a_batch_may_be_larger_than_the_source():

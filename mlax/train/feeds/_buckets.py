@@ -99,10 +99,13 @@ class Buckets(Feed):
 
     def indices(self, step: int) -> np.ndarray:
         kind, number, epoch = self._place(step)
+        return filled(self._members(kind, epoch, number), self._buckets[kind].batch)
+
+    def _members(self, kind: int, epoch: int, number: int) -> np.ndarray:
+        """The ids of one of the batches of a bucket."""
         bucket = self._buckets[kind]
         start, stop = number * bucket.batch, min((number + 1) * bucket.batch, len(bucket.members))
-        chosen = ordered(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)
-        return filled(bucket.members[chosen], bucket.batch)
+        return bucket.members[ordered(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)]
 
     def _place(self, step: int) -> tuple[int, int, int]:
         """Which bucket a step has, which of its batches, in which epoch."""
@@ -116,6 +119,9 @@ class Buckets(Feed):
 
     def _load(self, kind: int, ids: np.ndarray) -> Any:
         return self.source.padded(ids, self._buckets[kind].length, self.pad)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _spare(self, step: int, kind: int) -> np.ndarray:
+        return self._members(kind, step // self.steps, 0)
 
     def _what(self) -> str:
         lengths = ", ".join(f"{len(bucket.members):,} in {bucket.length:,}" for bucket in self._buckets)

@@ -33,9 +33,9 @@ class Feed:
     step alone, on any number of devices and processes. Without a seed the examples come in order.
 
     A batch is a dict of arrays with a leading axis of `batch` and a bool "mask". The last batch of an epoch is filled
-    up with rows that repeat one of its own and are False in the mask; a mask that the source gives is kept elsewhere.
-    The name "mask" is reserved for that: in a source it says which examples, or entries of them, weigh in the loss, so
-    the target of a segmentation needs another name. What mixes examples, as BatchNorm does, sees the filled-up rows.
+    up with other examples of the epoch, which are False in the mask: they weigh nothing in the loss, and what mixes
+    examples, as BatchNorm does, sees a batch like any other. A mask that the source gives is kept elsewhere: it says
+    which examples, or entries of them, weigh in the loss, so the target of a segmentation needs another name.
 
     each       each(example, generator) -> example, on one example (arrays without the batch axis). Its random numbers
                belong to the seed, the epoch and the id of the example.
@@ -144,6 +144,10 @@ class Feed:
     def _load(self, kind: int, ids: np.ndarray) -> Any:
         return self.source[ids]
 
+    def _spare(self, step: int, kind: int) -> np.ndarray:
+        """The ids of examples to fill up a batch with: the first ones of the epoch."""
+        return ordered(len(self.source), self.seed, step // self.steps, 0, min(self.batch, len(self.source)))
+
     def _rows_at(self, step: int, rows: Rows) -> Batch:
         ids, kind = self.indices(step), self._kind(step)
         spec = self.specs[kind]
@@ -151,9 +155,10 @@ class Feed:
             return same_spec(self._made(step, kind, ids, rows), spec, "Feed: the source")
 
     def _made(self, step: int, kind: int, ids: np.ndarray, rows: Rows) -> Batch:
-        asked = ids[rows] if self.transform is None else ids
-        real = asked >= 0
-        read = np.where(real, asked, ids[0])
+        if (spare := ids < 0).any():
+            ids = np.where(spare, np.resize(self._spare(step, kind), len(ids)), ids)
+        taken = rows if self.transform is None else slice(None)
+        real, read = ~spare[taken], ids[taken]
         batch = _of_length(len(read), self._load(kind, read), "Feed: the source")
         if self.each is not None:
             epoch = step // self.steps

@@ -136,7 +136,7 @@ class Iterated:
         rows, wanted = _rows(batch), _rows(self.example)
         if not 0 < rows <= wanted:
             raise ValueError(f"Iterated: a batch has {rows} rows but the first had {wanted}, and none may have more.")
-        index = np.where(np.arange(wanted) < rows, np.arange(wanted), 0)
+        index = np.arange(wanted) % rows
         batch = {name: array if rows == wanted else array[index] for name, array in batch.items()}
         return same_spec(masked(batch, np.arange(wanted) < rows, "Iterated"), self.example, "Iterated: the iterator")
 
