@@ -26,6 +26,13 @@ def test_a_plan_is_equal_by_value_and_hashes_so():
     assert plan_of(rules) != place.data()
 
 
+@pytest.fixture
+def compiled_alike():
+    """Forget draws that other tests had compiled with other options, which may differ in the last bit."""
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("compiled_alike")
 def test_init_makes_the_bits_of_init_each_straight_in_its_place():
     task = gpt()
     rules = [("**/think/linear_0/kernel", place.last("model")), ("embed/table", P("data")), ("**", P())]
@@ -37,6 +44,7 @@ def test_init_makes_the_bits_of_init_each_straight_in_its_place():
     assert made[0]["blocks"]["think"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
 
 
+@pytest.mark.usefixtures("compiled_alike")
 @pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
 def test_init_makes_the_bits_of_init_within_repeats_of_repeats(key):
     model = Series(first=nn.Linear(6), deep=Repeat(Series(mid=Repeat(nn.Linear(6), 3)), 2))
