@@ -1,5 +1,6 @@
 """Repeat: one layer n times in a row, over one stacked set of variables."""
 
+from dataclasses import KW_ONLY
 from typing import Any, Literal, get_args
 
 import jax
@@ -27,6 +28,7 @@ class Repeat(Wrapper):
     """
 
     times: int
+    _: KW_ONLY
     mode: Mode = "scan"
 
     def __post_init__(self) -> None:

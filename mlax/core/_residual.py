@@ -1,5 +1,6 @@
 """Residual: a layer's output added to its input."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ class Residual(Composite):
     """Add the output of `layer` to the input, or to `shortcut` of the input where the shapes differ."""
 
     layer: Layer
+    _: KW_ONLY
     shortcut: Layer | None = None
 
     def wire(self, sub: Sub, x: Any) -> Any:

@@ -1,6 +1,7 @@
 """GLU: a linear map gated by another."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ class GLU(Composite):
     """
 
     features: int
+    _: KW_ONLY
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     bias: bool = False
 

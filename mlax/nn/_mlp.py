@@ -1,6 +1,7 @@
 """MLP: linear maps with an activation between them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ class MLP(Composite):
     """
 
     widths: tuple[int, ...]
+    _: KW_ONLY
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu
     bias: bool = True
 

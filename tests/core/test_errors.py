@@ -1,11 +1,14 @@
 """Mistakes give errors that say what came, what was wanted and what to do, with the layer's path."""
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import mlax
-from mlax import nn
+from mlax import nn, optim
 from tests.layers import Block, Count
 
 X = jnp.ones((2, 6))
@@ -170,6 +173,78 @@ def test_a_forgotten_decorator_is_named():
 
     text, _ = raised(TypeError, Undecorated)
     assert "put @mlax.frozen above the class" in text
+
+
+def test_a_forgotten_decorator_is_named_where_the_class_has_an_init_of_its_own():
+    class Undecorated(mlax.Composite):
+        def __init__(self):
+            self.dense = nn.Linear(3)
+
+        def wire(self, sub, x):
+            return sub.dense(x)
+
+    text, _ = raised(TypeError, lambda: Undecorated().init(RNG, X))
+    assert text == "Undecorated is no description yet; put @mlax.frozen above the class."
+    _, note = raised(dataclasses.FrozenInstanceError, mlax.frozen(Undecorated))
+    assert "write `name: type`, or `name: type = default`, in the class" in note
+
+
+def test_sizes_that_come_as_in_other_libraries_are_refused_with_what_a_layer_takes():
+    text, _ = raised(TypeError, nn.Linear, 64, 128)
+    assert text.startswith("Linear takes features by position, but 2 came; options go by keyword: bias, kernel_init, ")
+    assert text.endswith("The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, nn.Conv, 1, 8, 3)
+    assert text.startswith("Conv takes features, window by position, but 3 came; options go by keyword: strides, ")
+    text, _ = raised(TypeError, nn.LayerNorm, 64)
+    assert text.startswith("LayerNorm takes nothing by position, but 1 came; options go by keyword: axes, eps, ")
+    text, _ = raised(TypeError, nn.GLU, 64, 128)
+    assert text.startswith("GLU takes features by position, but 2 came; options go by keyword: activation, bias.")
+    for layer, args in ((nn.MultiHeadAttention, (16, 4)), (nn.LSTMCell, (16, 12)), (nn.BatchNorm, (64,))):
+        raised(TypeError, layer, *args)
+    text, _ = raised(TypeError, mlax.Normal, 0.0, 0.02)
+    assert text == "Normal takes std by position, but 2 came."
+    text, _ = raised(TypeError, nn.Linear)
+    assert text.startswith("Linear: missing a required argument: 'features'; it takes features; options go by keyword")
+
+
+@pytest.mark.parametrize("room", [mlax, nn])
+def test_what_a_layer_can_do_without_goes_by_keyword(room):
+    drops = {"AlphaDropout", "ChannelDropout", "Dropout", "PathDropout"}  # a rate is what they are about
+    for name in set(room.__all__) - drops:
+        layer = getattr(room, name)
+        if isinstance(layer, type) and issubclass(layer, mlax.Layer):
+            for parameter in list(inspect.signature(layer).parameters.values()):
+                by_place = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                assert not by_place or parameter.default is parameter.empty, (name, parameter.name)
+
+
+def test_a_keyword_that_is_no_field_lists_the_fields_and_the_closest():
+    text, _ = raised(TypeError, nn.Dropout, p=0.5)
+    assert text == "Dropout has no field p; it has rate. Did you mean rate?"
+    text, _ = raised(TypeError, nn.Conv, 8, kernel_size=3)
+    assert text.startswith("Conv has no field kernel_size; it has features, window, ")
+    assert text.endswith("Did you mean window?")
+    text, _ = raised(TypeError, optim.AdamW, lr=1e-3, weight_decay=0.1)
+    assert text.startswith("AdamW has no field lr, weight_decay; it has rate, b1, b2, eps, decay, decayed, ")
+    assert text.endswith("Did you mean rate, decay?")
+    text, _ = raised(TypeError, nn.GLU, 4, activatoin=jax.nn.relu)
+    assert text == "GLU has no field activatoin; it has features, activation, bias. Did you mean activation?"
+    text, _ = raised(TypeError, mlax.override, nn.Linear(3), nn.Linear, gain=2)
+    assert text.startswith("Linear(3) has no field gain; it has features, bias, ")
+
+
+def test_a_type_error_of_an_authors_own_is_left_as_it_is():
+    text, _ = raised(TypeError, nn.MLP, 64)
+    assert text == "MLP: widths is 64, but must be a tuple of whole numbers, one for each map."
+
+
+def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
+    text, _ = raised(TypeError, nn.Linear, 64, bias=128)
+    assert text == "Linear: field `bias` is 128, but must be True or False."
+    text, _ = raised(TypeError, mlax.override, nn.LSTMCell(3), nn.LSTMCell, peephole=12)
+    assert text == "LSTMCell: field `peephole` is 12, but must be True or False."
+    text, _ = raised(TypeError, nn.LayerNorm, axes=-1)
+    assert text == "LayerNorm: field `axes` is -1, but must be a tuple, as (-1,) is one."
 
 
 def test_a_fwd_that_forgets_the_state_is_named():

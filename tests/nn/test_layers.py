@@ -75,7 +75,7 @@ def test_embed_refuses_what_is_not_whole():
 
 @pytest.mark.parametrize("axes", [(), (0,), (-1, -1), (-4,)])
 def test_axes_that_are_not_there_are_refused(axes):
-    for layer in (nn.Bias(axes), nn.Scaler(axes), nn.LayerNorm(axes)):
+    for layer in (nn.Bias(axes=axes), nn.Scaler(axes=axes), nn.LayerNorm(axes=axes)):
         with pytest.raises(ValueError, match=r"axes|axis -4"):
             layer.init(RNG, jnp.ones((2, 3, 4)))
 
