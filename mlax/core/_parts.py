@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mlax.core._layer import Layer
-from mlax.core._notes import brief, located
+from mlax.core._notes import brief, located, signature
 
 
 class Sub:
@@ -56,11 +56,25 @@ def parts_of(composite: Any) -> Mapping[str, Layer]:
                 f"{brief(composite)}: {name!r} cannot name a part; use an identifier without a leading underscore, "
                 "other than inference_mode, since `wire` calls it as sub.name."
             )
-        if not isinstance(part, Layer):
-            raise TypeError(
-                f"{brief(composite)}: part {name!r} is {part!r}, which is no Layer; a function is wrapped by mlax.F."
-            )
+        refuse_other_than_layer(brief(composite), f"part {name!r}", part)
     return parts
+
+
+def refuse_other_than_layer(whose: str, what: str, part: Any) -> None:
+    """Refuse a part that is no layer, with what it takes to make one of it."""
+    if isinstance(part, Layer):
+        return
+    name = getattr(part, "__name__", None)
+    if isinstance(part, type):
+        wrong = f"the class {name}", f"did you mean {name}()?" if issubclass(part, Layer) else "pass a layer."
+    elif callable(part):
+        wrong = f"the function {name}" if name else f"a {type(part).__name__}", f"wrap it: mlax.F({name or '...'})."
+    elif isinstance(part, list | tuple | dict):
+        stars = "**" if isinstance(part, dict) else "*"
+        wrong = f"a {type(part).__name__}", f"pass the layers themselves: mlax.Series({stars}layers)."
+    else:
+        wrong = signature(part), "pass a layer."
+    raise TypeError(f"{whose}: {what} is {wrong[0]}, which is no layer; {wrong[1]}")
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class GLU(Composite):
     bias: bool = False
 
     def __post_init__(self):
-        if not callable(self.activation):
+        if isinstance(self.activation, Layer) or not callable(self.activation):
             raise TypeError(f"GLU: activation is {self.activation!r}, but must be a function, jax.nn.silu for one.")
 
     def parts(self) -> Mapping[str, Layer]:

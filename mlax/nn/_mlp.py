@@ -26,7 +26,7 @@ class MLP(Composite):
     def __post_init__(self):
         if not isinstance(self.widths, tuple) or not self.widths or not all(isinstance(w, int) for w in self.widths):
             raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of whole numbers, one for each map.")
-        if not callable(self.activation):
+        if isinstance(self.activation, Layer) or not callable(self.activation):
             raise TypeError(f"MLP: activation is {self.activation!r}, but must be a function, jax.nn.gelu for one.")
 
     def parts(self) -> Mapping[str, Layer]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import mlax
-from mlax import nn, optim
+from mlax import nn, optim, train
 from tests.layers import Block, Count
 
 X = jnp.ones((2, 6))
@@ -305,6 +305,83 @@ def test_whole_numbers_where_floats_belong_are_refused_with_the_remedy():
     wide = nn.Linear(3, param_dtype="float32")
     trainables, _ = nn.Linear(3).init(RNG, X)
     raised(TypeError, wide.fwd, jnp.ones((2, 6), jnp.int32), trainables)
+
+
+def test_a_tensor_of_another_library_is_refused_with_the_remedy():
+    class Tensor:
+        shape, dtype, ndim = (2, 6), "torch.float32", 2
+
+    Tensor.__module__ = "torch"
+    for layer in (nn.Linear(3), mlax.Series(nn.Linear(3))):
+        trainables, _ = layer.init(RNG, X)
+        for function, args in ((layer.init, (RNG, Tensor())), (layer.fwd, (Tensor(), trainables))):
+            text, _ = raised(TypeError, function, *args)
+            assert text == "the input is a torch.Tensor; pass x.numpy()."
+    text, note = raised(TypeError, mlax.Series(a=nn.Linear(3)).fwd, X, {"a": {"kernel": Tensor(), "bias": Tensor()}})
+    assert text == "Linear(3): bias is a torch.Tensor; pass it as an array, by jnp.asarray(it.numpy())."
+    assert "in a, called on" in note
+
+
+def test_a_layer_that_is_called_says_what_to_call():
+    text, _ = raised(TypeError, lambda: nn.Linear(3)(X))
+    assert text.startswith("Linear(3) is a description and is not called; write y, non_trainables = model.fwd(")
+
+    @mlax.frozen
+    class Calls(mlax.Composite):
+        dense: nn.Linear = nn.Linear(3)
+
+        def wire(self, sub, x):
+            return self.dense(x)
+
+    text, _ = raised(TypeError, Calls().init, RNG, X)
+    assert text.endswith("for a part inside wire, sub.name(x).")
+
+
+def test_a_layer_is_no_function_to_those_who_take_functions():
+    for build in (lambda: nn.GLU(3, activation=nn.Linear(3)), lambda: nn.MLP((3,), activation=nn.Linear(3))):
+        text, _ = raised(TypeError, build)
+        assert "activation is Linear(3), but must be a function" in text
+    text, _ = raised(TypeError, train.step, nn.Linear(3), optim.SGD(0.1))
+    assert text == "train.step: the objective is Linear(3), but must be a function like `fwd`."
+
+
+def test_swapped_arguments_are_recognised_and_no_array_is_printed():
+    text, _ = raised(TypeError, nn.Linear(3).init, X, RNG)
+    assert text == (
+        "Linear(3): init needs a key, but rng is float32[2, 6]; pass jax.random.key(0), say. "
+        "Are the arguments swapped? They are init(rng, x)."
+    )
+    text, _ = raised(TypeError, nn.Linear(3).init, 0, X)
+    assert text == "Linear(3): init needs a key, but rng is 0; pass jax.random.key(0), say."
+    text, _ = raised(TypeError, nn.Linear(3).fwd, X, {}, rng=X)
+    assert text == "Linear(3): rng is float32[2, 6], but must be a key; pass jax.random.key(0), say."
+
+
+def test_swapped_variables_are_recognised():
+    text, _ = raised(ValueError, nn.Linear(3).fwd, X, None, nn.Linear(3).init(RNG, X)[0])
+    assert text == (
+        "Linear(3): trainables lacks bias, kernel; it must hold bias, kernel. "
+        "Are trainables and non_trainables swapped?"
+    )
+    trainables, state = nn.BatchNorm().init(RNG, X)
+    text, _ = raised(ValueError, nn.BatchNorm().fwd, X, state, trainables)
+    assert "trainables lacks scale, shift and has extra mean, var" in text
+    assert text.endswith("Are trainables and non_trainables swapped?")
+
+
+@pytest.mark.parametrize("kind", [mlax.Series, mlax.Parallel])
+def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
+    name = kind.__name__
+    text, _ = raised(TypeError, kind, [nn.Linear(3), nn.Linear(4)])
+    assert text == f"{name}: layer 0 is a list, which is no layer; pass the layers themselves: mlax.Series(*layers)."
+    text, _ = raised(TypeError, kind, {"a": nn.Linear(3)})
+    assert "layer 0 is a dict" in text and text.endswith("mlax.Series(**layers).")
+    text, _ = raised(TypeError, kind, a=nn.Linear(3), b=jax.nn.relu)
+    assert text == f"{name}: b is the function relu, which is no layer; wrap it: mlax.F(relu)."
+    text, _ = raised(TypeError, kind, nn.Linear(3), nn.Flatten)
+    assert text == f"{name}: layer 1 is the class Flatten, which is no layer; did you mean Flatten()?"
+    text, _ = raised(TypeError, kind, act="relu")
+    assert text == f"{name}: act is a str, which is no layer; pass a layer."
 
 
 def test_the_pair_from_init_passed_as_one_argument_is_recognised():
