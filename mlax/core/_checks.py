@@ -15,7 +15,7 @@ A_KEY = "pass jax.random.key(0), say"
 
 def is_key(given: Any) -> bool:
     """Whether it is a key, of the new kind or of the old."""
-    dtype = getattr(given, "dtype", None)
+    dtype: Any = getattr(given, "dtype", None)
     return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and (
         jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
     )

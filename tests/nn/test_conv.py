@@ -275,6 +275,21 @@ def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
     assert str(caught.value).startswith(f"{layer}: ")
 
 
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind):
+    last, first = jnp.ones((2, 8, 9, 3)), jnp.ones((2, 3, 8, 9))
+    for layer, x, other, words in (
+        (kind(4, 3), last, first, "If the channels come first: layout='channel_first'."),
+        (kind(4, 3, layout="channel_first"), first, last, "If the channels come last: layout='channel_last'."),
+    ):
+        trainables, _ = layer.init(RNG, x)
+        with pytest.raises(ValueError, match="but the kernel") as caught:
+            layer.fwd(other, trainables)
+        assert str(caught.value).endswith(words)
+        with pytest.raises(ValueError, match=r"of the input\.$"):
+            layer.fwd(jnp.ones((2, 8, 9, 5) if x is last else (2, 5, 8, 9)), trainables)
+
+
 @pytest.mark.parametrize("features", [0, -1, 2.0])
 def test_features_that_cannot_be_are_refused(features):
     for kind in (Conv, ConvTranspose):
