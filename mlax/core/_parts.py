@@ -65,8 +65,9 @@ def refuse_other_than_layer(whose: str, what: str, part: Any) -> None:
     if isinstance(part, Layer):
         return
     name = getattr(part, "__name__", None)
-    if isinstance(part, type):
-        wrong = f"the class {name}", f"did you mean {name}()?" if issubclass(part, Layer) else "pass a layer."
+    if isinstance(part, type) and issubclass(part, Layer):
+        given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
+        wrong = f"the class {name}", f"did you mean {name}({given})?"
     elif callable(part):
         wrong = f"the function {name}" if name else f"a {type(part).__name__}", f"wrap it: mlax.F({name or '...'})."
     elif isinstance(part, list | tuple | dict):

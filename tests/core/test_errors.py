@@ -380,6 +380,8 @@ def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
     assert text == f"{name}: b is the function relu, which is no layer; wrap it: mlax.F(relu)."
     text, _ = raised(TypeError, kind, nn.Linear(3), nn.Flatten)
     assert text == f"{name}: layer 1 is the class Flatten, which is no layer; did you mean Flatten()?"
+    text, _ = raised(TypeError, kind, a=nn.Linear)
+    assert text.endswith("did you mean Linear(...)?")
     text, _ = raised(TypeError, kind, act="relu")
     assert text == f"{name}: act is a str, which is no layer; pass a layer."
 
