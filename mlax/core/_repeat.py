@@ -32,6 +32,7 @@ class Repeat(Wrapper):
     mode: Mode = "scan"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.times, int) or self.times < 1:
             raise ValueError(f"Repeat: times is {self.times!r}, but must be a whole number of at least 1.")
         if self.mode not in get_args(Mode):

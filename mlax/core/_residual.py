@@ -9,7 +9,7 @@ from mlax.core._composite import Composite
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer
 from mlax.core._notes import brief, signature
-from mlax.core._parts import Sub
+from mlax.core._parts import Sub, refuse_other_than_layer
 
 
 @frozen
@@ -19,6 +19,11 @@ class Residual(Composite):
     layer: Layer
     _: KW_ONLY
     shortcut: Layer | None = None
+
+    def __post_init__(self) -> None:
+        refuse_other_than_layer("Residual", "layer", self.layer)
+        if self.shortcut is not None:
+            refuse_other_than_layer("Residual", "shortcut", self.shortcut)
 
     def wire(self, sub: Sub, x: Any) -> Any:
         y = sub.layer(x)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _ELSEWHERE = {  # what other libraries call a field that has another name here
-    "betas": "b1",
+    "betas": "b1, b2",
     "dim": "width",
     "embedding_dim": "width",
     "hidden_size": "features",
-    "in_channels": "features",
-    "in_features": "features",
     "kernel_size": "window",
     "learning_rate": "rate",
     "lr": "rate",
@@ -22,7 +20,8 @@ _ELSEWHERE = {  # what other libraries call a field that has another name here
     "p": "rate",
     "weight_decay": "decay",
 }
-
+_READ = {"in_channels", "in_features", "input_size", "normalized_shape", "num_features"}  # off the input, by layers
+_SIZES = "The sizes of the input are read from the input."
 _SURGERY = "edits"  # the field of a composite that is set by surgery and never by hand
 
 
@@ -41,8 +40,9 @@ def wrong_call(cls: type, init: Callable[..., Any], args: tuple[Any, ...], named
         if unknown:
             return TypeError(no_field(cls.__name__, unknown, [*placed, *options]))
         if len(args) > len(placed):
-            read = " The sizes of the input are read from the input." if hasattr(cls, "fwd") else ""
-            return TypeError(f"{cls.__name__} takes {takes} by position, but {len(args)} came{by_name}.{read}")
+            sizes = hasattr(cls, "fwd") and all(isinstance(each, int) for each in args)
+            hint = f" {_SIZES}" if sizes else ""
+            return TypeError(f"{cls.__name__} takes {takes} by position, but {len(args)} came{by_name}.{hint}")
         return TypeError(f"{cls.__name__}: {error}; it takes {takes}{by_name}.")
     return None
 
@@ -50,12 +50,14 @@ def wrong_call(cls: type, init: Callable[..., Any], args: tuple[Any, ...], named
 def no_field(what: str, unknown: Iterable[str], fields: Iterable[str]) -> str:
     """The words for names that are no fields, with those there are and the closest."""
     unknown, fields = sorted(unknown), [name for name in fields if name != _SURGERY]
-    near = [close for name in unknown if (close := _closest(name, fields))]
+    near = [close for name in unknown if name not in _READ and (close := _closest(name, fields))]
     hint = f" Did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
-    return f"{what} has no field {', '.join(unknown)}; it has {', '.join(fields) or 'none'}.{hint}"
+    sizes = f" {_SIZES}" if _READ.intersection(unknown) else ""
+    return f"{what} has no field {', '.join(unknown)}; it has {', '.join(fields) or 'none'}.{hint}{sizes}"
 
 
 def _closest(name: str, fields: list[str]) -> str | None:
-    if _ELSEWHERE.get(name) in fields:
-        return _ELSEWHERE[name]
+    here = _ELSEWHERE.get(name)
+    if here is not None and set(here.split(", ")) <= set(fields):
+        return here
     return next(iter(difflib.get_close_matches(name, fields, n=1)), None)

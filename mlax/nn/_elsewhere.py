@@ -11,8 +11,9 @@ _HERE = {
     "AdaptiveAvgPool": "nn.AdaptivePool, or nn.GlobalPool for one number a channel",
     "AdaptiveMaxPool": 'nn.AdaptivePool(size, by="max")',
     "Embedding": "nn.Embed",
+    "functional": "mlax.ops, jax.nn or jax.numpy",
     "GRU": "mlax.Recurrent(nn.GRUCell(features))",
-    "Identity": "to leave it out, or mlax.Series() where a layer must be",
+    "Identity": "mlax.Series() where a layer must be, or nothing at all",
     "LSTM": "mlax.Recurrent(nn.LSTMCell(features))",
     "Module": "mlax.Composite for a layer made of layers, mlax.Layer for one with weights of its own",
     "ModuleDict": "mlax.Series, or the `parts` of an mlax.Composite",
@@ -40,7 +41,7 @@ def no_such_layer(name: str, names: Iterable[str]) -> str:
         advice = "a loss is a function, one of optax say, which the objective of train.step calls."
     elif name.replace("_", "").lower() in functions:
         advice = f"functions are layers by mlax.F(jax.nn.{functions[name.replace('_', '').lower()]})."
-    elif close := difflib.get_close_matches(name, names, n=3):
+    elif close := difflib.get_close_matches(name, names, n=3, cutoff=0.7):
         advice = f"did you mean {' or '.join(close)}?"
     else:
         advice = f"it has {', '.join(names)}."

@@ -1,6 +1,7 @@
 """Mistakes give errors that say what came, what was wanted and what to do, with the layer's path."""
 
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -221,6 +222,12 @@ def test_what_a_layer_can_do_without_goes_by_keyword(room):
 def test_a_keyword_that_is_no_field_lists_the_fields_and_the_closest():
     text, _ = raised(TypeError, nn.Dropout, p=0.5)
     assert text == "Dropout has no field p; it has rate. Did you mean rate?"
+    text, _ = raised(TypeError, nn.Linear, in_features=3, out_features=4)
+    assert text.endswith("Did you mean features? The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, nn.BatchNorm, num_features=3)
+    assert text.endswith("param_dtype. The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, optim.Adam, 1e-3, betas=(0.9, 0.99))
+    assert text.endswith("Did you mean b1, b2?")
     text, _ = raised(TypeError, nn.Conv, 8, kernel_size=3)
     assert text.startswith("Conv has no field kernel_size; it has features, window, ")
     assert text.endswith("Did you mean window?")
@@ -384,6 +391,16 @@ def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
     assert text.endswith("did you mean Linear(...)?")
     text, _ = raised(TypeError, kind, act="relu")
     assert text == f"{name}: act is a str, which is no layer; pass a layer."
+
+
+def test_what_is_wrapped_is_a_layer():
+    for wrap in (mlax.Remat, mlax.Map, functools.partial(mlax.Repeat, times=3), mlax.Residual):
+        text, _ = raised(TypeError, wrap, jax.nn.relu)
+        assert text.endswith(": layer is the function relu, which is no layer; wrap it: mlax.F(relu).")
+    text, _ = raised(TypeError, mlax.Residual, nn.Linear(3), shortcut=nn.Flatten)
+    assert text == "Residual: shortcut is the class Flatten, which is no layer; did you mean Flatten()?"
+    text, _ = raised(TypeError, mlax.Residual, nn.Linear(3), nn.Linear(3))
+    assert text == "Residual takes layer by position, but 2 came; options go by keyword: shortcut."
 
 
 def test_the_pair_from_init_passed_as_one_argument_is_recognised():

@@ -106,7 +106,8 @@ def test_ops_refuse_two_dtypes():
             "CrossEntropyLoss",
             "a loss is a function, one of optax say, which the objective of train.step calls.",
         ),
-        ("MultiheadAttention", "did you mean MultiHeadAttention or Attention?"),
+        ("MultiheadAttention", "did you mean MultiHeadAttention?"),
+        ("functional", "write mlax.ops, jax.nn or jax.numpy."),
         ("Linaer", "did you mean Linear?"),
     ],
 )
