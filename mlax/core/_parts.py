@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mlax.core._layer import Layer
-from mlax.core._notes import brief, located, signature
+from mlax.core._notes import brief, located
 
 
 class Sub:
@@ -65,17 +65,16 @@ def refuse_other_than_layer(whose: str, what: str, part: Any) -> None:
     if isinstance(part, Layer):
         return
     name = getattr(part, "__name__", None)
+    came, advice = f"a {type(part).__name__}", "pass a layer."
     if isinstance(part, type) and issubclass(part, Layer):
         given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
-        wrong = f"the class {name}", f"did you mean {name}({given})?"
+        came, advice = f"the class {name}", f"did you mean {name}({given})?"
     elif callable(part):
-        wrong = f"the function {name}" if name else f"a {type(part).__name__}", f"wrap it: mlax.F({name or '...'})."
+        came, advice = f"the function {name}" if name else came, f"wrap it: mlax.F({name or '...'})."
     elif isinstance(part, list | tuple | dict):
         stars = "**" if isinstance(part, dict) else "*"
-        wrong = f"a {type(part).__name__}", f"pass the layers themselves: mlax.Series({stars}layers)."
-    else:
-        wrong = signature(part), "pass a layer."
-    raise TypeError(f"{whose}: {what} is {wrong[0]}, which is no layer; {wrong[1]}")
+        advice = f"pass the layers themselves: mlax.Series({stars}layers)."
+    raise TypeError(f"{whose}: {what} is {came}, which is no layer; {advice}")
 
 
 @functools.cache
