@@ -10,9 +10,10 @@ from typing import Any, Self
 import jax
 from jax.core import Tracer
 
+from mlax.core._checks import refuse_other_than_dict
 from mlax.core._frozen import fields_of, frozen, with_fields
 from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree, cached_by_shape, init_for, refuse_other_than_dict, structs
+from mlax.core._layer import Layer, Tree, cached_by_shape, init_for, structs
 from mlax.core._notes import brief, located, signature
 from mlax.core._parts import Sub, parts_of
 from mlax.core._shape_key import shape_key

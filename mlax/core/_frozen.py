@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax.core._wrong_call import no_field, wrong_call
+
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
 DType = str | type | np.dtype | None  # a field annotated so takes whatever jnp.dtype takes, and holds its name
@@ -31,8 +33,19 @@ def frozen(cls: C) -> C:
     @functools.wraps(init)
     def settled_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if "__dataclass_fields__" not in vars(type(self)):
-            raise TypeError(f"{type(self).__name__} is no description yet; put @mlax.frozen above the class.")
-        init(self, *args, **kwargs)
+            raise _undecorated(self)
+        try:
+            init(self, *args, **kwargs)
+        except dataclasses.FrozenInstanceError as error:
+            error.add_note(
+                f"{described.__name__} is a description, which has fields in place of an __init__ that sets them: "
+                "write `name: type`, or `name: type = default`, in the class."
+            )
+            raise
+        except TypeError:
+            if (wrong := wrong_call(described, init, args, kwargs)) is not None:
+                raise wrong from None
+            raise
         if type(self) is described:  # a subclass settles once, when all of its fields are there
             _settle(self)
 
@@ -59,7 +72,7 @@ def with_fields(description: D, **changes: Any) -> D:
     values = fields_of(description)
     unknown = changes.keys() - values.keys()
     if unknown:
-        raise TypeError(f"{description} has no field {', '.join(sorted(unknown))}; it has {', '.join(values)}.")
+        raise TypeError(no_field(str(description), unknown, values))
     return _rebuild(type(description), {**values, **changes})
 
 
@@ -94,12 +107,30 @@ def _checked_first(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _settle(self: Any) -> None:
     _keys(self)
-    for field in dataclasses.fields(self):
-        value = getattr(self, field.name)
-        if value is not None and (field.type is DType or field.type == "DType"):
-            object.__setattr__(self, field.name, _dtype_name(self, field.name, value))
+    for name, kind, default in _kinds(type(self)):
+        value = getattr(self, name)
+        if kind is DType and value is not None:
+            object.__setattr__(self, name, _dtype_name(self, name, value))
+        elif kind is not DType and not isinstance(value, kind) and value is not default:
+            wanted = "True or False" if kind is bool else f"a tuple, as ({value!r},) is one"
+            raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
     object.__setattr__(self, "_key", _keys(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
+
+
+@functools.cache
+def _kinds(cls: type) -> list[tuple[str, Any, Any]]:
+    """The fields whose annotation says that they hold a dtype, a bool or a tuple: (name, which of them, default)."""
+    kinds = [(field.name, _kind(field.type), field.default) for field in dataclasses.fields(cls)]
+    return [each for each in kinds if each[1] is not None]
+
+
+def _kind(annotation: Any) -> Any:
+    if isinstance(annotation, str):
+        return {"DType": DType, "bool": bool}.get(annotation)
+    if annotation is DType or annotation is bool:
+        return annotation
+    return tuple if getattr(annotation, "__origin__", None) is tuple else None
 
 
 def _dtype_name(self: Any, name: str, value: Any) -> str:
@@ -147,7 +178,14 @@ def _equal(self: Any, other: object) -> Any:
 
 
 def _hash(self: Any) -> int:
-    return self._hash
+    try:
+        return self._hash
+    except AttributeError:  # an __init__ of its own has not come by the one that `frozen` makes
+        raise _undecorated(self) from None
+
+
+def _undecorated(self: Any) -> TypeError:
+    return TypeError(f"{type(self).__name__} is no description yet; put @mlax.frozen above the class.")
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:

@@ -3,16 +3,15 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mlax.core._checks import A_KEY, check_dtypes, check_floats, check_mode, check_names, foreign, is_key
 from mlax.core._frozen import frozen
-from mlax.core._notes import brief, signature
-from mlax.core._paths import flat
+from mlax.core._notes import brief, brief_signature, signature
 from mlax.core._shape_key import shape_key
 
 T = TypeVar("T")
@@ -55,16 +54,22 @@ class Layer(abc.ABC):
         if "fwd" in vars(cls):
             cls.fwd = _checked_fwd(vars(cls)["fwd"])  # pyright: ignore[reportAttributeAccessIssue]
 
+    if not TYPE_CHECKING:  # so that a type checker says it as well
+
+        def __call__(self, *args, **kwargs):
+            raise TypeError(
+                f"{brief(self)} is a description and is not called; write y, non_trainables = "
+                "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
+            )
+
     def splits(self, number: int) -> Mapping[str, int] | None:
         """Which axis of each trainable, by path, `number` devices could share the work along; None: ask the parts."""
         return None
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Refuse variables that `init` would not have made for inputs like `x`."""
-        wanted = variables_like(self, x)
-        _check_names(self, "trainables", wanted[0], trainables)
-        _check_names(self, "non_trainables", wanted[1], non_trainables)
-        _check_dtypes(self, x, trainables)
+        check_names(self, variables_like(self, x), (trainables, non_trainables))
+        check_dtypes(self, x, trainables)
 
 
 def structs(x: Any) -> Any:
@@ -106,6 +111,8 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
             f"the input has a leaf {leaf!r} of type {type(leaf).__name__}, but every leaf must be an array or a "
             "jax.ShapeDtypeStruct; wrap numbers with jnp.asarray."
         )
+    if (theirs := foreign(leaf)) is not None:
+        raise TypeError(f"the input is a {theirs}; pass x.numpy().")
     dtype = leaf.dtype
     if isinstance(dtype, np.dtype):  # not so for keys, which have one form only
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -118,11 +125,11 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
-        _check_key(self, rng)
-        if rng is None:
-            raise TypeError(f"{brief(self)}: init needs a key; pass jax.random.key(0), say.")
+        if not is_key(rng):
+            swapped = " Are the arguments swapped? They are init(rng, x)." if is_key(x) else ""
+            raise TypeError(f"{brief(self)}: init needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
         x = structs(x)
-        _check_floats(self, x)
+        check_floats(self, x)
         return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
 
     return checked
@@ -142,8 +149,9 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
         rng: Any = None,
         inference_mode: Any = False,
     ) -> tuple[Any, Tree]:
-        _check_mode(self, inference_mode)
-        _check_key(self, rng)
+        check_mode(self, inference_mode)
+        if rng is not None and not is_key(rng):
+            raise TypeError(f"{brief(self)}: rng is {brief_signature(rng)}, but must be a key; {A_KEY}.")
         x = jax.tree.map(_array, x)
         self.check_variables(x, trainables, non_trainables)
         try:
@@ -169,61 +177,3 @@ def _pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(f"{brief(layer)}: {method} returned {signature(out)}, but must return a pair {wanted}.")
     return out
-
-
-def _check_mode(layer: Layer, mode: Any) -> None:
-    if mode is True or mode is False:
-        return
-    if isinstance(mode, Tracer) and mode.dtype == np.bool_ and mode.ndim == 0:
-        return  # jitted without static_argnames: fine for as long as no layer reads it
-    raise TypeError(f"{brief(layer)}: inference_mode is {mode!r}, but must be True or False.")
-
-
-def _check_key(layer: Layer, rng: Any) -> None:
-    if rng is None:
-        return
-    dtype = getattr(rng, "dtype", None)
-    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
-        raise TypeError(f"{brief(layer)}: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
-
-
-def refuse_other_than_dict(layer: Layer, what: str, got: Any) -> None:
-    """Refuse variables that are neither a dict nor None."""
-    if got is not None and not isinstance(got, dict):
-        pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
-        raise TypeError(f"{brief(layer)}: {what} is {signature(got)}, but must be a dict of arrays or None.{pair}")
-
-
-def _check_names(layer: Layer, what: str, wanted: Tree, got: Tree) -> None:
-    refuse_other_than_dict(layer, what, got)
-    missing, extra = ", ".join(flat(wanted).keys() - flat(got)), ", ".join(flat(got).keys() - flat(wanted))
-    if missing or extra:
-        faults = [f"lacks {missing}"] * bool(missing) + [f"has extra {extra}"] * bool(extra)
-        raise ValueError(
-            f"{brief(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(flat(wanted)) or 'nothing'}. "
-            "Pass what init returned for this layer."
-        )
-
-
-def _check_floats(layer: Layer, x: Any) -> None:
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
-    follows = getattr(layer, "param_dtype", "none") is None  # such a layer makes its weights in the input's dtype
-    if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        raise TypeError(
-            f"{brief(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
-            "cast it, as by x.astype(jnp.float32)."
-        )
-
-
-def _check_dtypes(layer: Layer, x: Any, trainables: Tree) -> None:
-    inputs = {str(leaf.dtype) for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)}
-    allowed = inputs if len(inputs) == 1 else set()
-    for path, leaf in flat(trainables).items():
-        dtype = str(leaf.dtype)
-        if not inputs or not jnp.issubdtype(leaf.dtype, jnp.floating) or dtype in allowed:
-            continue
-        if dtype != getattr(layer, "param_dtype", None):
-            raise TypeError(
-                f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
-                "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
-            )

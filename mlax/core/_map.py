@@ -1,5 +1,6 @@
 """Map: a layer over one more axis of its input, by vmap."""
 
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import jax
@@ -19,6 +20,7 @@ class Map(Wrapper):
     each slice a set of its own, stacked on a leading axis. A layer with state needs a set for each slice.
     """
 
+    _: KW_ONLY
     axis: int = 1
     variables: Literal[0] | None = None
 

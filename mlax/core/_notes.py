@@ -33,6 +33,12 @@ def brief(description: Any) -> str:
     return written if len(written) <= 60 else f"{type(description).__name__}(...)"
 
 
+def brief_signature(x: Any) -> str:
+    """Shapes and dtypes of a tree, or its type alone where these would fill the line."""
+    written = signature(x)
+    return written if len(written) <= 60 else f"a {type(x).__name__}"
+
+
 def signature(x: Any) -> str:
     """Shapes and dtypes of a tree, in short: `float32[8, 16]`, or `(float32[8, 16], int32[8])`."""
     if isinstance(x, dict):
@@ -41,4 +47,4 @@ def signature(x: Any) -> str:
         return "(" + ", ".join(signature(value) for value in x) + ")"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}[{', '.join(str(size) for size in x.shape)}]"
-    return repr(x) if x is None else f"a {type(x).__name__}"
+    return repr(x) if x is None or isinstance(x, bool | int | float) else f"a {type(x).__name__}"

@@ -56,11 +56,25 @@ def parts_of(composite: Any) -> Mapping[str, Layer]:
                 f"{brief(composite)}: {name!r} cannot name a part; use an identifier without a leading underscore, "
                 "other than inference_mode, since `wire` calls it as sub.name."
             )
-        if not isinstance(part, Layer):
-            raise TypeError(
-                f"{brief(composite)}: part {name!r} is {part!r}, which is no Layer; a function is wrapped by mlax.F."
-            )
+        refuse_other_than_layer(brief(composite), f"part {name!r}", part)
     return parts
+
+
+def refuse_other_than_layer(whose: str, what: str, part: Any) -> None:
+    """Refuse a part that is no layer, with what it takes to make one of it."""
+    if isinstance(part, Layer):
+        return
+    name = getattr(part, "__name__", None)
+    came, advice = f"a {type(part).__name__}", "pass a layer."
+    if isinstance(part, type) and issubclass(part, Layer):
+        given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
+        came, advice = f"the class {name}", f"did you mean {name}({given})?"
+    elif callable(part):
+        came, advice = f"the function {name}" if name else came, f"wrap it: mlax.F({name or '...'})."
+    elif isinstance(part, list | tuple | dict):
+        stars = "**" if isinstance(part, dict) else "*"
+        advice = f"pass the layers themselves: mlax.Series({stars}layers)."
+    raise TypeError(f"{whose}: {what} is {came}, which is no layer; {advice}")
 
 
 @functools.cache

@@ -7,6 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
+class NoSuch(KeyError):
+    """A KeyError that shows its words as they are, where KeyError itself puts them in quotes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def flat(tree: Any) -> dict[str, Any]:
     """The leaves of nested dicts by path, in JAX's order: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is no leaf."""
     return dict(_walk(tree, ""))
@@ -45,7 +52,7 @@ def matching(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
     for pattern in patterns:
         hits = [path for path in paths if matches(pattern, path)]
         if not hits:
-            raise KeyError(no_such(pattern, paths))
+            raise NoSuch(no_such(pattern, paths))
         found.update(hits)
     return [path for path in paths if path in found]
 
@@ -57,12 +64,22 @@ def matches(pattern: str, path: str) -> bool:
 
 def no_such(path: str, paths: Iterable[str]) -> str:
     """The words for a path or pattern that matches nothing, with the closest that would."""
-    paths = list(paths)
-    name = path.split("/")[-1]
-    same = [other for other in paths if other.split("/")[-1] == name]
-    close = same or difflib.get_close_matches(path, paths, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(paths[:8]) or 'none'}."
-    return f"{path!r} matches nothing; {hint}"
+    paths = [other for other in paths if other]  # the whole of a model has no name
+    close = max(paths, key=lambda other: _likeness(path, other), default="")
+    near = _likeness(path, close)[0] >= 0.6
+    return f"{path!r} matches nothing; " + (f"did you mean {close!r}?" if near else f"there are {_few(paths)}.")
+
+
+def _likeness(path: str, other: str) -> tuple[float, int]:
+    """How alike two paths are, name by name from either end, and then by how many names one has more."""
+    names, others = [name for name in path.split("/") if name != "**"], other.split("/")
+    ways = (names, others), (names[::-1], others[::-1])
+    alike = [sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(*way, strict=False)) for way in ways]
+    return max(alike) / max(len(names), 1), -abs(len(names) - len(others))
+
+
+def _few(paths: list[str]) -> str:
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "") or "none"
 
 
 @functools.cache

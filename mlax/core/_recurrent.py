@@ -1,5 +1,6 @@
 """Recurrent: a cell over the time axis."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ class Recurrent(Wrapper):
     """
 
     layer: Cell
+    _: KW_ONLY
     axis: int = 1
     reverse: bool = False
     unroll: int | None = None

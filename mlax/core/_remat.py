@@ -1,6 +1,7 @@
 """Remat: a layer whose inner values are computed again in the backward pass and not stored."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ class Remat(Wrapper):
     `prevent_cse=False` is right inside a scan, where XLA cannot undo the trade anyway.
     """
 
+    _: KW_ONLY
     policy: Callable[..., bool] | None = None
     prevent_cse: bool = True
 

@@ -1,5 +1,6 @@
 """Repeat: one layer n times in a row, over one stacked set of variables."""
 
+from dataclasses import KW_ONLY
 from typing import Any, Literal, get_args
 
 import jax
@@ -27,9 +28,11 @@ class Repeat(Wrapper):
     """
 
     times: int
+    _: KW_ONLY
     mode: Mode = "scan"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.times, int) or self.times < 1:
             raise ValueError(f"Repeat: times is {self.times!r}, but must be a whole number of at least 1.")
         if self.mode not in get_args(Mode):

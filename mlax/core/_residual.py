@@ -1,5 +1,6 @@
 """Residual: a layer's output added to its input."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from mlax.core._composite import Composite
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer
 from mlax.core._notes import brief, signature
-from mlax.core._parts import Sub
+from mlax.core._parts import Sub, refuse_other_than_layer
 
 
 @frozen
@@ -16,7 +17,13 @@ class Residual(Composite):
     """Add the output of `layer` to the input, or to `shortcut` of the input where the shapes differ."""
 
     layer: Layer
+    _: KW_ONLY
     shortcut: Layer | None = None
+
+    def __post_init__(self) -> None:
+        refuse_other_than_layer("Residual", "layer", self.layer)
+        if self.shortcut is not None:
+            refuse_other_than_layer("Residual", "shortcut", self.shortcut)
 
     def wire(self, sub: Sub, x: Any) -> Any:
         y = sub.layer(x)

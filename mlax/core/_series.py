@@ -8,7 +8,7 @@ from typing import Any, Self
 from mlax.core._composite import Composite
 from mlax.core._frozen import frozen, with_fields
 from mlax.core._layer import Layer
-from mlax.core._parts import Sub
+from mlax.core._parts import Sub, refuse_other_than_layer
 
 
 @frozen
@@ -64,11 +64,13 @@ class Parallel(Composite):
 def _named(cls: type, layers: tuple[Layer, ...], named: dict[str, Layer]) -> tuple[tuple[str, Layer], ...]:
     seen = collections.Counter[str]()
     parts: dict[str, Layer] = {}
-    for layer in layers:
+    for rank, layer in enumerate(layers):
+        refuse_other_than_layer(cls.__name__, f"layer {rank}", layer)
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(layer).__name__).lower()
         parts[f"{kind}_{seen[kind]}"] = layer
         seen[kind] += 1
-    for name in named:
+    for name, layer in named.items():
+        refuse_other_than_layer(cls.__name__, name, layer)
         if name in parts:
             raise ValueError(f"{cls.__name__}: two parts are named {name!r}; rename one.")
     return (*parts.items(), *named.items())

@@ -7,7 +7,7 @@ from mlax.core._composite import Composite
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer
 from mlax.core._parts import parts_of
-from mlax.core._paths import flat, matching, nested, no_such
+from mlax.core._paths import NoSuch, flat, matching, nested, no_such
 from mlax.core._wrapper import Wrapper
 
 T = TypeVar("T")
@@ -21,12 +21,12 @@ def get(source: Any, path: str) -> Any:
     if isinstance(source, Layer):
         parts = layers(source)
         if path not in parts:
-            raise KeyError(no_such(path, parts))
+            raise NoSuch(no_such(path, parts))
         return parts[path]
     node = source
     for name in path.split("/"):
         if not isinstance(node, dict) or name not in node:
-            raise KeyError(no_such(path, flat(source)))
+            raise NoSuch(no_such(path, flat(source)))
         node = node[name]
     return node
 

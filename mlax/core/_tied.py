@@ -1,5 +1,6 @@
 """Tied: a layer in which some leaves are others of its leaves, stored once."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 from mlax.core._frozen import frozen
@@ -15,6 +16,7 @@ class Tie:
 
     leaf: str
     to: str
+    _: KW_ONLY
     transpose: bool = False
 
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mlax.core._layer import Tree
-from mlax.core._paths import flat, matches, matching, nested, no_such
+from mlax.core._layer import Layer, Tree
+from mlax.core._notes import brief
+from mlax.core._paths import NoSuch, flat, matches, matching, nested, no_such
 
 
 def paths(tree: Tree) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
     for old, new in names.items():
         hits = [path for path in leaves if path == old or path.startswith(f"{old}/")]
         if not hits:
-            raise KeyError(no_such(old, leaves))
+            raise NoSuch(no_such(old, leaves))
         for path in hits:
             if moved[path]:
                 raise ValueError(f"rename: {path!r} is named by two of the old paths; name it once.")
@@ -58,6 +59,9 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 def count(tree: Tree, *patterns: str) -> int:
     """How many numbers the leaves hold: all of them, or those that match any of the patterns."""
+    if isinstance(tree, Layer | tuple):
+        came = f"the model {brief(tree)}" if isinstance(tree, Layer) else f"a {type(tree).__name__}"
+        raise TypeError(f"count takes variables, as init returns them, but {came} came; write count(trainables).")
     leaves = flat(tree).items()
     chosen = [leaf for path, leaf in leaves if not patterns or any(matches(pattern, path) for pattern in patterns)]
     return sum(math.prod(leaf.shape) for leaf in chosen)

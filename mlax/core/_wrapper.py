@@ -4,6 +4,7 @@ from typing import Any
 
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree
+from mlax.core._parts import refuse_other_than_layer
 
 
 @frozen
@@ -14,6 +15,9 @@ class Wrapper(Layer):
     """
 
     layer: Layer
+
+    def __post_init__(self) -> None:
+        refuse_other_than_layer(type(self).__name__, "layer", self.layer)
 
     def init(self, rng, x):
         return self.layer.init(rng, x)

@@ -97,7 +97,7 @@ def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
         outputs = [result.aval for result in equation.outvars]
         is_return = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
         is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
-        if is_foreign and not is_return and not bodies:
+        if is_foreign and not is_return and not _changes_nothing(equation) and not bodies:
             yield Departure(
                 path=layer_path(nest),
                 primitive=equation.primitive.name,
@@ -106,6 +106,12 @@ def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
                 declared=str(declared),
                 source=_source(nest),
             )
+
+
+def _changes_nothing(equation) -> bool:
+    """Whether it is a cast from a dtype to itself, which is how JAX turns a weakly typed number into a strong one."""
+    is_cast = equation.primitive.name == "convert_element_type"
+    return is_cast and equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
 
 
 def _bodies(holder) -> Iterator[Any]:

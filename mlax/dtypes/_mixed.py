@@ -1,5 +1,7 @@
 """Mixed: the boundary of mixed precision, the one place where dtypes change."""
 
+from dataclasses import KW_ONLY
+
 from mlax.core import DType, Wrapper, frozen
 from mlax.dtypes._cast import cast
 
@@ -13,6 +15,7 @@ class Mixed(Wrapper):
     running statistics would not survive a narrow dtype, so a layer with state says itself what it keeps it in.
     """
 
+    _: KW_ONLY
     compute: DType = "bfloat16"
     output: DType = "float32"
     param_dtype: DType = "float32"

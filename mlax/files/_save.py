@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax.core import Layer
 from mlax.core._paths import nested
 from mlax.files import _durable
 from mlax.files._dtypes import NAMES
@@ -51,7 +52,12 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, Mapping):
-        raise TypeError(f"files.save: a {type(tree).__name__} came, but a file holds nested dicts; give it a name.")
+        came = f"files.save: a {type(tree).__name__} came, but a file holds nested dicts of arrays; "
+        if isinstance(tree, Layer):
+            raise TypeError(came + "a model has none: save its variables, as init returns them.")
+        if hasattr(tree, "trainables"):
+            raise TypeError(came + "save state.trainables, or all of the state by train.Checkpoints.")
+        raise TypeError(came + "give it a name.")
     for key, value in tree.items():
         if not isinstance(key, str):
             raise TypeError(f"files.save: the key {key!r} in {path or 'the tree'!r} is no string; rename it.")

@@ -1,5 +1,7 @@
 """The layers: weights plus one call into `ops`, and composites of such layers."""
 
+from typing import Any
+
 from mlax.nn._alpha_dropout import AlphaDropout
 from mlax.nn._attention import Attention
 from mlax.nn._batch_norm import BatchNorm
@@ -10,6 +12,7 @@ from mlax.nn._conv import Conv
 from mlax.nn._conv_lstm import ConvLSTMCell
 from mlax.nn._conv_transpose import ConvTranspose
 from mlax.nn._dropout import Dropout
+from mlax.nn._elsewhere import no_such_layer
 from mlax.nn._embed import Embed
 from mlax.nn._flatten import Flatten, Reshape
 from mlax.nn._global_pool import AdaptivePool, GlobalPool
@@ -90,3 +93,7 @@ __all__ = [
     "WeightNorm",
     "merge_lora",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"mlax.nn has no {name}." if name.startswith("_") else no_such_layer(name, __all__))

@@ -1,5 +1,6 @@
 """Attention: queries, keys and values to each query's weighted mean of the values."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from jax.lax import PrecisionLike
@@ -23,6 +24,7 @@ class Attention(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     causal: bool = False
     window: int | None = None
     softcap: float | None = None

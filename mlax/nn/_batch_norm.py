@@ -1,5 +1,6 @@
 """BatchNorm: normalisation of each channel by the statistics of the batch."""
 
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ class BatchNorm(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     axis: int = -1
     momentum: float = 0.1
     eps: float = 1e-5

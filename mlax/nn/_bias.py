@@ -1,5 +1,7 @@
 """Bias: a learned array added to the input."""
 
+from dataclasses import KW_ONLY
+
 from mlax.core import DType, Initializer, Layer, Zeros, frozen, named_key
 from mlax.dtypes import cast
 from mlax.nn._axes import shape_over
@@ -12,6 +14,7 @@ class Bias(Layer):
     Shape and dtype of the input. Trainables: bias, of the rank of the last of `axes` and all after it.
     """
 
+    _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     bias_init: Initializer = Zeros()
     param_dtype: DType = None  # None: the input's own

@@ -1,5 +1,6 @@
 """The state of decoding: how many tokens came so far, and their keys and values."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ class KeyValueCache(Layer):
     """
 
     capacity: int
+    _: KW_ONLY
     ring: bool = False
     param_dtype: DType = None  # None: the dtype that init sees
 

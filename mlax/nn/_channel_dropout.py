@@ -1,5 +1,7 @@
 """ChannelDropout: noise that sets whole channels to zero while training."""
 
+from dataclasses import KW_ONLY
+
 from mlax import ops
 from mlax.core import Layer, frozen
 from mlax.nn._channels import channels
@@ -15,6 +17,7 @@ class ChannelDropout(Layer):
     """
 
     rate: float = 0.5
+    _: KW_ONLY
     axis: int = -1
 
     def __post_init__(self):

@@ -1,5 +1,6 @@
 """Conv: a learned convolution over any number of spatial axes."""
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
 from jax.lax import PrecisionLike
@@ -30,6 +31,7 @@ class Conv(Layer):
 
     features: int
     window: Sizes
+    _: KW_ONLY
     strides: Sizes = 1
     padding: Padding = "SAME"
     pad_with: PadWith = "zeros"

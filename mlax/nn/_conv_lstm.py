@@ -1,5 +1,7 @@
 """ConvLSTMCell: the long short-term memory whose products are convolutions."""
 
+from dataclasses import KW_ONLY
+
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
@@ -20,6 +22,7 @@ class ConvLSTMCell(CompositeCell):
     """
 
     features: int
+    _: KW_ONLY
     window: Sizes = 3
     bias: bool = True
     kernel_init: Initializer = lecun()

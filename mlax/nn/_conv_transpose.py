@@ -1,5 +1,6 @@
 """ConvTranspose: a learned transposed convolution, which makes the spatial axes larger."""
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
 from jax.lax import PrecisionLike
@@ -29,6 +30,7 @@ class ConvTranspose(Layer):
 
     features: int
     window: Sizes
+    _: KW_ONLY
     strides: Sizes = 1
     padding: Padding = "SAME"
     output_padding: Sizes = 0

@@ -1,5 +1,7 @@
 """Embed: a learned vector for each entry of a vocabulary."""
 
+from dataclasses import KW_ONLY
+
 from mlax import ops
 from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
 
@@ -13,6 +15,7 @@ class Embed(Layer):
 
     vocabulary: int
     width: int
+    _: KW_ONLY
     table_init: Initializer = Normal(0.02)
     param_dtype: DType = "float32"  # the input has no floating dtype to follow
 

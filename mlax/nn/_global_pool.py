@@ -1,5 +1,6 @@
 """GlobalPool and AdaptivePool: all places reduced to one, or to a given number of bins, whatever their number."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Layer, frozen
@@ -17,6 +18,7 @@ class GlobalPool(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     by: PoolBy = "mean"
     keep_axes: bool = False
     layout: str = "channel_last"
@@ -46,6 +48,7 @@ class AdaptivePool(Layer):
     takes_statistics: ClassVar[bool] = True
 
     size: int | tuple[int | None, ...]
+    _: KW_ONLY
     by: PoolBy = "mean"
     layout: str = "channel_last"
     accum_dtype: DType = None  # None: the input's own

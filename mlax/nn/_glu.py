@@ -1,6 +1,7 @@
 """GLU: a linear map gated by another."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -24,11 +25,12 @@ class GLU(Composite):
     """
 
     features: int
+    _: KW_ONLY
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     bias: bool = False
 
     def __post_init__(self):
-        if not callable(self.activation):
+        if isinstance(self.activation, Layer) or not callable(self.activation):
             raise TypeError(f"GLU: activation is {self.activation!r}, but must be a function, jax.nn.silu for one.")
 
     def parts(self) -> Mapping[str, Layer]:

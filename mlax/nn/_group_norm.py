@@ -1,5 +1,6 @@
 """GroupNorm: normalisation of each example over groups of its channels."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Initializer, Layer, Ones, Zeros, frozen
@@ -20,6 +21,7 @@ class GroupNorm(Layer):
     takes_statistics: ClassVar[bool] = True
 
     groups: int
+    _: KW_ONLY
     axis: int = -1
     eps: float = 1e-5
     scale: bool = True

@@ -1,5 +1,6 @@
 """GRUCell: the gated recurrent unit."""
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ class GRUCell(CompositeCell):
     """
 
     features: int
+    _: KW_ONLY
     reset: Literal["after", "before"] = "after"
     bias: bool = True
     kernel_init: Initializer = lecun()
@@ -38,9 +40,15 @@ class GRUCell(CompositeCell):
 
     def parts(self):
         shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
-        parts = {"input": Linear(3 * self.features, self.bias, self.kernel_init, self.bias_init, **shared)}
+        parts = {
+            "input": Linear(
+                3 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            )
+        }
         if self.reset == "after":
-            recurrent = Linear(3 * self.features, self.bias, self.recurrent_init, self.bias_init, **shared)
+            recurrent = Linear(
+                3 * self.features, bias=self.bias, kernel_init=self.recurrent_init, bias_init=self.bias_init, **shared
+            )
             return {**parts, "recurrent": recurrent}
         return {
             **parts,

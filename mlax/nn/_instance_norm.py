@@ -1,5 +1,6 @@
 """InstanceNorm: normalisation of each channel of each example."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Initializer, Layer, Ones, Zeros, frozen
@@ -19,6 +20,7 @@ class InstanceNorm(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     axis: int = -1
     eps: float = 1e-5
     scale: bool = True

@@ -1,5 +1,6 @@
 """LayerNorm: normalisation of each example by its own statistics."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax import ops
@@ -19,6 +20,7 @@ class LayerNorm(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     eps: float = 1e-5
     scale: bool = True

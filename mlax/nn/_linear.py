@@ -1,5 +1,7 @@
 """Linear: a learned affine map over the last axis."""
 
+from dataclasses import KW_ONLY
+
 from jax.lax import PrecisionLike
 
 from mlax import ops
@@ -16,6 +18,7 @@ class Linear(Layer):
     """
 
     features: int
+    _: KW_ONLY
     bias: bool = True
     kernel_init: Initializer = lecun()
     bias_init: Initializer = Zeros()

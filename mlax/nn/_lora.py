@@ -1,5 +1,6 @@
 """LoRA: a linear map plus a learned change of low rank."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class LoRA(Wrapper):
 
     layer: Linear
     rank: int
+    _: KW_ONLY
     alpha: float | None = None  # None: as large as the rank, so that the change has the factor 1
     down_init: Initializer = lecun("normal")
     up_init: Initializer = Zeros()

@@ -1,5 +1,7 @@
 """LSTMCell: the long short-term memory."""
 
+from dataclasses import KW_ONLY
+
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
@@ -38,6 +40,7 @@ class LSTMCell(CompositeCell):
     """
 
     features: int
+    _: KW_ONLY
     peephole: bool = False
     projection: int | None = None
     bias: bool = True
@@ -59,7 +62,9 @@ class LSTMCell(CompositeCell):
     def parts(self):
         shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
         parts = {
-            "input": Linear(4 * self.features, self.bias, self.kernel_init, self.bias_init, **shared),
+            "input": Linear(
+                4 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
             "recurrent": Linear(4 * self.features, bias=False, kernel_init=self.recurrent_init, **shared),
         }
         if self.peephole:

@@ -1,6 +1,7 @@
 """Mamba: a selective state-space layer."""
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import jax
@@ -29,6 +30,7 @@ class Mamba(Composite):
     """
 
     width: int
+    _: KW_ONLY
     states: int = 16
     expansion: int = 2
     window: int = 4
@@ -51,7 +53,7 @@ class Mamba(Composite):
             "filter": CausalFilter(self.window, decode=self.decode),
             "select": Linear(rank + 2 * self.states, bias=False),
             "step": Linear(channels, kernel_init=Uniform(rank**-0.5), bias_init=StepSizes()),
-            "scan": SelectiveScan(self.chunk, decode=self.decode, accum_dtype=self.accum_dtype),
+            "scan": SelectiveScan(chunk=self.chunk, decode=self.decode, accum_dtype=self.accum_dtype),
             "contract": Linear(self.width, bias=False),
         }
 
@@ -79,6 +81,7 @@ class CausalFilter(Layer):
     """
 
     window: int
+    _: KW_ONLY
     decode: bool = False
     param_dtype: DType = None  # None: the input's own
 
@@ -107,6 +110,7 @@ class SelectiveScan(Layer):
 
     takes_statistics: ClassVar[bool] = True  # the state is a long sum
 
+    _: KW_ONLY
     chunk: int = 32
     decode: bool = False
     accum_dtype: DType = None  # None: the input's own

@@ -1,5 +1,7 @@
 """MGUCell: the minimal gated unit."""
 
+from dataclasses import KW_ONLY
+
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
@@ -19,6 +21,7 @@ class MGUCell(CompositeCell):
     """
 
     features: int
+    _: KW_ONLY
     bias: bool = True
     kernel_init: Initializer = lecun()
     recurrent_init: Initializer = lecun()
@@ -30,7 +33,9 @@ class MGUCell(CompositeCell):
     def parts(self):
         shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
         return {
-            "input": Linear(2 * self.features, self.bias, self.kernel_init, self.bias_init, **shared),
+            "input": Linear(
+                2 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
             "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
             "candidate": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
         }

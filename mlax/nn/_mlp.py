@@ -1,6 +1,7 @@
 """MLP: linear maps with an activation between them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 import jax
@@ -18,13 +19,14 @@ class MLP(Composite):
     """
 
     widths: tuple[int, ...]
+    _: KW_ONLY
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu
     bias: bool = True
 
     def __post_init__(self):
         if not isinstance(self.widths, tuple) or not self.widths or not all(isinstance(w, int) for w in self.widths):
             raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of whole numbers, one for each map.")
-        if not callable(self.activation):
+        if isinstance(self.activation, Layer) or not callable(self.activation):
             raise TypeError(f"MLP: activation is {self.activation!r}, but must be a function, jax.nn.gelu for one.")
 
     def parts(self) -> Mapping[str, Layer]:

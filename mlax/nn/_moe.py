@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ class MoE(Composite):
 
     expert: Layer
     experts: int
+    _: KW_ONLY
     k: int = 2
     capacity_factor: float | None = 1.25
     renormalize: bool = True  # divide the gates of a token by their sum, where k > 1
@@ -59,7 +61,7 @@ class MoE(Composite):
             raise ValueError(f"MoE: noise is {self.noise}, but must be from 0 to less than 1.")
 
     def parts(self) -> Mapping[str, Layer]:
-        router = Router(self.experts, self.noise, precision=self.precision, accum_dtype=self.accum_dtype)
+        router = Router(self.experts, noise=self.noise, precision=self.precision, accum_dtype=self.accum_dtype)
         return {"router": router, "experts": Map(self.expert, axis=1, variables=0)}
 
     def wire(self, sub: Sub, x: Any) -> Any:
@@ -97,6 +99,7 @@ class Router(Layer):
     """
 
     experts: int
+    _: KW_ONLY
     noise: float = 0.0
     kernel_init: Initializer = lecun()
     precision: PrecisionLike = None

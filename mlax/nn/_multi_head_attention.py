@@ -1,5 +1,6 @@
 """MultiHeadAttention: attention with learned queries, keys, values and outputs, for training and for decoding."""
 
+from dataclasses import KW_ONLY
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ class MultiHeadAttention(Composite):
     """
 
     heads: int
+    _: KW_ONLY
     kv_heads: int | None = None
     head_width: int | None = None
     features: int | None = None
@@ -96,7 +98,7 @@ class MultiHeadAttention(Composite):
         if self.cache is not None:
             ring = self.window is not None and self.window <= self.cache
             slots = self.window if ring and self.window else self.cache
-            parts |= {"position": Position(), "cache": KeyValueCache(slots, ring, self.cache_dtype)}
+            parts |= {"position": Position(), "cache": KeyValueCache(slots, ring=ring, param_dtype=self.cache_dtype)}
         return parts
 
     def splits(self, number):
@@ -150,7 +152,7 @@ class MultiHeadAttention(Composite):
     def _linear(self, features: int | None, bias: bool) -> Linear:
         return Linear(
             features,  # pyright: ignore[reportArgumentType]
-            bias,
+            bias=bias,
             kernel_init=self.kernel_init,
             precision=self.precision,
             param_dtype=self.param_dtype,

@@ -1,5 +1,7 @@
 """Patches: each window of the spatial axes as features."""
 
+from dataclasses import KW_ONLY
+
 from mlax.core import Layer, frozen
 from mlax.ops import patches
 from mlax.ops._layout import layout_of
@@ -16,6 +18,7 @@ class Patches(Layer):
     """
 
     window: Sizes
+    _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
     padding: Padding = "VALID"
     dilation: Sizes = 1

@@ -7,6 +7,7 @@ over the end of the input, if it starts before it. A window of nothing but paddi
 
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 from jax import lax
@@ -28,6 +29,7 @@ class Pool(Layer):
     combine: Callable[[Any, Any], Any]
     start: float
     window: Sizes
+    _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
     padding: Padding = "VALID"
     dilation: Sizes = 1
@@ -49,6 +51,7 @@ class MaxPool(Layer):
     """
 
     window: Sizes
+    _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
     padding: Padding = "VALID"
     dilation: Sizes = 1
@@ -69,6 +72,7 @@ class SumPool(Layer):
     takes_statistics: ClassVar[bool] = True
 
     window: Sizes
+    _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
     padding: Padding = "VALID"
     dilation: Sizes = 1
@@ -94,6 +98,7 @@ class MeanPool(Layer):
     takes_statistics: ClassVar[bool] = True
 
     window: Sizes
+    _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
     padding: Padding = "VALID"
     dilation: Sizes = 1

@@ -1,5 +1,7 @@
 """Learned and sinusoidal positions, added to the input."""
 
+from dataclasses import KW_ONLY
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ class LearnedPositions(Layer):
     """
 
     length: int
+    _: KW_ONLY
     decoding: bool = False
     table_init: Initializer = Normal(0.02)
     param_dtype: DType = None  # None: the input's own
@@ -46,6 +49,7 @@ class SinusoidalPositions(Layer):
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
 
+    _: KW_ONLY
     base: float = 10_000.0
     decoding: bool = False
 

@@ -1,5 +1,7 @@
 """RelativeBias: a learned number for each head and each bucket of distances between query and key."""
 
+from dataclasses import KW_ONLY
+
 from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
 from mlax.ops import relative_bias
 
@@ -13,6 +15,7 @@ class RelativeBias(Layer):
     """
 
     heads: int
+    _: KW_ONLY
     buckets: int = 32
     farthest: int = 128  # distance from which all share the last bucket
     bidirectional: bool = True  # False for decoders: keys ahead count as distance 0

@@ -1,5 +1,6 @@
 """RMSNorm: normalisation of each example by its own mean square."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Initializer, Layer, Ones, frozen, named_key
@@ -18,6 +19,7 @@ class RMSNorm(Layer):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     eps: float = 1e-6
     scale: bool = True

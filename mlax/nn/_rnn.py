@@ -1,5 +1,6 @@
 """RNNCell: the simple recurrent cell."""
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ class RNNCell(CompositeCell):
     """
 
     features: int
+    _: KW_ONLY
     activation: Literal["tanh", "relu"] = "tanh"
     bias: bool = True
     kernel_init: Initializer = lecun()
@@ -36,7 +38,9 @@ class RNNCell(CompositeCell):
     def parts(self):
         shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
         return {
-            "input": Linear(self.features, self.bias, self.kernel_init, self.bias_init, **shared),
+            "input": Linear(
+                self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
             "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
         }
 

@@ -1,6 +1,7 @@
 """Rotary: queries and keys turned by their positions, and the ways to stretch them to longer contexts."""
 
 import abc
+from dataclasses import KW_ONLY
 
 from mlax.core import Layer, frozen
 from mlax.ops import linear_frequencies, llama3_frequencies, ntk_frequencies, rotary, rotary_frequencies
@@ -42,6 +43,7 @@ class Llama3Scaling(RotaryScaling):
     A wave is low below `low` turns in `length` positions, and high above `high`. https://arxiv.org/abs/2407.21783
     """
 
+    _: KW_ONLY
     factor: float = 8.0
     low: float = 1.0
     high: float = 4.0
@@ -60,6 +62,7 @@ class Rotary(Layer):
     halves, as Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
     """
 
+    _: KW_ONLY
     base: float = 10_000.0
     width: int | None = None
     scaling: RotaryScaling | None = None

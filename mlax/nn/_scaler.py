@@ -1,5 +1,7 @@
 """Scaler: a learned array multiplied with the input."""
 
+from dataclasses import KW_ONLY
+
 from mlax.core import DType, Initializer, Layer, Ones, frozen, named_key
 from mlax.dtypes import cast
 from mlax.nn._axes import shape_over
@@ -12,6 +14,7 @@ class Scaler(Layer):
     Shape and dtype of the input. Trainables: scale, of the rank of the last of `axes` and all after it.
     """
 
+    _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     scale_init: Initializer = Ones()
     param_dtype: DType = None  # None: the input's own

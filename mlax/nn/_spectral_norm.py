@@ -1,5 +1,6 @@
 """SpectralNorm: a layer whose kernels have the largest singular value 1."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from jax import lax
@@ -27,6 +28,7 @@ class SpectralNorm(Wrapper):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     leaf: str = "kernel"
     axis: int = -1
     iterations: int = 1

@@ -1,5 +1,6 @@
 """WeightNorm: a layer whose kernels are learned as direction and magnitude."""
 
+from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Wrapper, frozen
@@ -22,6 +23,7 @@ class WeightNorm(Wrapper):
 
     takes_statistics: ClassVar[bool] = True
 
+    _: KW_ONLY
     leaf: str = "kernel"
     axis: int = -1
     accum_dtype: DType = None  # of the norm; None: the kernel's own

@@ -113,9 +113,17 @@ def check_kernel(name: str, x: Array, kernel: Array, axes: Layout, groups: int) 
         raise ValueError(
             f"{name}: the input has the shape {x.shape} but the kernel {kernel.shape}, in {groups} groups; the kernel "
             f"must have {x.ndim} axes, and its axis {axes.inputs}, times the groups, be as long as axis "
-            f"{axes.channel} of the input."
+            f"{axes.channel} of the input.{_other_layout(x.shape, kernel.shape[axes.inputs] * groups, axes.channel)}"
         )
     check_groups(name, groups, x.shape[axes.channel], kernel.shape[axes.outputs])
+
+
+def _other_layout(shape: tuple[int, ...], channels: int, axis: int) -> str:
+    """The layout in which an input of this shape would fit, as a sentence; nothing if there is none."""
+    for where, layout, other in (("first", "channel_first", 1), ("last", "channel_last", len(shape) - 1)):
+        if shape[other] == channels and other != axis:
+            return f" If the channels come {where}: layout={layout!r}."
+    return ""
 
 
 def check_groups(name: str, groups: int, channels: int, features: int) -> None:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from mlax.core import frozen
 from mlax.core._notes import signature
-from mlax.core._paths import matches, no_such
+from mlax.core._paths import NoSuch, matches, no_such
 from mlax.place._where import Spread, Where, names, spec_of, ways, where_of
 
 
@@ -110,7 +110,7 @@ def _found(rules: tuple[tuple[str, Where], ...], leaves: Mapping[str, Any], what
     hits = [{path for path in leaves if matches(pattern, path)} for pattern, _ in rules]
     for (pattern, _), hit in zip(rules, hits, strict=True):
         if not hit and pattern != "**":
-            raise KeyError(f"the rule for {what} {no_such(pattern, leaves)}")
+            raise NoSuch(f"the rule for {what} {no_such(pattern, leaves)}")
     for i, (first, says) in enumerate(rules):
         for j in range(i + 1, len(rules)):
             second, other = rules[j]

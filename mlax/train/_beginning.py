@@ -10,6 +10,7 @@ from mlax.train._parameters import parameters
 from mlax.train._run import Run
 from mlax.train._state import State
 from mlax.train.checkpoints import Checkpoints, Highest, Lowest
+from mlax.train.checkpoints._matched import Unlike
 
 
 def opened(folder: Run, keep: int, best: Highest | Lowest | None, resume: bool) -> Checkpoints | None:
@@ -29,7 +30,13 @@ def resumed(folder: Run, checkpoints: Checkpoints | None, state: State) -> tuple
     """The step to go on from, its state, and what was noted with it."""
     at, notes = int(state.step), {}
     if checkpoints is not None and checkpoints.latest() is not None:
-        restored = checkpoints.restore(state)
+        try:
+            restored = checkpoints.restore(state)
+        except Unlike as error:
+            raise ValueError(
+                f"fit: {folder.folder} holds the run of another model or optimizer: {error.fault}; "
+                "choose another folder for run=, or put the old ones back."
+            ) from None
         jax.tree.map(lambda leaf: leaf.delete(), state)  # donated, as it would be by the first step
         at, state, notes = restored.step, restored.tree, restored.notes
     metrics = folder.path("metrics.jsonl")

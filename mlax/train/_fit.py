@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mlax.core._paths import NoSuch
 from mlax.train._beat import beat
 from mlax.train._beginning import introduction, opened, resumed, seed, settled
 from mlax.train._progress import in_words
@@ -172,7 +173,7 @@ def _check(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
 
 def _check_best(best: Highest | Lowest | None, names: tuple[str, ...]) -> None:
     if best is not None and best.metric not in names:
-        raise KeyError(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
+        raise NoSuch(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
 
 
 def _check_steps(step: Step, **numbers: int) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax.core._paths import NoSuch
 from mlax.core._wide import wide, widest
 
 
@@ -22,7 +23,7 @@ class Metrics(Mapping[str, jax.Array]):
 
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self.names:
-            raise KeyError(f"{name!r}; there are {', '.join(self.names)}")
+            raise NoSuch(f"{name!r}; there are {', '.join(self.names)}")
         return self.packed[..., self.names.index(name)]
 
     def __iter__(self) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Skipping:
             raise Diverged(
                 f"the loss or a gradient was not finite in steps {first} to {last}, without exception. None of them "
                 "changed the weights. Lower the rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider "
-                "dtype, or look at the examples of these steps in the log."
+                "dtype, or look at the examples of these steps in the log: a label or an id out of range does it too."
             )
         self.left -= 1
         restored = checkpoints.restore(state, step=good)

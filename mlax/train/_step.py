@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from mlax.core import Tree
+from mlax.core import Layer, Tree
 from mlax.core._all_leaves import global_norm
 from mlax.core._leaves import named_leaves
-from mlax.core._notes import signature
+from mlax.core._notes import brief, brief_signature, signature
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._evaluation import Evaluation
@@ -95,7 +95,10 @@ class Step:
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> State:
         """The first state, with these variables themselves, where the plan says: the first step donates them."""
         if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
-            raise TypeError(f"step.init: rng is {rng!r}, but must be a key; pass jax.random.key(0), say.")
+            raise TypeError(
+                f"step.init: rng is {brief_signature(rng)}, but must be a key; write step.init(rng, *variables) with "
+                "jax.random.key(0), say, as rng."
+            )
         _check_variables(trainables, non_trainables)
         if self.plan is None:
             optimizer = self.optimizer.init(trainables)
@@ -169,8 +172,8 @@ def _in_turns(step: Step) -> Any:
 
 
 def _check(step: Step) -> None:
-    if not callable(step.objective):
-        raise TypeError(f"train.step: the objective is {step.objective!r}, but must be a function like `fwd`.")
+    if isinstance(step.objective, Layer) or not callable(step.objective):
+        raise TypeError(f"train.step: the objective is {brief(step.objective)}, but must be a function like `fwd`.")
     if not isinstance(step.optimizer, Optimizer):
         raise TypeError(
             f"train.step: {step.optimizer!r} is no optimizer of mlax; wrap one of Optax by optim.from_optax."

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
+from mlax.core._paths import NoSuch
 from mlax.core._wide import wide
 
 TAKEN = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
@@ -23,9 +24,7 @@ def checked(returned: Any) -> tuple[dict[str, jax.Array], Any]:
     values, non_trainables = returned
     values = dict(values) if isinstance(values, dict) else {"loss": values}
     if "loss" not in values:
-        raise KeyError(
-            f"the objective returned {', '.join(map(str, values)) or 'nothing'}, but no 'loss'; name one so."
-        )
+        raise NoSuch(f"the objective returned {', '.join(map(str, values)) or 'nothing'}, but no 'loss'; name one so.")
     for name, value in values.items():
         if name in TAKEN:
             raise ValueError(f"the objective has a value {name!r}, which the log uses otherwise; rename it.")

@@ -110,7 +110,9 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Conv grouped": Row(
-        lambda dtype: Conv(6, 3, 2, "CAUSAL", dilation=2, groups=2, layout="channel_first", bias_init=NORMAL),
+        lambda dtype: Conv(
+            6, 3, strides=2, padding="CAUSAL", dilation=2, groups=2, layout="channel_first", bias_init=NORMAL
+        ),
         (2, 4, 9),
         shapes((6, 2, 3), 6),
         lambda x, w: first(conv(last(x), last(w["kernel"]), w["bias"], (2,), [(4, 0)], (2,), groups=2)),
@@ -124,7 +126,9 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Conv volume": Row(
-        lambda dtype: Conv(3, 2, (1, 2, 1), ((1, 0), 1, 0), pad_with="reflect", layout="NDHWC/DHWIO", bias_init=NORMAL),
+        lambda dtype: Conv(
+            3, 2, strides=(1, 2, 1), padding=((1, 0), 1, 0), pad_with="reflect", layout="NDHWC/DHWIO", bias_init=NORMAL
+        ),
         (2, 3, 4, 3, 2),
         shapes((2, 2, 2, 2, 3), 3),
         lambda x, w: conv(
@@ -133,7 +137,7 @@ ROWS = {
         tolerance=3e-6,
     ),
     "ConvTranspose": Row(
-        lambda dtype: ConvTranspose(4, 3, 2, bias_init=NORMAL),
+        lambda dtype: ConvTranspose(4, 3, strides=2, bias_init=NORMAL),
         (2, 3, 4, 3),
         shapes((4, 3, 3, 3), 4),
         lambda x, w: conv_transpose(x, w["kernel"], w["bias"], (2, 2), [(0, 1), (0, 1)]),
@@ -141,7 +145,15 @@ ROWS = {
     ),
     "ConvTranspose grouped": Row(
         lambda dtype: ConvTranspose(
-            6, 3, 3, ((1, 2),), output_padding=1, dilation=2, groups=2, layout="channel_first", bias_init=NORMAL
+            6,
+            3,
+            strides=3,
+            padding=((1, 2),),
+            output_padding=1,
+            dilation=2,
+            groups=2,
+            layout="channel_first",
+            bias_init=NORMAL,
         ),
         (2, 4, 5),
         shapes((6, 2, 3), 6),
@@ -149,7 +161,7 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Patches": Row(
-        lambda dtype: Patches((2, 3), (2, 1), "SAME"),
+        lambda dtype: Patches((2, 3), strides=(2, 1), padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: cut(x, (2, 3), (2, 1), [(0, 1), (1, 1)]).reshape(2, 3, 4, 18),
@@ -161,7 +173,7 @@ ROWS = {
         lambda x, w: np.einsum("bhwijc->bcijhw", cut(last(x), (2, 2), (2, 2), [(0, 0)] * 2)).reshape(2, 12, 2, 2),
     ),
     "Pool": Row(
-        lambda dtype: Pool(log_add, -math.inf, 3, 1, "SAME"),
+        lambda dtype: Pool(log_add, -math.inf, 3, strides=1, padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.logaddexp.reduce, (3, 3), (1, 1), [(1, 1), (1, 1)], fill=-math.inf),
@@ -174,26 +186,26 @@ ROWS = {
         lambda x, w: pool(x, np.max, (2, 2), (2, 2), [(0, 0), (0, 0)]),
     ),
     "MaxPool overlapping": Row(
-        lambda dtype: MaxPool((3, 2), (2, 1), "SAME", layout="channel_first"),
+        lambda dtype: MaxPool((3, 2), strides=(2, 1), padding="SAME", layout="channel_first"),
         (2, 3, 5, 4),
         ({}, {}),
         lambda x, w: first(pool(last(x), np.max, (3, 2), (2, 1), [(1, 1), (0, 1)], fill=-math.inf)),
     ),
     "SumPool": Row(
-        lambda dtype: SumPool(3, 1, dilation=2),
+        lambda dtype: SumPool(3, strides=1, dilation=2),
         (2, 7, 3),
         ({}, {}),
         lambda x, w: pool(x, np.sum, (3,), (1,), [(0, 0)], (2,)),
     ),
     "MeanPool": Row(
-        lambda dtype: MeanPool(3, 2, 1, ceil=True),
+        lambda dtype: MeanPool(3, strides=2, padding=1, ceil=True),
         (2, 6, 5, 3),
         ({}, {}),
         lambda x, w: pool(x, np.nanmean, (3, 3), (2, 2), [(1, 2), (1, 1)], fill=math.nan),
     ),
     "GlobalPool": Row(lambda dtype: GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
     "GlobalPool max": Row(
-        lambda dtype: GlobalPool("max", keep_axes=True, layout="channel_first"),
+        lambda dtype: GlobalPool(by="max", keep_axes=True, layout="channel_first"),
         (2, 3, 4, 5),
         ({}, {}),
         lambda x, w: x.max((2, 3), keepdims=True),
@@ -205,7 +217,7 @@ ROWS = {
         lambda x, w: adaptive(x, np.mean, (3, 4)),
     ),
     "AdaptivePool max": Row(
-        lambda dtype: AdaptivePool((3, 2), "max"),
+        lambda dtype: AdaptivePool((3, 2), by="max"),
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.max, (3, 2)),

@@ -139,7 +139,7 @@ ROWS = {
         tolerance=3e-6,
     ),
     "GLU": Row(
-        lambda dtype: GLU(5, jax.nn.gelu),
+        lambda dtype: GLU(5, activation=jax.nn.gelu),
         (4, 3, 6),
         ({"gate/kernel": (6, 5), "value/kernel": (6, 5)}, {}),
         lambda x, w: gelu(x @ w["gate/kernel"]) * (x @ w["value/kernel"]),

@@ -1,11 +1,15 @@
 """Mistakes give errors that say what came, what was wanted and what to do, with the layer's path."""
 
+import dataclasses
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import mlax
-from mlax import nn
+from mlax import nn, optim, train
 from tests.layers import Block, Count
 
 X = jnp.ones((2, 6))
@@ -172,6 +176,84 @@ def test_a_forgotten_decorator_is_named():
     assert "put @mlax.frozen above the class" in text
 
 
+def test_a_forgotten_decorator_is_named_where_the_class_has_an_init_of_its_own():
+    class Undecorated(mlax.Composite):
+        def __init__(self):
+            self.dense = nn.Linear(3)
+
+        def wire(self, sub, x):
+            return sub.dense(x)
+
+    text, _ = raised(TypeError, lambda: Undecorated().init(RNG, X))
+    assert text == "Undecorated is no description yet; put @mlax.frozen above the class."
+    _, note = raised(dataclasses.FrozenInstanceError, mlax.frozen(Undecorated))
+    assert "write `name: type`, or `name: type = default`, in the class" in note
+
+
+def test_sizes_that_come_as_in_other_libraries_are_refused_with_what_a_layer_takes():
+    text, _ = raised(TypeError, nn.Linear, 64, 128)
+    assert text.startswith("Linear takes features by position, but 2 came; options go by keyword: bias, kernel_init, ")
+    assert text.endswith("The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, nn.Conv, 1, 8, 3)
+    assert text.startswith("Conv takes features, window by position, but 3 came; options go by keyword: strides, ")
+    text, _ = raised(TypeError, nn.LayerNorm, 64)
+    assert text.startswith("LayerNorm takes nothing by position, but 1 came; options go by keyword: axes, eps, ")
+    text, _ = raised(TypeError, nn.GLU, 64, 128)
+    assert text.startswith("GLU takes features by position, but 2 came; options go by keyword: activation, bias.")
+    for layer, args in ((nn.MultiHeadAttention, (16, 4)), (nn.LSTMCell, (16, 12)), (nn.BatchNorm, (64,))):
+        raised(TypeError, layer, *args)
+    text, _ = raised(TypeError, mlax.Normal, 0.0, 0.02)
+    assert text == "Normal takes std by position, but 2 came."
+    text, _ = raised(TypeError, nn.Linear)
+    assert text.startswith("Linear: missing a required argument: 'features'; it takes features; options go by keyword")
+
+
+@pytest.mark.parametrize("room", [mlax, nn])
+def test_what_a_layer_can_do_without_goes_by_keyword(room):
+    drops = {"AlphaDropout", "ChannelDropout", "Dropout", "PathDropout"}  # a rate is what they are about
+    for name in set(room.__all__) - drops:
+        layer = getattr(room, name)
+        if isinstance(layer, type) and issubclass(layer, mlax.Layer):
+            for parameter in list(inspect.signature(layer).parameters.values()):
+                by_place = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                assert not by_place or parameter.default is parameter.empty, (name, parameter.name)
+
+
+def test_a_keyword_that_is_no_field_lists_the_fields_and_the_closest():
+    text, _ = raised(TypeError, nn.Dropout, p=0.5)
+    assert text == "Dropout has no field p; it has rate. Did you mean rate?"
+    text, _ = raised(TypeError, nn.Linear, in_features=3, out_features=4)
+    assert text.endswith("Did you mean features? The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, nn.BatchNorm, num_features=3)
+    assert text.endswith("param_dtype. The sizes of the input are read from the input.")
+    text, _ = raised(TypeError, optim.Adam, 1e-3, betas=(0.9, 0.99))
+    assert text.endswith("Did you mean b1, b2?")
+    text, _ = raised(TypeError, nn.Conv, 8, kernel_size=3)
+    assert text.startswith("Conv has no field kernel_size; it has features, window, ")
+    assert text.endswith("Did you mean window?")
+    text, _ = raised(TypeError, optim.AdamW, lr=1e-3, weight_decay=0.1)
+    assert text.startswith("AdamW has no field lr, weight_decay; it has rate, b1, b2, eps, decay, decayed, ")
+    assert text.endswith("Did you mean rate, decay?")
+    text, _ = raised(TypeError, nn.GLU, 4, activatoin=jax.nn.relu)
+    assert text == "GLU has no field activatoin; it has features, activation, bias. Did you mean activation?"
+    text, _ = raised(TypeError, mlax.override, nn.Linear(3), nn.Linear, gain=2)
+    assert text.startswith("Linear(3) has no field gain; it has features, bias, ")
+
+
+def test_a_type_error_of_an_authors_own_is_left_as_it_is():
+    text, _ = raised(TypeError, nn.MLP, 64)
+    assert text == "MLP: widths is 64, but must be a tuple of whole numbers, one for each map."
+
+
+def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
+    text, _ = raised(TypeError, nn.Linear, 64, bias=128)
+    assert text == "Linear: field `bias` is 128, but must be True or False."
+    text, _ = raised(TypeError, mlax.override, nn.LSTMCell(3), nn.LSTMCell, peephole=12)
+    assert text == "LSTMCell: field `peephole` is 12, but must be True or False."
+    text, _ = raised(TypeError, nn.LayerNorm, axes=-1)
+    assert text == "LayerNorm: field `axes` is -1, but must be a tuple, as (-1,) is one."
+
+
 def test_a_fwd_that_forgets_the_state_is_named():
     @mlax.frozen
     class Forgets(mlax.Layer):
@@ -230,6 +312,95 @@ def test_whole_numbers_where_floats_belong_are_refused_with_the_remedy():
     wide = nn.Linear(3, param_dtype="float32")
     trainables, _ = nn.Linear(3).init(RNG, X)
     raised(TypeError, wide.fwd, jnp.ones((2, 6), jnp.int32), trainables)
+
+
+def test_a_tensor_of_another_library_is_refused_with_the_remedy():
+    class Tensor:
+        shape, dtype, ndim = (2, 6), "torch.float32", 2
+
+    Tensor.__module__ = "torch"
+    for layer in (nn.Linear(3), mlax.Series(nn.Linear(3))):
+        trainables, _ = layer.init(RNG, X)
+        for function, args in ((layer.init, (RNG, Tensor())), (layer.fwd, (Tensor(), trainables))):
+            text, _ = raised(TypeError, function, *args)
+            assert text == "the input is a torch.Tensor; pass x.numpy()."
+    text, note = raised(TypeError, mlax.Series(a=nn.Linear(3)).fwd, X, {"a": {"kernel": Tensor(), "bias": Tensor()}})
+    assert text == "Linear(3): bias is a torch.Tensor; pass it as an array, by jnp.asarray(it.numpy())."
+    assert "in a, called on" in note
+
+
+def test_a_layer_that_is_called_says_what_to_call():
+    text, _ = raised(TypeError, lambda: nn.Linear(3)(X))
+    assert text.startswith("Linear(3) is a description and is not called; write y, non_trainables = model.fwd(")
+
+    @mlax.frozen
+    class Calls(mlax.Composite):
+        dense: nn.Linear = nn.Linear(3)
+
+        def wire(self, sub, x):
+            return self.dense(x)
+
+    text, _ = raised(TypeError, Calls().init, RNG, X)
+    assert text.endswith("for a part inside wire, sub.name(x).")
+
+
+def test_a_layer_is_no_function_to_those_who_take_functions():
+    for build in (lambda: nn.GLU(3, activation=nn.Linear(3)), lambda: nn.MLP((3,), activation=nn.Linear(3))):
+        text, _ = raised(TypeError, build)
+        assert "activation is Linear(3), but must be a function" in text
+    text, _ = raised(TypeError, train.step, nn.Linear(3), optim.SGD(0.1))
+    assert text == "train.step: the objective is Linear(3), but must be a function like `fwd`."
+
+
+def test_swapped_arguments_are_recognised_and_no_array_is_printed():
+    text, _ = raised(TypeError, nn.Linear(3).init, X, RNG)
+    assert text == (
+        "Linear(3): init needs a key, but rng is float32[2, 6]; pass jax.random.key(0), say. "
+        "Are the arguments swapped? They are init(rng, x)."
+    )
+    text, _ = raised(TypeError, nn.Linear(3).init, 0, X)
+    assert text == "Linear(3): init needs a key, but rng is 0; pass jax.random.key(0), say."
+    text, _ = raised(TypeError, nn.Linear(3).fwd, X, {}, rng=X)
+    assert text == "Linear(3): rng is float32[2, 6], but must be a key; pass jax.random.key(0), say."
+
+
+def test_swapped_variables_are_recognised():
+    text, _ = raised(ValueError, nn.Linear(3).fwd, X, None, nn.Linear(3).init(RNG, X)[0])
+    assert text == (
+        "Linear(3): trainables lacks bias, kernel; it must hold bias, kernel. "
+        "Are trainables and non_trainables swapped?"
+    )
+    trainables, state = nn.BatchNorm().init(RNG, X)
+    text, _ = raised(ValueError, nn.BatchNorm().fwd, X, state, trainables)
+    assert "trainables lacks scale, shift and has extra mean, var" in text
+    assert text.endswith("Are trainables and non_trainables swapped?")
+
+
+@pytest.mark.parametrize("kind", [mlax.Series, mlax.Parallel])
+def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
+    name = kind.__name__
+    text, _ = raised(TypeError, kind, [nn.Linear(3), nn.Linear(4)])
+    assert text == f"{name}: layer 0 is a list, which is no layer; pass the layers themselves: mlax.Series(*layers)."
+    text, _ = raised(TypeError, kind, {"a": nn.Linear(3)})
+    assert "layer 0 is a dict" in text and text.endswith("mlax.Series(**layers).")
+    text, _ = raised(TypeError, kind, a=nn.Linear(3), b=jax.nn.relu)
+    assert text == f"{name}: b is the function relu, which is no layer; wrap it: mlax.F(relu)."
+    text, _ = raised(TypeError, kind, nn.Linear(3), nn.Flatten)
+    assert text == f"{name}: layer 1 is the class Flatten, which is no layer; did you mean Flatten()?"
+    text, _ = raised(TypeError, kind, a=nn.Linear)
+    assert text.endswith("did you mean Linear(...)?")
+    text, _ = raised(TypeError, kind, act="relu")
+    assert text == f"{name}: act is a str, which is no layer; pass a layer."
+
+
+def test_what_is_wrapped_is_a_layer():
+    for wrap in (mlax.Remat, mlax.Map, functools.partial(mlax.Repeat, times=3), mlax.Residual):
+        text, _ = raised(TypeError, wrap, jax.nn.relu)
+        assert text.endswith(": layer is the function relu, which is no layer; wrap it: mlax.F(relu).")
+    text, _ = raised(TypeError, mlax.Residual, nn.Linear(3), shortcut=nn.Flatten)
+    assert text == "Residual: shortcut is the class Flatten, which is no layer; did you mean Flatten()?"
+    text, _ = raised(TypeError, mlax.Residual, nn.Linear(3), nn.Linear(3))
+    assert text == "Residual takes layer by position, but 2 came; options go by keyword: shortcut."
 
 
 def test_the_pair_from_init_passed_as_one_argument_is_recognised():

@@ -14,7 +14,7 @@ RNG = jax.random.key(1)
 
 
 def value_and_grad(mode):
-    layer = mlax.Repeat(Block(6), 3, mode)
+    layer = mlax.Repeat(Block(6), 3, mode=mode)
     trainables, state = layer.init(jax.random.key(0), X)
 
     def loss(trainables, x):
@@ -32,7 +32,7 @@ def test_all_modes_agree(mode):
 
 @pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
 def test_state_is_kept_for_each_repetition(mode):
-    layer = mlax.Repeat(Count(), 3, mode)
+    layer = mlax.Repeat(Count(), 3, mode=mode)
     _, state = layer.init(RNG, X)
     _, state = layer.fwd(X, None, state)
     _, state = layer.fwd(X, None, state)
@@ -41,7 +41,7 @@ def test_state_is_kept_for_each_repetition(mode):
 
 @pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
 def test_a_layer_without_variables_repeats_too(mode):
-    y, state = mlax.Repeat(mlax.F(jnp.sin), 3, mode).fwd(X, None)
+    y, state = mlax.Repeat(mlax.F(jnp.sin), 3, mode=mode).fwd(X, None)
     np.testing.assert_allclose(y, np.sin(np.sin(np.sin(X))), rtol=1e-6)
     assert state is None
 
@@ -65,7 +65,7 @@ def test_a_repeat_inside_a_repeat_stacks_twice():
 
 def test_the_program_of_a_scan_does_not_grow_with_its_length():
     def size(times, mode):
-        layer = mlax.Repeat(nn.Linear(6), times, mode)
+        layer = mlax.Repeat(nn.Linear(6), times, mode=mode)
         trainables, _ = jax.eval_shape(layer.init, RNG, X)
         return len(jax.jit(layer.fwd).lower(X, trainables).as_text())
 
@@ -77,14 +77,14 @@ def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="times is 0"):
         mlax.Repeat(nn.Linear(6), 0)
     with pytest.raises(ValueError, match="mode is 'unrolled', but must be one of scan, remat, unroll"):
-        mlax.Repeat(nn.Linear(6), 2, "unrolled")
+        mlax.Repeat(nn.Linear(6), 2, mode="unrolled")
     trainables, _ = mlax.Repeat(nn.Linear(6), 2).init(RNG, X)
     with pytest.raises(ValueError, match="leading axis of 3"):
         mlax.Repeat(nn.Linear(6), 3).fwd(X, trainables)
 
 
 def test_unrolled_repetitions_are_fenced_forward_and_backward_on_a_cpu():
-    layer = mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, "unroll")
+    layer = mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, mode="unroll")
     with jax.default_device(jax.devices("cpu")[0]):
         x = jnp.ones((4, 6))
         trainables, _ = layer.init(jax.random.key(0), x)

@@ -128,6 +128,13 @@ def test_count_counts_numbers(trainables):
     assert mlax.count(jax.eval_shape(MODEL.init, jax.random.key(0), X)[0]) == mlax.count(trainables)
 
 
+def test_what_has_no_numbers_to_count_is_refused():
+    with pytest.raises(TypeError, match=r"count takes variables, as init returns them, but the model Linear\(3\) came"):
+        mlax.count(nn.Linear(3))
+    with pytest.raises(TypeError, match=r"but a tuple came; write count\(trainables\)"):
+        mlax.count(nn.Linear(3).init(jax.random.key(0), X))
+
+
 def test_leaves_and_branches_of_a_tree_are_replaced(trainables):
     edited = mlax.replace(trainables, "embed/bias", jnp.ones(6))
     assert edited["embed"]["bias"].sum() == 6 and trainables["embed"]["bias"].sum() == 0
@@ -140,6 +147,10 @@ def test_leaves_and_branches_of_a_tree_are_replaced(trainables):
 def test_a_path_in_a_tree_that_is_not_there_is_named(trainables):
     with pytest.raises(KeyError, match="did you mean"):
         mlax.get(trainables, "embed/kernle")
+    with pytest.raises(KeyError) as caught:
+        mlax.get(trainables, "zzz/yyy")
+    first = ", ".join(mlax.paths(trainables)[:8])
+    assert str(caught.value).startswith(f"'zzz/yyy' matches nothing; there are {first}")
     assert mlax.get(trainables, "tail/layer").keys() == {"scale", "shift"}
 
 

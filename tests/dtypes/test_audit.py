@@ -240,6 +240,16 @@ def test_weak_scalars_are_free_and_weak_arrays_are_not():
     assert summary(departures) == [("broadcast_in_dim", ("float32",), ("float32",))]
 
 
+def test_a_cast_from_a_dtype_to_itself_is_free():
+    def strong(x):
+        y = lax.convert_element_type(jnp.full((4,), 2.0), jnp.float32)  # from weak float32 to float32
+        return x + y.astype(x.dtype)
+
+    casts = [str(e) for e in jax.make_jaxpr(strong)(x).eqns if e.primitive.name == "convert_element_type"]
+    assert len(casts) == 2
+    assert "convert_element_type" not in {departure.primitive for departure in dtypes.audit(strong, x)}
+
+
 def test_a_scatter_is_one_operation_at_its_own_line():
     def scatter(x, i):
         x = x.at[i].add(x[i])

@@ -22,17 +22,17 @@ from tests.catalogue import conv as loops
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
 CONVS = {
-    "conv_line": Conv(4, 3, 2, 1),
-    "conv_plane": Conv(4, (3, 2), (2, 1), (1, 0), dilation=(1, 2)),
+    "conv_line": Conv(4, 3, strides=2, padding=1),
+    "conv_plane": Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)),
     "conv_groups": Conv(6, 3, padding=2, groups=2),
     "conv_depthwise": Conv(6, (3, 1), padding="VALID", groups="depthwise"),
-    "conv_volume": Conv(3, (2, 3, 2), (1, 2, 2), (0, 1, 1)),
+    "conv_volume": Conv(3, (2, 3, 2), strides=(1, 2, 2), padding=(0, 1, 1)),
     "conv_empty": Conv(3, 2, padding=0),
-    "transpose_line": ConvTranspose(4, 4, 3, 1, output_padding=2),
-    "transpose_plane": ConvTranspose(4, (3, 2), (2, 1), 1, dilation=(1, 2)),
-    "transpose_groups": ConvTranspose(6, 3, 2, 1, output_padding=1, groups=2),
-    "transpose_volume": ConvTranspose(3, 2, 2, "VALID"),
-    "transpose_one": ConvTranspose(4, 2, 2, "VALID"),
+    "transpose_line": ConvTranspose(4, 4, strides=3, padding=1, output_padding=2),
+    "transpose_plane": ConvTranspose(4, (3, 2), strides=(2, 1), padding=1, dilation=(1, 2)),
+    "transpose_groups": ConvTranspose(6, 3, strides=2, padding=1, output_padding=1, groups=2),
+    "transpose_volume": ConvTranspose(3, 2, strides=2, padding="VALID"),
+    "transpose_one": ConvTranspose(4, 2, strides=2, padding="VALID"),
 }
 SPELT = {3: "NWC/WIO", 4: "NHWC/HWIO", 5: "NDHWC/DHWIO"}
 
@@ -73,10 +73,10 @@ def test_outputs_and_gradients_are_those_of_pytorch_in_every_layout(case, layout
 
 CHUNKED = {
     "features": (Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has numbers
-    "one place": (Conv(6, 1, 2, 0), (12, 5, 4, 16)),
-    "apart": (Conv(4, (3, 2), (2, 1), (1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
+    "one place": (Conv(6, 1, strides=2, padding=0), (12, 5, 4, 16)),
+    "apart": (Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
     "spelt": (Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),
-    "volume": (Conv(3, 2, 2), (8, 3, 4, 5, 16)),
+    "volume": (Conv(3, 2, strides=2), (8, 3, 4, 5, 16)),
 }
 
 
@@ -136,7 +136,7 @@ def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
 
 
 def test_patches_are_those_of_pytorch_s_unfold():
-    layer = Patches((3, 2), (2, 1), (1, 0), dilation=(1, 2), layout="channel_first")
+    layer = Patches((3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2), layout="channel_first")
     y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), jnp.asarray(TORCH["unfold/x"], jnp.float32))
     np.testing.assert_allclose(y.reshape(2, 18, -1), TORCH["unfold/y"], rtol=1e-6)
     (d_x,) = pull(jnp.asarray(TORCH["unfold/weight"], jnp.float32).reshape(y.shape))
@@ -153,7 +153,7 @@ def test_a_convolution_is_the_loop_over_its_windows(data, rank):
     sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
     pads = tuple(zip(draw(0, 2), draw(0, 2), strict=True))
     x = np.random.default_rng(0).normal(size=(2, *sizes, 2 * groups)).astype(np.float32)
-    layer = Conv(3 * groups, window, strides, pads, dilation=dilation, groups=groups)
+    layer = Conv(3 * groups, window, strides=strides, padding=pads, dilation=dilation, groups=groups)
     trainables, _ = layer.init(RNG, x)
     want = loops.conv(x, np.asarray(trainables["kernel"]), 0, strides, pads, dilation, groups)
     np.testing.assert_allclose(layer.fwd(x, trainables)[0], want, rtol=1e-4, atol=1e-5)
@@ -163,9 +163,9 @@ def test_a_convolution_is_the_loop_over_its_windows(data, rank):
 @given(size=st.integers(1, 7), window=st.integers(1, 4), stride=st.integers(1, 4), dilation=st.integers(1, 2))
 def test_a_same_transposed_convolution_is_the_gradient_of_a_same_convolution(size, window, stride, dilation):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
-    up = ConvTranspose(4, window, stride, dilation=dilation, bias=False)
+    up = ConvTranspose(4, window, strides=stride, dilation=dilation, bias=False)
     kernel = up.init(RNG, x)[0]["kernel"]
-    down = Conv(3, window, stride, dilation=dilation, bias=False)
+    down = Conv(3, window, strides=stride, dilation=dilation, bias=False)
     swapped = {"kernel": jnp.swapaxes(kernel, 0, -1)}
     y, pull = jax.vjp(lambda y: down.fwd(y, swapped)[0], jnp.zeros((2, size * stride, 4)))
     assert y.shape == x.shape
@@ -175,7 +175,7 @@ def test_a_same_transposed_convolution_is_the_gradient_of_a_same_convolution(siz
 @pytest.mark.parametrize("kind", [Conv, ConvTranspose])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_causal_output_depends_on_nothing_after_it(kind, stride):
-    layer = kind(3, 3, stride, "CAUSAL", dilation=2)
+    layer = kind(3, 3, strides=stride, padding="CAUSAL", dilation=2)
     x = jax.random.normal(RNG, (1, 8, 2))
     trainables, _ = layer.init(RNG, x)
     seen = jax.jacobian(lambda x: layer.fwd(x, trainables)[0].sum((0, 2)))(x)  # (windows, 1, 8, 2)
@@ -190,7 +190,7 @@ def test_a_causal_output_depends_on_nothing_after_it(kind, stride):
 def test_same_keeps_the_size_and_divides_it_by_the_stride_rounded_up():
     for size, stride, window in [(7, 1, 4), (7, 2, 3), (8, 3, 5), (1, 2, 3), (5, 4, 1)]:
         x = jax.ShapeDtypeStruct((2, size, 3), jnp.float32)
-        layer = Conv(4, window, stride)
+        layer = Conv(4, window, strides=stride)
         y, _ = jax.eval_shape(layer.fwd, x, layer.init(RNG, x)[0])
         assert y.shape == (2, -(-size // stride), 4)
 
@@ -198,9 +198,9 @@ def test_same_keeps_the_size_and_divides_it_by_the_stride_rounded_up():
 @pytest.mark.parametrize("layout", ["channel_last", "channel_first"])
 def test_a_linear_on_patches_is_a_convolution(layout):
     x = jax.random.normal(RNG, (2, 6, 6, 3) if layout == "channel_last" else (2, 3, 6, 6))
-    layer = Conv(4, 3, 2, dilation=2, layout=layout)
+    layer = Conv(4, 3, strides=2, dilation=2, layout=layout)
     trainables, _ = layer.init(RNG, x)
-    cut = Patches(3, 2, "SAME", dilation=2, layout=layout).fwd(x, None)[0]
+    cut = Patches(3, strides=2, padding="SAME", dilation=2, layout=layout).fwd(x, None)[0]
     channel = -1 if layout == "channel_last" else 1
     product = jnp.moveaxis(cut, channel, -1) @ trainables["kernel"].reshape(4, -1).T
     np.testing.assert_allclose(layer.fwd(x, trainables)[0], jnp.moveaxis(product, -1, channel), rtol=1e-4, atol=1e-5)
@@ -242,7 +242,11 @@ def test_param_dtype_keeps_the_weights_wide():
             r"Conv\(8, \(3, 3\)\): window has 2 axes but the input \(4, 32, 3\) has 1 spatial "
             r"axis; pass window=\(3,\)\.",
         ),
-        (Conv(8, 3, (1, 2, 3)), (4, 8, 8, 3), r"strides has 3 axes .* has 2 spatial axes; pass strides=\(1, 2\)"),
+        (
+            Conv(8, 3, strides=(1, 2, 3)),
+            (4, 8, 8, 3),
+            r"strides has 3 axes .* has 2 spatial axes; pass strides=\(1, 2\)",
+        ),
         (Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, padding="),
         (Conv(8, 3, padding="same"), (4, 8, 3), "padding is 'same', but must be 'SAME', 'VALID', 'CAUSAL'"),
         (Conv(8, 3, padding=-1), (4, 8, 3), "0 or more"),
@@ -269,6 +273,21 @@ def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
     with pytest.raises(ValueError, match=words) as caught:
         layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert str(caught.value).startswith(f"{layer}: ")
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind):
+    last, first = jnp.ones((2, 8, 9, 3)), jnp.ones((2, 3, 8, 9))
+    for layer, x, other, words in (
+        (kind(4, 3), last, first, "If the channels come first: layout='channel_first'."),
+        (kind(4, 3, layout="channel_first"), first, last, "If the channels come last: layout='channel_last'."),
+    ):
+        trainables, _ = layer.init(RNG, x)
+        with pytest.raises(ValueError, match="but the kernel") as caught:
+            layer.fwd(other, trainables)
+        assert str(caught.value).endswith(words)
+        with pytest.raises(ValueError, match=r"of the input\.$"):
+            layer.fwd(jnp.ones((2, 8, 9, 5) if x is last else (2, 5, 8, 9)), trainables)
 
 
 @pytest.mark.parametrize("features", [0, -1, 2.0])

@@ -75,7 +75,7 @@ def test_embed_refuses_what_is_not_whole():
 
 @pytest.mark.parametrize("axes", [(), (0,), (-1, -1), (-4,)])
 def test_axes_that_are_not_there_are_refused(axes):
-    for layer in (nn.Bias(axes), nn.Scaler(axes), nn.LayerNorm(axes)):
+    for layer in (nn.Bias(axes=axes), nn.Scaler(axes=axes), nn.LayerNorm(axes=axes)):
         with pytest.raises(ValueError, match=r"axes|axis -4"):
             layer.init(RNG, jnp.ones((2, 3, 4)))
 
@@ -89,3 +89,35 @@ def test_linear_names_both_shapes_when_they_do_not_fit():
 def test_ops_refuse_two_dtypes():
     with pytest.raises(TypeError, match="x is float16, kernel is float32"):
         ops.linear(jnp.ones((2, 3), jnp.float16), jnp.ones((3, 4), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("ReLU", "functions are layers by mlax.F(jax.nn.relu)."),
+        ("LeakyReLU", "functions are layers by mlax.F(jax.nn.leaky_relu)."),
+        ("Conv2d", "nn.Conv takes any number of axes."),
+        ("ConvTranspose1d", "nn.ConvTranspose takes any number of axes."),
+        ("AvgPool2d", "write nn.MeanPool."),
+        ("Dropout2d", "write nn.ChannelDropout."),
+        ("Sequential", "write mlax.Series."),
+        ("LSTM", "write mlax.Recurrent(nn.LSTMCell(features))."),
+        (
+            "CrossEntropyLoss",
+            "a loss is a function, one of optax say, which the objective of train.step calls.",
+        ),
+        ("MultiheadAttention", "did you mean MultiHeadAttention?"),
+        ("functional", "write mlax.ops, jax.nn or jax.numpy."),
+        ("Linaer", "did you mean Linear?"),
+    ],
+)
+def test_a_layer_that_is_not_there_names_what_is(name, advice):
+    with pytest.raises(AttributeError) as caught:
+        getattr(nn, name)
+    assert str(caught.value) == f"mlax.nn has no {name}; {advice}"
+
+
+def test_a_name_like_no_layer_lists_them_all():
+    with pytest.raises(AttributeError, match=r"mlax\.nn has no Xyzzy; it has GLU, MLP, AdaptivePool, "):
+        nn.Xyzzy  # noqa: B018
+    assert not hasattr(nn, "__wrapped__")

@@ -28,7 +28,7 @@ def test_an_mlp_is_that_of_torch(case):
 
 @pytest.mark.parametrize("case", cases("glu"))
 def test_each_kind_of_glu_is_that_of_torch(case):
-    agrees_with_torch(case, GLU(4, getattr(jax.nn, case.split()[1])))
+    agrees_with_torch(case, GLU(4, activation=getattr(jax.nn, case.split()[1])))
 
 
 def test_an_mlp_of_one_width_is_a_linear_and_its_parts_can_be_edited():
@@ -81,8 +81,8 @@ def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
     [
         (lambda: MLP(()), "must be a tuple of whole numbers"),
         (lambda: MLP((3, 2.0)), "must be a tuple of whole numbers"),
-        (lambda: MLP((3,), "relu"), "activation is 'relu', but must be a function"),
-        (lambda: GLU(3, None), "activation is None, but must be a function"),
+        (lambda: MLP((3,), activation="relu"), "activation is 'relu', but must be a function"),
+        (lambda: GLU(3, activation=None), "activation is None, but must be a function"),
         (lambda: Reshape(3), "must be a tuple of whole numbers"),
         (lambda: Reshape((-1, -1)), "one of them at most left open by -1"),
         (lambda: Reshape((4, 2)).init(RNG, jnp.ones((2, 3, 3))), r"\(3, 3\), which is 9 numbers.*do not fill \(4, 2\)"),

@@ -20,26 +20,26 @@ from tests.catalogue import conv as loops
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
 POOLS = {
-    "max_line": MaxPool(3, 2, 1),
+    "max_line": MaxPool(3, strides=2, padding=1),
     "max_plane": MaxPool(2),
-    "max_overlap": MaxPool(3, (2, 1), 1),
-    "max_dilated": MaxPool((3, 2), 1, dilation=(2, 3)),
-    "max_ceil": MaxPool(3, 2, ceil=True),
-    "max_volume": MaxPool((2, 1, 3), (2, 1, 2)),
-    "max_wide": MaxPool(34, 3, 17),
+    "max_overlap": MaxPool(3, strides=(2, 1), padding=1),
+    "max_dilated": MaxPool((3, 2), strides=1, dilation=(2, 3)),
+    "max_ceil": MaxPool(3, strides=2, ceil=True),
+    "max_volume": MaxPool((2, 1, 3), strides=(2, 1, 2)),
+    "max_wide": MaxPool(34, strides=3, padding=17),
     "max_apart": MaxPool(36),
     "max_empty": MaxPool(2),
-    "mean_line": MeanPool(3, 2, 1),
+    "mean_line": MeanPool(3, strides=2, padding=1),
     "mean_plane": MeanPool((3, 2), padding=1, count_padding=True),
-    "mean_ceil": MeanPool(3, 2, 1, ceil=True, count_padding=True),
-    "mean_volume": MeanPool(2, 1),
-    "mean_wide": MeanPool(34, 3),
+    "mean_ceil": MeanPool(3, strides=2, padding=1, ceil=True, count_padding=True),
+    "mean_volume": MeanPool(2, strides=1),
+    "mean_wide": MeanPool(34, strides=3),
     "adaptive_mean": AdaptivePool((3, 2)),
     "adaptive_even": AdaptivePool((3, 2)),
     "adaptive_larger": AdaptivePool((5, None)),
-    "adaptive_max": AdaptivePool((3, 4), "max"),
-    "adaptive_max_line": AdaptivePool(4, "max"),
-    "adaptive_max_volume": AdaptivePool((2, 3, 1), "max"),
+    "adaptive_max": AdaptivePool((3, 4), by="max"),
+    "adaptive_max_line": AdaptivePool(4, by="max"),
+    "adaptive_max_volume": AdaptivePool((2, 3, 1), by="max"),
 }
 
 
@@ -72,11 +72,11 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
     sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
     x = np.random.default_rng(0).normal(size=(2, *sizes, 2)).astype(np.float32)
     for layer, reduce, fill in (
-        (MaxPool(window, strides, pads, dilation), np.max, -math.inf),
-        (SumPool(window, strides, pads, dilation), np.sum, 0.0),
-        (MeanPool(window, strides, pads, dilation), np.nanmean, math.nan),
-        (MeanPool(window, strides, pads, dilation, count_padding=True), np.mean, 0.0),
-        (Pool(lax.mul, 1.0, window, strides, pads, dilation), np.prod, 1.0),
+        (MaxPool(window, strides=strides, padding=pads, dilation=dilation), np.max, -math.inf),
+        (SumPool(window, strides=strides, padding=pads, dilation=dilation), np.sum, 0.0),
+        (MeanPool(window, strides=strides, padding=pads, dilation=dilation), np.nanmean, math.nan),
+        (MeanPool(window, strides=strides, padding=pads, dilation=dilation, count_padding=True), np.mean, 0.0),
+        (Pool(lax.mul, 1.0, window, strides=strides, padding=pads, dilation=dilation), np.prod, 1.0),
     ):
         want = loops.pool(x, reduce, window, strides, pads, dilation, fill)
         np.testing.assert_allclose(jax.jit(layer.fwd)(x, None)[0], want, rtol=1e-4, atol=1e-5)
@@ -87,12 +87,12 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
 def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride, extra):
     x = np.random.default_rng(0).integers(0, 3, (1, window + extra, 1)).astype(np.float32)
     cuts = loops.cut(x, (window,), (stride,), [(0, 0)])[0, ..., 0]  # (windows, window)
-    y, d_x = pulled(MaxPool(window, stride), x, np.arange(1, len(cuts) + 1, dtype=np.float32).reshape(1, -1, 1))
+    y, d_x = pulled(MaxPool(window, strides=stride), x, np.arange(1, len(cuts) + 1, dtype=np.float32).reshape(1, -1, 1))
     np.testing.assert_array_equal(y[0, :, 0], cuts.max(1))
     want = np.zeros(window + extra)
     np.add.at(want, np.arange(len(cuts)) * stride + cuts.argmax(1), np.arange(1.0, len(cuts) + 1))
     np.testing.assert_array_equal(d_x[0, :, 0], want)
-    total, _ = jax.jit(SumPool(window, stride).fwd)(x, None)
+    total, _ = jax.jit(SumPool(window, strides=stride).fwd)(x, None)
     np.testing.assert_array_equal(total[0, :, 0], cuts.sum(1))
 
 
@@ -102,7 +102,7 @@ def test_adaptive_bins_are_the_loop_over_pytorch_s_bins(size, bins):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
         want = loops.adaptive(x, reduce, (bins,))
-        np.testing.assert_allclose(jax.jit(AdaptivePool(bins, by).fwd)(x, None)[0], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(AdaptivePool(bins, by=by).fwd)(x, None)[0], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last", "HWNC"])
@@ -111,11 +111,13 @@ def test_global_pooling_reduces_all_places(layout):
     axes = {"channel_first": (2, 3), "channel_last": (1, 2), "HWNC": (0, 1)}[layout]
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
         for keep in (False, True):
-            y, _ = GlobalPool(by, keep, layout).fwd(x, None)
+            y, _ = GlobalPool(by=by, keep_axes=keep, layout=layout).fwd(x, None)
             np.testing.assert_allclose(y, reduce(x, axis=axes, keepdims=keep), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [MaxPool((3, 4)), MaxPool((3, 4), (1, 1)), GlobalPool("max"), AdaptivePool(1, "max")])
+@pytest.mark.parametrize(
+    "layer", [MaxPool((3, 4)), MaxPool((3, 4), strides=(1, 1)), GlobalPool(by="max"), AdaptivePool(1, by="max")]
+)
 def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
     x = jnp.zeros((1, 3, 4, 1)).at[0, 1:, 1:3].set(2.0)
     d_x = jax.jit(jax.grad(lambda x: layer.fwd(x, None)[0].sum()))(x)
@@ -123,7 +125,14 @@ def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
 
 
 @pytest.mark.parametrize(
-    "layer", [MaxPool(2), MaxPool(2, 1), MaxPool(20, 1, 9), GlobalPool("max"), AdaptivePool(3, "max")]
+    "layer",
+    [
+        MaxPool(2),
+        MaxPool(2, strides=1),
+        MaxPool(20, strides=1, padding=9),
+        GlobalPool(by="max"),
+        AdaptivePool(3, by="max"),
+    ],
 )
 def test_a_nan_is_the_largest(layer):
     x = jnp.zeros((1, 4, 4, 1)).at[0, 0, 1].set(jnp.nan)
@@ -133,7 +142,7 @@ def test_a_nan_is_the_largest(layer):
 
 def test_forward_mode_and_second_derivatives_work():
     x = jax.random.normal(RNG, (1, 6, 2))
-    for layer in (MaxPool(3, 2, 1), GlobalPool("max"), Pool(jnp.logaddexp, -math.inf, 2)):
+    for layer in (MaxPool(3, strides=2, padding=1), GlobalPool(by="max"), Pool(jnp.logaddexp, -math.inf, 2)):
 
         @jax.jit
         def function(x):
@@ -171,7 +180,7 @@ def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
     assert str(caught.value).startswith(f"{layer}: ")
 
 
-@pytest.mark.parametrize("kind", [GlobalPool, lambda by: AdaptivePool(2, by)])
+@pytest.mark.parametrize("kind", [GlobalPool, functools.partial(AdaptivePool, 2)])
 def test_a_reduction_that_is_none_is_refused(kind):
     with pytest.raises(ValueError, match="by is 'median', but must be one of mean, max, sum"):
-        kind("median")
+        kind(by="median")

@@ -45,7 +45,7 @@ class GPT(mlax.Composite):
     def parts(self):
         return {
             "embed": nn.Embed(64, self.width),
-            "blocks": mlax.Repeat(Block(self.width, self.experts), self.depth, self.mode),
+            "blocks": mlax.Repeat(Block(self.width, self.experts), self.depth, mode=self.mode),
             "norm": nn.RMSNorm(),
             "head": nn.Linear(64, bias=False),
         }
@@ -64,7 +64,7 @@ def convolutions(experts: int = 0, batch_norm: bool = True) -> mlax.Layer:
     }
     if experts:
         parts |= {"mixture": nn.MoE(nn.MLP((32, 16)), experts, k=1, capacity_factor=4.0), "first": mlax.F(_first)}
-    return mlax.Series(**parts, pool=nn.GlobalPool("mean"), head=nn.Linear(16))
+    return mlax.Series(**parts, pool=nn.GlobalPool(by="mean"), head=nn.Linear(16))
 
 
 def _first(pair: Any) -> Any:

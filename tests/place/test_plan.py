@@ -179,6 +179,16 @@ def test_slots_live_in_host_memory_by_a_rule_and_by_name():
         place.Plan({"data": 8}, slots=[("moment/**", place.host)]).slot_shardings(optim.AdamW(1e-3), trainables)
 
 
+def test_a_rule_for_nothing_names_the_path_that_is_like_it_name_by_name():
+    model = Series(head=nn.Linear(2), hidden=nn.Linear(2))
+    x = jnp.zeros((2, 2))
+    with pytest.raises(KeyError) as caught:
+        plan_of([("hiden/kernel", P())]).variable_shardings(model, x)
+    assert str(caught.value).endswith("'hiden/kernel' matches nothing; did you mean 'hidden/kernel'?")
+    with pytest.raises(KeyError, match="matches nothing; there are head, hidden"):
+        place.sequence(1, parts="nothing").wired(model, x)
+
+
 def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
     model = GPT()
     x = jax.ShapeDtypeStruct((16, 16), jnp.int32)

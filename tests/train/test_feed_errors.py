@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mlax import train
+from mlax import place, train
 
 X = np.zeros((6, 2), np.float32)
 
@@ -107,6 +107,8 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         train.Buckets([[1]], lengths=(4,), batch=2, sharding=sharding)
     with pytest.raises(ValueError, match="use batch=4 or 8"):
         train.Iterated([{"x": X}], sharding=sharding).example  # noqa: B018
+    with pytest.raises(TypeError, match=r"Feed: sharding is a place\.Plan, .*; pass plan\.batches\."):
+        train.Feed({"x": X}, batch=4, sharding=place.data())
     with pytest.raises(TypeError, match=r"sharding is a P.* but .* write NamedSharding\(mesh"):
         train.Feed({"x": X}, batch=4, sharding=PartitionSpec("data"))
 

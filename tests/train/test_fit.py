@@ -122,7 +122,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_pat
 def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
     monkeypatch.setattr("mlax.train._watch.Skipping", lambda feed, rollbacks: _impatient(feed, rollbacks))
     data, _ = poisoned(range(3, 10))
-    with pytest.raises(train.Diverged, match=r"in steps \d+ to \d+, without exception.*Lower the rate"):
+    with pytest.raises(train.Diverged, match=r"in steps \d+ to \d+, without exception.*Lower the rate.*out of range"):
         fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     assert len([event for event in events if event.startswith("back to the weights of step")]) == 1
@@ -183,6 +183,14 @@ def test_it_says_what_is_trained_and_how_it_goes(tmp_path, capsys):
     words = r"feed was \.\.\. batches of 8, 10 \.\.\. and is now \.\.\. batches of 15, 5 \.\.\.\); choose"
     with pytest.raises(ValueError, match=words):
         fitted(tmp_path / "run", 40, config={"width": 17}, data=train.Feed(arrays(75), batch=15, seed=0))
+
+
+def test_a_folder_of_another_model_or_optimizer_is_refused_with_what_fit_can_do(tmp_path):
+    fitted(tmp_path / "run", 10)
+    words = r"holds the run of another model or optimizer: .* (not saved|not in the target).*; choose another folder"
+    with pytest.raises(ValueError, match=words) as caught:
+        fitted(tmp_path / "run", 20, step=train.step(objective, optim.Lion(1e-3)))
+    assert "only=" not in str(caught.value)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -329,6 +329,11 @@ def test_what_an_objective_must_return_is_said(returned, error, words):
         ),
         (lambda: train.DynamicScaling(factor=1.0), ValueError, "must be above 1"),
         (lambda: train.step(objective, OPTIMIZER).init(7, {}), TypeError, "rng is 7, but must be a key"),
+        (
+            lambda: train.step(objective, OPTIMIZER).init({f"weight_{i}": jnp.ones(3) for i in range(9)}, {}),
+            TypeError,
+            r"rng is a dict, but must be a key; write step\.init\(rng, \*variables\)",
+        ),
     ],
 )
 def test_bad_options_are_refused_in_words(make, error, words):

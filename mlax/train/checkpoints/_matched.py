@@ -3,10 +3,18 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlax.core._paths import matches, no_such
+from mlax.core._paths import NoSuch, matches, no_such
 from mlax.train.checkpoints._manifest import ArrayRecord
 
 _ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if they were renamed"
+
+
+class Unlike(ValueError):
+    """What was saved does not fit the target."""
+
+    def __init__(self, fault: str, advice: str):
+        super().__init__(f"restore: {fault}; {advice}.")
+        self.fault = fault
 
 
 def matched(
@@ -16,15 +24,15 @@ def matched(
     wanted = _renamed(saved, names)
     for pattern in only:
         if not any(matches(pattern, name) for name in (*leaves, *wanted)):
-            raise KeyError(no_such(pattern, leaves))
+            raise NoSuch(no_such(pattern, leaves))
     chosen = [name for name in leaves if any(matches(pattern, name) for pattern in only)]
     missing = [name for name in chosen if name not in wanted]
     extra = [name for name in wanted if name not in leaves and any(matches(pattern, name) for pattern in only)]
     if missing:
         only_saved = f"saved, but not in the target: {_few(extra)}"
-        raise ValueError(f"restore: {_listed(missing)} not saved ({only_saved}); {_ADVICE}.")
+        raise Unlike(f"{_listed(missing)} not saved ({only_saved})", _ADVICE)
     if extra:
-        raise ValueError(f"restore: {_listed(extra)} saved, but not in the target; {_ADVICE}.")
+        raise Unlike(f"{_listed(extra)} saved, but not in the target", _ADVICE)
     return {name: wanted[name] for name in chosen}
 
 
@@ -33,7 +41,7 @@ def _renamed(saved: Mapping[str, ArrayRecord], names: Mapping[str, str]) -> dict
     found: dict[str, str] = {}
     for old in names:
         if not any(name == old or name.startswith(f"{old}/") for name in saved):
-            raise KeyError(f"restore: names: {no_such(old, saved)}")
+            raise NoSuch(f"restore: names: {no_such(old, saved)}")
     for name in saved:
         old = max((old for old in names if name == old or name.startswith(f"{old}/")), key=len, default="")
         new = names[old] + name.removeprefix(old) if old else name

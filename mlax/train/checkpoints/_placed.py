@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mlax.core._private import with_weak_type
+from mlax.train.checkpoints._matched import Unlike
 from mlax.train.checkpoints._reading import Reading
 
 
@@ -59,10 +60,8 @@ def _check(reading: Reading, saved: str, name: str, target: Any, key: str | None
         )
     if record.shape != target.shape or record.dtype != np.dtype(target.dtype).name:
         came, wanted = f"{record.dtype}{list(record.shape)}", f"{np.dtype(target.dtype).name}{list(target.shape)}"
-        raise ValueError(
-            f"restore: {name!r} was saved as {came}, but the target has {wanted}; "
-            "build the same model, or leave it out by only=(...) and convert it yourself."
-        )
+        advice = "build the same model, or leave it out by only=(...) and convert it yourself"
+        raise Unlike(f"{name!r} was saved as {came}, but the target has {wanted}", advice)
 
 
 def _sharding(target: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from mlax.place import Plan
 from mlax.train.feeds._batch import Batch, Spec
 
 Rows = slice | np.ndarray  # all rows, or the sorted numbers of some
@@ -71,6 +72,8 @@ def as_sharding(given: Any, batch: int, what: str) -> Sharding | None:
     """`given` as a sharding that cuts `batch` rows evenly, or an error in words."""
     if given is None or isinstance(given, jax.Device):
         return given and SingleDeviceSharding(given)
+    if isinstance(given, Plan):
+        raise TypeError(f"{what}: sharding is a place.Plan, which is more than where batches go; pass plan.batches.")
     if not isinstance(given, Sharding):
         raise TypeError(
             f"{what}: sharding is a {type(given).__name__} but is to be a jax.sharding.Sharding; "

@@ -1,0 +1,90 @@
+"""What a call of a layer is held to, while it is traced: the key, the mode, the names and the dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mlax.core._notes import brief, brief_signature, signature
+from mlax.core._paths import flat
+
+A_KEY = "pass jax.random.key(0), say"
+
+
+def is_key(given: Any) -> bool:
+    """Whether it is a key, of the new kind or of the old."""
+    dtype: Any = getattr(given, "dtype", None)
+    return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and (
+        jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
+    )
+
+
+def check_mode(layer: Any, mode: Any) -> None:
+    """Refuse an inference_mode that is neither True nor False."""
+    if mode is True or mode is False:
+        return
+    if isinstance(mode, Tracer) and mode.dtype == np.bool_ and mode.ndim == 0:
+        return  # jitted without static_argnames: fine for as long as no layer reads it
+    raise TypeError(f"{brief(layer)}: inference_mode is {brief_signature(mode)}, but must be True or False.")
+
+
+def foreign(leaf: Any) -> str | None:
+    """What another library calls its array, which has a shape and a dtype but none that JAX reads; None for others."""
+    library = type(leaf).__module__.partition(".")[0]
+    return f"{library}.{type(leaf).__name__}" if library in ("torch", "tensorflow") else None
+
+
+def refuse_other_than_dict(layer: Any, what: str, got: Any) -> None:
+    """Refuse variables that are neither a dict nor None."""
+    if got is not None and not isinstance(got, dict):
+        pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
+        raise TypeError(
+            f"{brief(layer)}: {what} is {brief_signature(got)}, but must be a dict of arrays or None.{pair}"
+        )
+
+
+def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
+    """Refuse (trainables, non_trainables) whose leaves have other names than those wanted."""
+    for index, what in enumerate(("trainables", "non_trainables")):
+        refuse_other_than_dict(layer, what, got[index])
+        names, given = flat(wanted[index]), flat(got[index])
+        missing, extra = (", ".join(sorted(some)) for some in (names.keys() - given, given.keys() - names))
+        if missing or extra:
+            faults = [f"lacks {missing}"] * bool(missing) + [f"has extra {extra}"] * bool(extra)
+            swapped = [flat(each).keys() for each in got] == [flat(each).keys() for each in reversed(wanted)]
+            advice = (
+                "Are trainables and non_trainables swapped?" if swapped else "Pass what init returned for this layer."
+            )
+            raise ValueError(
+                f"{brief(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(names) or 'nothing'}. {advice}"
+            )
+
+
+def check_floats(layer: Any, x: Any) -> None:
+    """Refuse an input without a floating dtype where the weights would be made in it."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
+    follows = getattr(layer, "param_dtype", "none") is None  # such a layer makes its weights in the input's dtype
+    if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise TypeError(
+            f"{brief(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
+            "cast it, as by x.astype(jnp.float32)."
+        )
+
+
+def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
+    """Refuse trainables of another dtype than the input's, unless the layer declares that it casts them."""
+    inputs = {str(leaf.dtype) for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    allowed = inputs if len(inputs) == 1 else set()
+    for path, leaf in flat(trainables).items():
+        if (theirs := foreign(leaf)) is not None:
+            raise TypeError(f"{brief(layer)}: {path} is a {theirs}; pass it as an array, by jnp.asarray(it.numpy()).")
+        dtype = str(leaf.dtype)
+        if not inputs or not jnp.issubdtype(leaf.dtype, jnp.floating) or dtype in allowed:
+            continue
+        if dtype != getattr(layer, "param_dtype", None):
+            raise TypeError(
+                f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
+                "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
+            )
