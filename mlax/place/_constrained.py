@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec
 
 from mlax.core import Layer, Wrapper, frozen, layers, replace
 from mlax.core._notes import brief, signature
+from mlax.place._noticed import notice
 from mlax.place._rules import Rules, joined
 from mlax.place._where import names, ways
 
@@ -43,6 +44,7 @@ def is_set(split: PartitionSpec) -> bool:
 
 def placed(leaf: jax.Array, split: PartitionSpec) -> jax.Array:
     """The array split over the mesh that is set, if it has the axes."""
+    notice()
     known = jax.sharding.get_abstract_mesh().axis_names and is_set(split)
     return jax.lax.with_sharding_constraint(leaf, split) if known else leaf
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mlax.core._leaves import named_leaves
 from mlax.core._notes import signature
 from mlax.place import Plan
+from mlax.place._noticed import traced_for
 from mlax.train._memory import LESS, refuse_what_cannot_fit
 
 
@@ -69,7 +70,7 @@ class Once:
         if key not in self.compiled:
             if len(self.compiled) == self.compilations:
                 raise Retraced(self._differences(args))
-            with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
+            with contextlib.nullcontext() if self.plan is None else traced_for(self.plan, args[0]):
                 self.traced = self._jitted(args).trace(*args)
                 compiled = self.traced.lower().compile()
             refuse_what_cannot_fit(compiled, jax.tree.leaves(args))

@@ -1,5 +1,6 @@
 """Plan: rules, meshes and places; what is wrong with them is said in words."""
 
+import contextlib
 import re
 
 import jax
@@ -81,6 +82,7 @@ def test_equal_parts_are_compiled_once_for_init(monkeypatch):
     assert sum("out_shardings" in kwargs for kwargs in compiled) == 1
 
 
+@pytest.mark.usefixtures("compiled_alike")
 def test_variables_can_live_in_host_memory_and_on_one_device():
     model, x = Series(a=nn.Linear(8), b=nn.Linear(8)), jnp.zeros((2, 8))
     device = jax.devices()[5]
@@ -224,3 +226,14 @@ def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
     leaf = fitted.state.trainables["embed"]["table"]
     assert leaf.sharding.spec == P("data", None)
     assert flat(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_a_step_warns_of_a_model_that_was_not_wired_for_its_plan(wired):
+    x = jnp.ones((16, 8))
+    model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(least=1)
+    step = train.step(objective_of(plan.wired(model, x) if wired else model), optim.SGD(0.1), plan=plan)
+    state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
+    words = r"Plan\(fsdp: data all\) splits what is computed, .* let it call plan\.wired\(model, x\)"
+    with contextlib.nullcontext() if wired else pytest.warns(UserWarning, match=words):
+        step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})

@@ -1,0 +1,48 @@
+"""Whether a model that is traced for a plan computes as the plan says."""
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from mlax.place._where import names
+
+if TYPE_CHECKING:
+    from mlax.place._plan import Plan
+
+_met: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("met", default=None)
+
+
+def notice() -> None:
+    """Note that a part of what is traced was wired for a mesh."""
+    if (met := _met.get()) is not None:
+        met.append(True)
+
+
+@contextlib.contextmanager
+def traced_for(plan: "Plan", variables: Any) -> Iterator[None]:
+    """Trace what is within over the plan's mesh; warn if the plan speaks of the model's parts, but none is wired."""
+    token = _met.set([])
+    try:
+        with jax.set_mesh(plan.mesh):
+            yield
+        if not _met.get() and _has_to_say(plan, variables):
+            warnings.warn(
+                f"{plan} splits what is computed, or gathers weights where they are used, but the objective's model "
+                "does neither, so that more is moved or computed than need be; let it call plan.wired(model, x).",
+                stacklevel=2,
+            )
+    finally:
+        _met.reset(token)
+
+
+def _has_to_say(plan: "Plan", variables: Any) -> bool:
+    if plan.mesh.size == 1:
+        return False
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(variables) if isinstance(leaf.sharding, NamedSharding)]
+    split = {name for spec in specs for entry in spec for name in names(entry)}
+    return bool(plan.activations.lists) or not split.isdisjoint(plan.gather)
