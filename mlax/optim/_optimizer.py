@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mlax.core import Tree, frozen
 from mlax.core._memory import in_host, to_device
@@ -84,6 +85,7 @@ class Optimizer(abc.ABC):
         """The first state, laid over the devices as the trainables are, and in the same memory."""
         leaves = leaves_of(self, trainables)
         layout = layout_of(self, leaves)
+        _check_devices(self, leaves)
         # a scalar of the weights' own devices: another place would compile `update` anew after its first step
         anchor = min(leaves.by_path.values(), key=in_host, default=jnp.zeros(()))
         fields = {"step": to_device(Slot(()).first(anchor, jnp.int32))}
@@ -156,6 +158,23 @@ def check_inside(outer: Optimizer, inner: Any) -> None:
         raise TypeError(f"{type(outer).__name__}: {inner!r} is no optimizer; it goes around one.")
     if inner.stands_alone:
         raise TypeError(f"{type(outer).__name__}: around {brief(inner)}, which {inner.stands_alone}")
+
+
+def _check_devices(optimizer: Optimizer, leaves: Leaves) -> None:
+    """Refuse weights that no one program could update, since they were put on different devices."""
+    placed = {
+        path: leaf.devices()
+        for path, leaf in leaves.by_path.items()
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+    }
+    first = next(iter(placed), None)
+    for path, devices in placed.items():
+        if first is not None and devices != placed[first]:
+            here, there = (", ".join(sorted(map(str, some))) for some in (placed[first], devices))
+            raise ValueError(
+                f"{brief(optimizer)}: {first} is on {here} and {path} on {there}, but a program runs on one set "
+                "of devices; keep a state for each part: {name: optimizer.init(part) for name, part in weights.items()}."
+            )
 
 
 def among(leaves: Flat, paths: Iterable[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mlax
-from mlax import nn, place
+from mlax import nn, optim, place
 
 
 def close(a, b):
@@ -47,6 +47,22 @@ def test_a_pipeline_of_two_devices_trains_like_one(x):
     close((value, grads), jax.value_and_grad(loss(whole, x))(same))
     assert all(leaf.devices() == {here} for leaf in jax.tree.leaves(grads["first"]))
     assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(grads["second"]))
+
+
+def test_each_part_has_a_state_of_the_optimizer_of_its_own(x):
+    model, whole = pipeline(*jax.devices()[1:3]), resident()
+    trainables, same = (each.init(jax.random.key(0), x)[0] for each in (model, whole))
+    optimizer = optim.ClipNorm(optim.AdamW(optim.Cosine(0.1, 10)), 1.0)
+    with pytest.raises(ValueError, match="first/.* is on .* and second/.* on .*; keep a state for each part"):
+        optimizer.init(trainables)
+    states = {name: optimizer.init(part) for name, part in trainables.items()}
+    kept = optimizer.init(same)
+    for _ in range(3):
+        grads, wanted = jax.grad(loss(model, x))(trainables), jax.grad(loss(whole, x))(same)
+        for name, part in grads.items():
+            trainables[name], states[name] = optimizer.update(part, states[name], trainables[name])
+        same, kept = optimizer.update(wanted, kept, same)
+    close(trainables, same)
 
 
 def test_a_part_runs_on_a_mesh_with_its_input_split(x):
