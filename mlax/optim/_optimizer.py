@@ -173,7 +173,7 @@ def _check_devices(optimizer: Optimizer, leaves: Leaves) -> None:
             here, there = (", ".join(sorted(map(str, some))) for some in (placed[first], devices))
             raise ValueError(
                 f"{brief(optimizer)}: {first} is on {here} and {path} on {there}, but a program runs on one set "
-                "of devices; keep a state for each part: {name: optimizer.init(part) for name, part in weights.items()}."
+                "of devices; keep a state for each part: {name: optimizer.init(part) for name, part in w.items()}."
             )
 
 
