@@ -40,7 +40,7 @@ def thorough(request):
     return request.config.getoption("--thorough")
 
 
-HASTY = ("contract", "core", "docs", "dtypes", "nn", "optim", "place")
+HASTY = ("contract", "core", "docs", "dtypes", "files", "inspect", "nn", "optim", "place", "train")
 
 
 @pytest.fixture(autouse=True)
