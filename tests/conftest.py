@@ -45,12 +45,13 @@ HASTY = ("contract", "core", "docs", "dtypes", "files", "inspect", "nn", "optim"
 
 @pytest.fixture(autouse=True)
 def compiled_in_haste(request):
-    """Leave out the costly passes of the compiler where thousands of small programs are compiled.
+    """Leave out the costly passes of the compiler where thousands of small programs are compiled, here and in children.
 
     With `--thorough` everything is compiled as users compile it.
     """
     haste = request.path.parent.name in HASTY and not request.config.getoption("--thorough")
     jax.config.update("jax_disable_most_optimizations", haste)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(haste)
 
 
 def pytest_addoption(parser):

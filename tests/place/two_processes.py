@@ -20,7 +20,7 @@ PLANS = {
 
 
 def seen(name, folder):
-    """What one process sees of six steps by a plan and of a checkpoint."""
+    """What one process sees of three steps by a plan and of a checkpoint."""
     from mlax import train  # both after `place.start`
     from tests.place.models import OPTIMIZER, gpt, objective_of
 
@@ -33,12 +33,12 @@ def seen(name, folder):
     described = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
     feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
     losses = []
-    with feed.stream(0, 6) as batches:
+    with feed.stream(0, 3) as batches:
         for batch in batches:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     checkpoints = train.Checkpoints(folder / name)
-    checkpoints.save(6, state)
+    checkpoints.save(3, state)
     checkpoints.wait()
     again = checkpoints.restore(state).tree
     same = all(
