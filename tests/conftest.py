@@ -1,5 +1,6 @@
 """What all tests run under: strict dtypes, exact products, eight simulated devices, shapes of `ops` checked."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -72,3 +73,7 @@ def pytest_collection_modifyitems(config, items):
         extra = {item for item in items if item.get_closest_marker("thorough")}
         config.hook.pytest_deselected(items=list(extra))
         items[:] = [item for item in items if item not in extra]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # all that was imported stays; the collector need not look through it again and again
