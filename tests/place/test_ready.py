@@ -35,7 +35,9 @@ PLANS = {
 # of plans that are much alike, and of products, one model each is enough for a quick run
 ONCE = {
     ("single", "cnn"),
+    ("data", "gpt"),
     ("zero", "cnn"),
+    ("expert", "cnn"),
     ("gpipe", "cnn"),
     ("pipeline x fsdp", "cnn"),
     ("gpipe x data x tensor", "gpt"),
