@@ -1,5 +1,6 @@
 """What all tests run under: strict dtypes, exact products, eight simulated devices, shapes of `ops` checked."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -34,17 +35,24 @@ def dtype(request):
         yield request.param
 
 
-HASTY = ("contract", "core", "docs", "dtypes", "nn", "optim", "place")
+@pytest.fixture(scope="session")
+def thorough(request):
+    """Whether all is to be tested, however long it takes."""
+    return request.config.getoption("--thorough")
+
+
+HASTY = ("contract", "core", "docs", "dtypes", "files", "inspect", "nn", "optim", "place", "train")
 
 
 @pytest.fixture(autouse=True)
 def compiled_in_haste(request):
-    """Leave out the costly passes of the compiler where thousands of small programs are compiled.
+    """Leave out the costly passes of the compiler where thousands of small programs are compiled, here and in children.
 
     With `--thorough` everything is compiled as users compile it.
     """
     haste = request.path.parent.name in HASTY and not request.config.getoption("--thorough")
     jax.config.update("jax_disable_most_optimizations", haste)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(haste)
 
 
 def pytest_addoption(parser):
@@ -55,7 +63,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: is left out unless `--thorough` is given")
     if not config.getoption("--thorough") and jax.__version_info__ < (0, 11):  # later ones have no such flag
         # The loops that XLA had before its fusion emitters compute the same, and take a third of the time to compile.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+        # A program that is compiled in one piece takes a fifth less than in pieces, of which each begins anew.
+        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -63,3 +73,7 @@ def pytest_collection_modifyitems(config, items):
         extra = {item for item in items if item.get_closest_marker("thorough")}
         config.hook.pytest_deselected(items=list(extra))
         items[:] = [item for item in items if item not in extra]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # all that was imported stays; the collector need not look through it again and again

@@ -55,15 +55,15 @@ class GPT(mlax.Composite):
 
 
 def convolutions(experts: int = 0, batch_norm: bool = True) -> mlax.Layer:
-    """(b, 8, 8, 3) images to (b, 16) logits."""
-    block = mlax.Series(conv=nn.Conv(16, 3), norm=nn.GroupNorm(4), act=mlax.F(jax.nn.gelu), mix=nn.Conv(16, 1))
+    """(b, 8, 4, 3) images to (b, 16) logits."""
+    block = mlax.Series(conv=nn.Conv(8, 3), norm=nn.GroupNorm(4), act=mlax.F(jax.nn.gelu), mix=nn.Conv(8, 1))
     parts: dict[str, mlax.Layer] = {
-        "stem": nn.Conv(16, 3),
+        "stem": nn.Conv(8, 3),
         "norm": nn.BatchNorm() if batch_norm else nn.GroupNorm(4),
         "blocks": mlax.Repeat(mlax.Residual(block), 4),
     }
     if experts:
-        parts |= {"mixture": nn.MoE(nn.MLP((32, 16)), experts, k=1, capacity_factor=4.0), "first": mlax.F(_first)}
+        parts |= {"mixture": nn.MoE(nn.MLP((16, 8)), experts, k=1, capacity_factor=4.0), "first": mlax.F(_first)}
     return mlax.Series(**parts, pool=nn.GlobalPool(by="mean"), head=nn.Linear(16))
 
 
@@ -87,9 +87,9 @@ def gpt(**fields: Any) -> Task:
 
 def cnn(**options: Any) -> Task:
     draws = np.random.default_rng(0)
-    images = draws.normal(size=(64, 8, 8, 3)).astype(np.float32)
+    images = draws.normal(size=(64, 8, 4, 3)).astype(np.float32)
     labels = draws.integers(0, 16, 64).astype(np.int32)
-    return Task(convolutions(**options), jax.ShapeDtypeStruct((16, 8, 8, 3), jnp.float32), {"x": images, "y": labels})
+    return Task(convolutions(**options), jax.ShapeDtypeStruct((16, 8, 4, 3), jnp.float32), {"x": images, "y": labels})
 
 
 OPTIMIZER = optim.ClipGlobalNorm(optim.AdamW(3e-3), 1.0)
@@ -112,10 +112,10 @@ class Trained(NamedTuple):
     state: Any
 
 
-def trained(task: Task, plan: Any = None, steps: int = 20, optimizer: Any = OPTIMIZER, **options: Any) -> Trained:
+def trained(task: Task, plan: Any = None, *, steps: int) -> Trained:
     """Train for some steps, as a user would."""
     model = task.model if plan is None else plan.wired(task.model, task.x)
-    step = train.step(objective_of(model), optimizer, plan=plan, **options)
+    step = train.step(objective_of(model), OPTIMIZER, plan=plan)
     rng = jax.random.key(1)
     variables = task.model.init(rng, task.x) if plan is None else plan.init(task.model, rng, task.x)
     state = step.init(jax.random.key(0), *variables)
@@ -131,9 +131,9 @@ def trained(task: Task, plan: Any = None, steps: int = 20, optimizer: Any = OPTI
 
 
 @functools.cache
-def alone(kind: str, **options: Any) -> np.ndarray:
+def alone(kind: str, steps: int, **options: Any) -> np.ndarray:
     """The losses of a model on one device."""
-    return trained(TASKS[kind](**options)).losses
+    return trained(TASKS[kind](**options), steps=steps).losses
 
 
 TASKS = {"gpt": gpt, "cnn": cnn}

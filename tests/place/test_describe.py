@@ -4,7 +4,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mlax import optim, place, train
+from mlax import nn, optim, place, train
+from mlax.core import Series
 from tests.place.models import OPTIMIZER, cnn, gpt, objective_of
 
 PLANS = {
@@ -24,7 +25,7 @@ def held(tree, device):
     )
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.thorough), "fsdp", "tensor", "zero"])
 def test_the_bytes_are_those_that_jax_reports(name):
     task = gpt()
     plan = PLANS[name](task)
@@ -89,14 +90,15 @@ def test_the_picture_is_a_picture(tmp_path):
 
 
 def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
-    task = gpt(width=64)
+    model = Series(embed=nn.Embed(64, 64), think=nn.MLP((256, 64)), head=nn.Linear(64, bias=False))
+    tokens = gpt().x
     said = []
     small = {"optimizer": OPTIMIZER, "say": said.append, "devices": jax.devices()[:2]}
-    assert place.auto(task.model, task.x, **small, memory=2**30).name == "data"
+    assert place.auto(model, tokens, **small, memory=2**30).name == "data"
     data = next(line for line in said if line.startswith("data (data 2)"))
     assert "sends" in data and "data: fits and sends least" in said[-1]
-    needed = place.data(2).over(jax.devices()[:2]).describe(task.model, task.x, OPTIMIZER).needed
-    chosen = place.auto(task.model, task.x, **small, memory=int(0.8 * needed))
+    needed = place.data(2).over(jax.devices()[:2]).describe(model, tokens, OPTIMIZER).needed
+    chosen = place.auto(model, tokens, **small, memory=int(0.8 * needed))
     assert chosen.name != "data" and chosen.devices == tuple(jax.devices()[:2])
     with pytest.raises(place.DoesNotFit, match="no ready plan fits"):
-        place.auto(task.model, task.x, **small, memory=2**16)
+        place.auto(model, tokens, **small, memory=2**16)

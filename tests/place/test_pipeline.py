@@ -98,7 +98,7 @@ def test_a_model_in_stages_learns_as_on_one_device(kind, schedule, stages, data)
         assert leaf.addressable_shards[0].data.shape[0] == 8 // stages
 
 
-@pytest.mark.parametrize("stages, data", [(4, 2), (2, 1)])
+@pytest.mark.parametrize("stages, data", [(4, 2), RARELY(2, 1)])
 def test_one_forward_one_backward_is_accumulation_to_the_last_key_and_state(stages, data):
     model, x = transformer(4, dropout=0.3).layer, batch(transformer())
     model = mlax.replace(model, "norm", nn.BatchNorm())  # state behind the pipeline
@@ -126,9 +126,7 @@ def test_gpipe_gives_each_microbatch_the_keys_of_a_repeat():
         close(y, wanted)
 
 
-@pytest.mark.parametrize(
-    "microbatches", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(16, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("microbatches", [RARELY(1), 2, RARELY(16)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedule, microbatches):
     model, trainables, _ = begun("convolutional")

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+
+from tests.place.two_processes import PLANS, seen
 
 ROOT = Path(__file__).parents[2]
 
 
-def runs(processes, devices, plan, folder):
+def seen_by_two(folder, plans):
+    """What each of two processes of four devices sees of the plans."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -22,24 +24,26 @@ def runs(processes, devices, plan, folder):
     command = [sys.executable, str(Path(__file__).with_name("two_processes.py"))]
     children = [
         subprocess.Popen(
-            [*command, str(index), str(processes), str(port), str(devices), plan, str(folder)],
+            [*command, str(index), "2", str(port), "4", str(folder), *plans],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for index in range(processes)
+        for index in range(2)
     ]
     said = [child.communicate(timeout=300)[0] for child in children]
     assert all(child.returncode == 0 for child in children), said
-    return [json.loads((folder / f"{index}.json").read_text()) for index in range(processes)]
+    return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "tensor", "1f1b"])
-def test_two_processes_of_four_devices_are_one_of_eight(plan, tmp_path):
-    first, second = runs(2, 4, plan, tmp_path / "two")
-    (whole,) = runs(1, 8, plan, tmp_path / "one")
-    assert first["losses"] == second["losses"]
-    np.testing.assert_allclose(first["losses"], whole["losses"], rtol=1e-5)
-    assert first["restored"] and second["restored"] and whole["restored"]
-    assert first["here"] == second["here"] == 4 * first["each"] and whole["here"] == 8 * whole["each"]
+def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, thorough):
+    plans = PLANS if thorough else ("fsdp", "1f1b")
+    both = seen_by_two(tmp_path / "two", plans)
+    for plan in plans:
+        first, second = (found[plan] for found in both)
+        whole = seen(plan, tmp_path / "one")
+        assert first["losses"] == second["losses"], plan
+        np.testing.assert_allclose(first["losses"], whole["losses"], rtol=1e-5, err_msg=plan)
+        assert first["restored"] and second["restored"] and whole["restored"], plan
+        assert first["here"] == second["here"] == 4 * first["each"] and whole["here"] == 8 * whole["each"], plan
