@@ -17,14 +17,23 @@ print(jax.random.normal(key, (3,)))
 print(jax.random.normal(key, (3,)), "the same again")
 
 # %% [markdown]
-# **So a key is used once.** To use it twice is the commonest fault with randomness in JAX, and nothing warns you: noise
-# and dropout drawn from one key are not independent.
+# **So a key is used once.** To use it twice is the commonest fault with randomness in JAX, and by default nothing warns
+# you: noise and dropout drawn from one key are not independent.
 
 # %%
 a, b = jax.random.normal(key, (1000,)), jax.random.normal(key, (1000,))
 left, right = jax.random.split(key)
 c, d = jax.random.normal(left, (1000,)), jax.random.normal(right, (1000,))
 print(f"correlation with one key: {jnp.corrcoef(a, b)[0, 1]:.2f}; with two: {jnp.corrcoef(c, d)[0, 1]:.2f}")
+
+# %% [markdown]
+# `jax.debug_key_reuse(True)` makes the second use an error. It is for looking, not for every run:
+
+# %% tags=["raises-exception", "version"]
+with jax.debug_key_reuse(True):  # or jax.config.update("jax_debug_key_reuse", True)
+    own = jax.random.key(1)
+    jax.random.normal(own, (3,))
+    jax.random.uniform(own, (3,))
 
 # %% [markdown]
 # ## Two ways to get more keys

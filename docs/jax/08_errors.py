@@ -55,10 +55,10 @@ def blur(x, width):
 blur(jnp.ones(3), 2)
 
 # %% [markdown]
-# **Cause.** `float`, `int`, `.item()`, `.tolist()` and `round` want a value. **Cure.** Leave the number an array: `x /
-# width` works, `width.astype(jnp.float32)` converts. Its cousins have the same cause: `TracerIntegerConversionError` (a
-# tracer as an index of a list, or in `range`) and `TracerArrayConversionError` (NumPy was called on a tracer:
-# `np.sin(x)` for `jnp.sin(x)`).
+# **Cause.** `float`, `int`, `.item()` and `.tolist()` want a value. **Cure.** Leave the number an array: `x / width`
+# works, `width.astype(jnp.float32)` converts. Its cousins have the same cause: `TracerIntegerConversionError` (a tracer
+# as an index of a list, or in `range`) and `TracerArrayConversionError` (NumPy was called on a tracer: `np.sin(x)` for
+# `jnp.sin(x)`).
 #
 # ## Shapes that depend on values
 

@@ -140,14 +140,17 @@ axes.legend(frameon=False)
 # JAX differentiates what you wrote. Sometimes that is not what you meant, and you know better. Three cases, in the
 # order in which they come up.
 #
-# **1. The formula is fine and its derivative overflows.** `log(1 + exp(x))` at 100: the value can be saved, the
-# derivative becomes `inf / inf`. `custom_jvp` says what the derivative is, once, for both modes.
+# **1. The formula overflows.** `log(1 + exp(x))` at 100 is `inf` in float32, and its derivative `inf / inf`. Writing it
+# another way saves the value, but not the slope everywhere: at 0 JAX takes 1 for the slope of `abs` and 1/2 for that of
+# `maximum`, which together give 0 instead of 1/2. `custom_jvp` says what the derivative is, once, for both modes.
 
 
 # %%
-@jax.custom_jvp
-def softplus(x):
+def rewritten(x):
     return jnp.log1p(jnp.exp(-jnp.abs(x))) + jnp.maximum(x, 0)
+
+
+softplus = jax.custom_jvp(rewritten)
 
 
 @softplus.defjvp
@@ -157,8 +160,8 @@ def _(primals, tangents):
 
 
 naive = lambda x: jnp.log(1 + jnp.exp(x))
-for x in (0.0, 100.0):
-    print(f"x = {x:5}: naive slope {jax.grad(naive)(x):.3f}, custom {jax.grad(softplus)(x):.3f}")
+for name, f in (("naive", naive), ("rewritten", rewritten), ("with a rule", softplus)):
+    print(f"{name:11}", *(f"  at {x:5}: value {f(x):5.1f}, slope {jax.grad(f)(x):.1f}" for x in (0.0, 100.0)))
 print("and twice:", jax.grad(jax.grad(softplus))(0.0), "since the rule is itself differentiable")
 
 # %% [markdown]
@@ -252,7 +255,6 @@ for name, each in (("kept", block), ("computed again", jax.checkpoint(block))):
 # ## What I would have wished to know
 #
 # - `jax.grad` of a jitted function is compiled, but jit the outside: `jit(grad(f))`, not `grad(jit(f))` (page 3).
-# - The gradient of `max` at a tie, of `abs` at 0 and of `where` are conventions. They are defined, and rarely what
-#   bites.
+# - The gradients of `max` at a tie and of `abs` at 0 are conventions. They rarely bite, but they did above.
 # - Compile time of a gradient is about that of the function two or three times. Long unrolled loops (page 5) hurt
 #   twice.

@@ -104,7 +104,7 @@ class Plan:
     def wired(self, model: Layer, x: Any) -> Layer:
         """The same model, computed as the plan says: cut in stages, activations split, weights gathered for use.
 
-        Its variables are the same, and so are its numbers. What is not said is for XLA to choose.
+        Its variables are the same, and its numbers up to rounding; but a pipeline draws dropout for each microbatch.
         """
         if self.stages is not None:
             model = self.stages.wired(model)
