@@ -3,6 +3,7 @@
 from mlax.place._auto import auto
 from mlax.place._constrained import Constrained
 from mlax.place._description import Description, DoesNotFit
+from mlax.place._exchanged import Exchanged
 from mlax.place._gathered import Gathered
 from mlax.place._guard import UnplannedTransfer, check, guard
 from mlax.place._in_stages import in_stages
@@ -20,6 +21,7 @@ __all__ = [
     "Constrained",
     "Description",
     "DoesNotFit",
+    "Exchanged",
     "Gathered",
     "On",
     "Pipelined",

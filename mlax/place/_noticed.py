@@ -32,8 +32,8 @@ def traced_for(plan: "Plan", variables: Any) -> Iterator[None]:
             yield
         if not _met.get() and _has_to_say(plan, variables):
             warnings.warn(
-                f"{plan} splits what is computed, or gathers weights where they are used, but the objective's model "
-                "does neither, so that more is moved or computed than need be; let it call plan.wired(model, x).",
+                f"{plan} says how parts of a model are to be computed, but none of those of the objective's model is "
+                "computed so; let it call plan.wired(model, x), or more is moved and computed than need be.",
                 stacklevel=2,
             )
     finally:
@@ -45,4 +45,4 @@ def _has_to_say(plan: "Plan", variables: Any) -> bool:
         return False
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(variables) if isinstance(leaf.sharding, NamedSharding)]
     split = {name for spec in specs for entry in spec for name in names(entry)}
-    return bool(plan.activations.lists) or not split.isdisjoint(plan.gather)
+    return bool(plan.activations.lists) or not split.isdisjoint({*plan.gather, *plan.exchange})

@@ -9,19 +9,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from mlax.core import Layer, Tree
 from mlax.core._layer import variables_like
 from mlax.core._memory import in_host
-from mlax.core._notes import signature
 from mlax.core._paths import filled_in, flat
 from mlax.optim import Optimizer
 from mlax.optim import State as OptimizerState
+from mlax.place._batches import batch_shardings
 from mlax.place._constrained import constrained
 from mlax.place._describe import Objective, described
 from mlax.place._description import Description
+from mlax.place._exchanged import exchanged
 from mlax.place._gathered import gathered
 from mlax.place._init import in_their_memory, init_in
 from mlax.place._mesh import REST, filled, mesh_of, sizes_of
 from mlax.place._rules import Rules, joined, merged, rules_of
 from mlax.place._stages import Stages
-from mlax.place._where import Device, Where, memory_kind, names, staying, ways
+from mlax.place._where import Device, Where, memory_kind, names, staying
 
 Rule = tuple[str, Any]  # a path pattern, and a PartitionSpec, `host`, `last(...)`, `spread(...)`, a device or a Where
 EVERYWHERE = (("**", PartitionSpec()),)
@@ -45,6 +46,7 @@ class Plan:
     - `batch`: the split of every array of a batch, cut to its axes.
     - `activations`: rules for the outputs of parts by path; all else is for XLA to choose.
     - `gather`: mesh axes that weights are only kept split over, and put together where they are used.
+    - `exchange`: mesh axes over which both experts and examples are split, so that these are sent to those and back.
     - `stages`: how repeated parts are cut into a pipeline, if they are; see `place.pipeline`.
     - `devices`: those to use, all unless given.
 
@@ -60,6 +62,7 @@ class Plan:
         batch: PartitionSpec = PartitionSpec(),  # noqa: B008  # it never changes
         activations: Sequence[Rule] | Rules = (),
         gather: Sequence[str] = (),
+        exchange: Sequence[str] = (),
         stages: Stages | None = None,
         devices: Sequence[Device] | None = None,
         name: str = "plan",
@@ -69,7 +72,7 @@ class Plan:
         self.slots = rules_of(slots)
         self.batch = batch
         self.activations = rules_of(activations)
-        self.gather = tuple(gather)
+        self.gather, self.exchange = tuple(gather), tuple(exchange)
         self.stages = stages
         self.devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else devices and tuple(devices)
         self.name = name
@@ -108,6 +111,8 @@ class Plan:
         """
         if self.stages is not None:
             model = self.stages.wired(model)
+        if self.exchange:
+            model = exchanged(model, self.batch, self.exchange)
         if self.gather:
             model = gathered(model, self.variable_shardings(model, x)[0], self.gather)
         return constrained(model, self.activations)
@@ -161,22 +166,7 @@ class Plan:
 
     def batch_shardings(self, batch: Any, *, stacked: bool = False) -> Any:
         """The shardings of a batch, or of several stacked on a leading axis; refuses one that does not divide."""
-
-        def of(path: Any, leaf: Any) -> NamedSharding:
-            entries = ([None] * stacked + [*self.batch])[: len(leaf.shape)]
-            for axis, entry in enumerate(entries):
-                number = ways(entry, self.shape)
-                if leaf.shape[axis] % number:
-                    place = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
-                    size = leaf.shape[axis]
-                    raise ValueError(
-                        f"{place} is {signature(leaf)}, but the plan splits its axis {axis} into {number} "
-                        f"({self.batch} over {self.shape}), and {size} is no multiple of it; take "
-                        f"{size // number * number or number} or {-(-size // number) * number}."
-                    )
-            return NamedSharding(self.mesh, PartitionSpec(*entries))
-
-        return jax.tree_util.tree_map_with_path(of, batch)
+        return batch_shardings(self.batch, self.mesh, batch, stacked)
 
     def describe(
         self,
@@ -221,6 +211,7 @@ class Plan:
             batch=joined(self.batch, other.batch),
             activations=self.activations * other.activations,
             gather=self.gather + other.gather,
+            exchange=self.exchange + other.exchange,
             stages=self.stages or other.stages,
             devices=self.devices or other.devices,
             name=f"{self.name} x {other.name}",
@@ -238,7 +229,7 @@ class Plan:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        names = ("variables", "slots", "batch", "activations", "gather", "stages", "devices", "name")
+        names = ("variables", "slots", "batch", "activations", "gather", "exchange", "stages", "devices", "name")
         return {"mesh": self.sizes, **{name: getattr(self, name) for name in names}}
 
     def _sharding(self, where: Where, like: Sharding | None = None) -> Sharding:

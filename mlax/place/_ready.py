@@ -64,7 +64,11 @@ def sequence(number: int, *, parts: str = "*", axis: str = "sequence") -> Plan:
 
 
 def expert(model: Layer, x: Any, number: int, *, axis: str = "expert") -> Plan:
-    """Each device keeps and computes some of the experts of every mixture, and a part of the batch."""
+    """Each device keeps and computes some of the experts of every mixture, and a part of the batch.
+
+    Call the model that `plan.wired` gives: examples are then sent to the experts and back, and no weight moves.
+    https://arxiv.org/abs/2006.16668, section 3.
+    """
     found = expert_axes(model, x)
     if not found:
         raise ValueError("expert: the model has no mixture of experts (nn.MoE); take another plan.")
@@ -74,7 +78,8 @@ def expert(model: Layer, x: Any, number: int, *, axis: str = "expert") -> Plan:
                 f"expert: {path} is of {experts} experts, which {number} devices do not divide; take a divisor of it."
             )
     rules = [(path, last(axis, *[None] * (-at - 1))) for path, (at, _) in found.items()]
-    return Plan({axis: number}, [*rules, ("**", PartitionSpec())], batch=PartitionSpec(axis), name="expert")
+    placed = [*rules, ("**", PartitionSpec())]
+    return Plan({axis: number}, placed, batch=PartitionSpec(axis), exchange=(axis,), name="expert")
 
 
 def pipeline(

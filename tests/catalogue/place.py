@@ -29,6 +29,12 @@ ROWS = {
         ({"kernel": (6, 5), "bias": (5,)}, {}),
         lambda x, w: affine(x, {f"/{name}": leaf for name, leaf in w.items()}, ""),
     ),
+    "Exchanged": Row(
+        lambda dtype: place.Exchanged(nn.Linear(5), P(None, "expert"), P("expert")),
+        (4, 6),
+        ({"kernel": (6, 5), "bias": (5,)}, {}),
+        lambda x, w: affine(x, {f"/{name}": leaf for name, leaf in w.items()}, ""),
+    ),
     "On": Row(
         lambda dtype: place.On(nn.Linear(5), place.host),
         (4, 6),

@@ -234,6 +234,6 @@ def test_a_step_warns_of_a_model_that_was_not_wired_for_its_plan(wired):
     model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(least=1)
     step = train.step(objective_of(plan.wired(model, x) if wired else model), optim.SGD(0.1), plan=plan)
     state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
-    words = r"Plan\(fsdp: data all\) splits what is computed, .* let it call plan\.wired\(model, x\)"
+    words = r"Plan\(fsdp: data all\) says how parts of a model are to be computed, .* let it call plan\.wired"
     with contextlib.nullcontext() if wired else pytest.warns(UserWarning, match=words):
         step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})

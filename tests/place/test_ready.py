@@ -100,6 +100,13 @@ def test_fsdp_gathers_weights_and_not_activations():
     assert gathered == pytest.approx(2 * weights, rel=0.1)  # once forward, once backward
 
 
+def test_experts_stay_and_examples_are_sent_to_them_and_back():
+    task = gpt(experts=8)
+    moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).moved
+    sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
+    assert sent == {("blocks/think/experts", "all-to-all")}
+
+
 def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
     task = gpt()
     found = trained(task, place.zero(least=1), steps=1)
