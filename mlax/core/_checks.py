@@ -1,4 +1,4 @@
-"""What a call of a layer is held to, while it is traced: the key, the mode, the names and the dtypes."""
+"""What a call of a layer is held to, while it is traced: the key, the mode, and its variables' names and kinds."""
 
 from typing import Any
 
@@ -45,6 +45,12 @@ def refuse_other_than_dict(layer: Any, what: str, got: Any) -> None:
         )
 
 
+def refuse_swapped(layer: Any, x: Any, trainables: Any) -> None:
+    """Refuse variables where the input belongs."""
+    if isinstance(x, dict) and isinstance(trainables, jax.Array | np.ndarray):
+        raise TypeError(f"{brief(layer)}: fwd(x, trainables): the input is a dict; are the arguments swapped?")
+
+
 def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
     """Refuse (trainables, non_trainables) whose leaves have other names than those wanted."""
     for index, what in enumerate(("trainables", "non_trainables")):
@@ -88,3 +94,14 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
                 f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
                 "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
             )
+
+
+def check_shapes(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
+    """Refuse variables of other shapes than those wanted; inside `shard_map`, which may split them, of another rank."""
+    for like, tree in zip(map(flat, wanted), map(flat, got), strict=True):
+        for path, leaf in tree.items():
+            shape = like[path].shape
+            if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
+                continue
+            must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            raise ValueError(f"{brief(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")
