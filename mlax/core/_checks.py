@@ -21,6 +21,13 @@ def is_key(given: Any) -> bool:
     )
 
 
+def check_key(whose: str, call: str, rng: Any, x: Any) -> None:
+    """Refuse an rng that is no key, as `call` takes it beside `x`."""
+    if not is_key(rng):
+        swapped = f" Are the arguments swapped? They are {call}." if is_key(x) else ""
+        raise TypeError(f"{whose} needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
+
+
 def check_mode(layer: Any, mode: Any) -> None:
     """Refuse an inference_mode that is neither True nor False."""
     if mode is True or mode is False:

@@ -77,6 +77,13 @@ def with_fields(description: D, **changes: Any) -> D:
     return _rebuild(type(description), {**values, **changes})
 
 
+def refuse_unsized(description: Any) -> None:
+    """Refuse a description with a size that is still open."""
+    for name, kind, _ in _kinds(type(description)):
+        if kind is Size:
+            _check_size(description, name, getattr(description, name))
+
+
 class _SharedMethod:
     """A method whose bound form is one and the same object for all equal descriptions.
 
@@ -113,7 +120,8 @@ def _settle(self: Any) -> None:
         if kind is DType and value is not None:
             object.__setattr__(self, name, _dtype_name(self, name, value))
         elif kind is Size:
-            _check_size(self, name, value)
+            if value is not None:  # which a composite may leave open until it is `sized`
+                _check_size(self, name, value)
         elif kind is not DType and not _is(kind, value) and value is not default:
             wanted = {bool: "True or False", int: "a whole number"}.get(kind) or f"a tuple, as ({value!r},) is one"
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")

@@ -13,6 +13,7 @@ from mlax.core._checks import (
     A_KEY,
     check_dtypes,
     check_floats,
+    check_key,
     check_mode,
     check_names,
     check_shapes,
@@ -20,7 +21,7 @@ from mlax.core._checks import (
     is_key,
     refuse_swapped,
 )
-from mlax.core._frozen import frozen
+from mlax.core._frozen import frozen, refuse_unsized
 from mlax.core._notes import brief, brief_signature, signature
 from mlax.core._shape_key import shape_key
 
@@ -137,9 +138,8 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
-        if not is_key(rng):
-            swapped = " Are the arguments swapped? They are init(rng, x)." if is_key(x) else ""
-            raise TypeError(f"{brief(self)}: init needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
+        check_key(f"{brief(self)}: init", "init(rng, x)", rng, x)
+        refuse_unsized(self)
         x = structs(x)
         check_floats(self, x)
         return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))

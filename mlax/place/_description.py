@@ -85,10 +85,10 @@ class Description:
         working = self.needed - self.arguments
         sizes = {"weights": self.held("weights"), "slots": self.held("slots"), "working": working}
         advice = {
-            "weights": "Most of it are weights: split them (place.fsdp, place.tensor) or stream them (place.Stream).",
-            "slots": "Most of it are the optimizer's slots: split them (place.zero, place.fsdp), keep them in host "
+            "weights": "Most of it is weights: split them (place.fsdp, place.tensor) or stream them (place.Stream).",
+            "slots": "Most of it is optimizer slots: split them (place.zero, place.fsdp), keep them in host "
             "memory (slots=[('**', place.host)]), or take an optimizer with fewer (optim.Lion, optim.Adafactor).",
-            "working": "Most of it are gradients and activations: take smaller batches, or the same in parts "
+            "working": "Most of it is gradients and activations: take smaller batches, or the same in parts "
             "(accumulate=4), recompute (Repeat(mode='remat')), compute in bfloat16, or split the batch or the sequence "
             "over more devices.",
         }

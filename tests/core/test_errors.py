@@ -308,6 +308,8 @@ def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
 def test_a_size_that_is_none_is_refused(build, text):
     for size, kind in (("3", TypeError), (3.0, TypeError), (True, TypeError), (-3, ValueError), (0, ValueError)):
         assert raised(kind, build, size)[0] == text.format(repr(size))
+    x = jnp.ones((2, 6, 3), jnp.int32 if isinstance(build(3), nn.Embed) else jnp.float32)
+    assert raised(TypeError, build(None).init, RNG, x)[0] == text.format(None)
 
 
 def test_a_value_where_a_whole_number_belongs_is_refused():
