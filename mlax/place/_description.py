@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from mlax.inspect import Transfers
 from mlax.inspect._sizes import gib
+from mlax.inspect._transfers import collected
 
 
 class DoesNotFit(MemoryError):
@@ -143,18 +144,10 @@ def grouped(rows: tuple[Row, ...], most: int = 24) -> list[Row]:
 
 def _by_part(moved: Transfers) -> Transfers:
     """What moves, by the first name of the layer's path."""
-    rows: dict[tuple[str, str, int], Any] = {}
-    for row in moved.rows:
-        key = row.layer.split("/")[0], row.kind, row.group
-        before = rows.get(key)
-        rows[key] = (
-            row._replace(layer=key[0])
-            if before is None
-            else before._replace(
-                count=before.count + row.count, bytes=before.bytes + row.bytes, sent=before.sent + row.sent
-            )
-        )
-    return Transfers(tuple(sorted(rows.values(), key=lambda row: -row.sent)), moved.totals)
+    return collected(
+        event._replace(parts=tuple((layer.split("/")[0], size) for layer, size in event.parts))
+        for event in moved.events
+    )
 
 
 def _sizes(row: Row) -> list[str]:
