@@ -103,12 +103,12 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
             )
 
 
-def check_shapes(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
-    """Refuse variables of other shapes than those wanted; inside `shard_map`, which may split them, of another rank."""
-    for like, tree in zip(map(flat, wanted), map(flat, got), strict=True):
-        for path, leaf in tree.items():
-            shape = like[path].shape
-            if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
-                continue
-            must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
-            raise ValueError(f"{brief(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")
+def check_shapes(layer: Any, wanted: Any, trainables: Any) -> None:
+    """Refuse trainables of other shapes than wanted; inside `shard_map`, which may split them, of another rank."""
+    likes = flat(wanted)
+    for path, leaf in flat(trainables).items():
+        shape = likes[path].shape
+        if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
+            continue
+        must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        raise ValueError(f"{brief(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")

@@ -79,10 +79,10 @@ class Layer(abc.ABC):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Refuse variables that `init` would not have made for inputs like `x`."""
-        wanted, got = variables_like(self, x), (trainables, non_trainables)
-        check_names(self, wanted, got)
+        wanted = variables_like(self, x)
+        check_names(self, wanted, (trainables, non_trainables))
         check_dtypes(self, x, trainables)
-        check_shapes(self, wanted, got)
+        check_shapes(self, wanted[0], trainables)
 
 
 def structs(x: Any) -> Any:

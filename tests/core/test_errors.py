@@ -62,12 +62,6 @@ def test_a_variable_of_another_shape_is_refused(layer, x, wrong, text):
     assert raised(ValueError, jax.jit(layer.fwd), x, trainables, state)[0] == f"{text} for this input."
 
 
-def test_a_running_average_of_another_shape_is_refused():
-    trainables, state = nn.BatchNorm().init(RNG, X)
-    text, _ = raised(ValueError, nn.BatchNorm().fwd, X, trainables, {**state, "mean": jnp.ones(1)}, inference_mode=True)
-    assert text == "BatchNorm(): mean is float32[1], but must be float32[6] for this input."
-
-
 def test_inside_shard_map_a_layer_may_compute_with_its_part_of_the_weights():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     layer, split = nn.Linear(4, bias=False), jax.P(None, "model")
