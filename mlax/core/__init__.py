@@ -3,7 +3,7 @@
 from mlax.core._cell import Cell, CompositeCell
 from mlax.core._composite import Composite
 from mlax.core._f import F
-from mlax.core._frozen import DType, frozen
+from mlax.core._frozen import DType, Size, frozen
 from mlax.core._initializers import (
     Constant,
     Identity,
@@ -53,6 +53,7 @@ __all__ = [
     "Repeat",
     "Residual",
     "Series",
+    "Size",
     "Sub",
     "Tie",
     "Tied",

@@ -1,4 +1,4 @@
-"""What a call of a layer is held to, while it is traced: the key, the mode, the names and the dtypes."""
+"""What a call of a layer is held to, while it is traced: the key, the mode, and its variables' names and kinds."""
 
 from typing import Any
 
@@ -19,6 +19,13 @@ def is_key(given: Any) -> bool:
     return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and (
         jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
     )
+
+
+def check_key(whose: str, call: str, rng: Any, x: Any) -> None:
+    """Refuse an rng that is no key, as `call` takes it beside `x`."""
+    if not is_key(rng):
+        swapped = f" Are the arguments swapped? They are {call}." if is_key(x) else ""
+        raise TypeError(f"{whose} needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
 
 
 def check_mode(layer: Any, mode: Any) -> None:
@@ -43,6 +50,12 @@ def refuse_other_than_dict(layer: Any, what: str, got: Any) -> None:
         raise TypeError(
             f"{brief(layer)}: {what} is {brief_signature(got)}, but must be a dict of arrays or None.{pair}"
         )
+
+
+def refuse_swapped(layer: Any, x: Any, trainables: Any) -> None:
+    """Refuse variables where the input belongs."""
+    if isinstance(x, dict) and isinstance(trainables, jax.Array | np.ndarray):
+        raise TypeError(f"{brief(layer)}: fwd(x, trainables): the input is a dict; are the arguments swapped?")
 
 
 def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
@@ -88,3 +101,14 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
                 f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
                 "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
             )
+
+
+def check_shapes(layer: Any, wanted: Any, trainables: Any) -> None:
+    """Refuse trainables of other shapes than wanted; inside `shard_map`, which may split them, of another rank."""
+    likes = flat(wanted)
+    for path, leaf in flat(trainables).items():
+        shape = likes[path].shape
+        if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
+            continue
+        must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        raise ValueError(f"{brief(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")

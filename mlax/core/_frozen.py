@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from mlax.core._wrong_call import no_field, wrong_call
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
 DType = str | type | np.dtype | None  # a field annotated so takes whatever jnp.dtype takes, and holds its name
+Size = Annotated[int, "a whole number of at least 1"]  # a field annotated so takes nothing else
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -76,6 +77,13 @@ def with_fields(description: D, **changes: Any) -> D:
     return _rebuild(type(description), {**values, **changes})
 
 
+def refuse_unsized(description: Any) -> None:
+    """Refuse a description with a size that is still open."""
+    for name, kind, _ in _kinds(type(description)):
+        if kind is Size:
+            _check_size(description, name, getattr(description, name))
+
+
 class _SharedMethod:
     """A method whose bound form is one and the same object for all equal descriptions.
 
@@ -111,8 +119,11 @@ def _settle(self: Any) -> None:
         value = getattr(self, name)
         if kind is DType and value is not None:
             object.__setattr__(self, name, _dtype_name(self, name, value))
-        elif kind is not DType and not isinstance(value, kind) and value is not default:
-            wanted = "True or False" if kind is bool else f"a tuple, as ({value!r},) is one"
+        elif kind is Size:
+            if value is not None:  # which a composite may leave open until it is `sized`
+                _check_size(self, name, value)
+        elif kind is not DType and not _is(kind, value) and value is not default:
+            wanted = {bool: "True or False", int: "a whole number"}.get(kind) or f"a tuple, as ({value!r},) is one"
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
     object.__setattr__(self, "_key", _keys(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
@@ -120,17 +131,27 @@ def _settle(self: Any) -> None:
 
 @functools.cache
 def _kinds(cls: type) -> list[tuple[str, Any, Any]]:
-    """The fields whose annotation says that they hold a dtype, a bool or a tuple: (name, which of them, default)."""
+    """The fields whose annotation says what they hold, of what is checked here: (name, what it is, default)."""
     kinds = [(field.name, _kind(field.type), field.default) for field in dataclasses.fields(cls)]
     return [each for each in kinds if each[1] is not None]
 
 
 def _kind(annotation: Any) -> Any:
     if isinstance(annotation, str):
-        return {"DType": DType, "bool": bool}.get(annotation)
-    if annotation is DType or annotation is bool:
+        return {"DType": DType, "Size": Size, "bool": bool, "int": int}.get(annotation)
+    if any(annotation is kind for kind in (DType, Size, bool, int)):
         return annotation
     return tuple if getattr(annotation, "__origin__", None) is tuple else None
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _check_size(self: Any, name: str, value: Any) -> None:
+    if not _is(int, value) or value < 1:
+        fault = ValueError if _is(int, value) else TypeError
+        raise fault(f"{type(self).__name__}: {name} is {value!r}, but must be a whole number of at least 1.")
 
 
 def _dtype_name(self: Any, name: str, value: Any) -> str:

@@ -9,8 +9,19 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from mlax.core._checks import A_KEY, check_dtypes, check_floats, check_mode, check_names, foreign, is_key
-from mlax.core._frozen import frozen
+from mlax.core._checks import (
+    A_KEY,
+    check_dtypes,
+    check_floats,
+    check_key,
+    check_mode,
+    check_names,
+    check_shapes,
+    foreign,
+    is_key,
+    refuse_swapped,
+)
+from mlax.core._frozen import frozen, refuse_unsized
 from mlax.core._notes import brief, brief_signature, signature
 from mlax.core._shape_key import shape_key
 
@@ -68,8 +79,10 @@ class Layer(abc.ABC):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Refuse variables that `init` would not have made for inputs like `x`."""
-        check_names(self, variables_like(self, x), (trainables, non_trainables))
+        wanted = variables_like(self, x)
+        check_names(self, wanted, (trainables, non_trainables))
         check_dtypes(self, x, trainables)
+        check_shapes(self, wanted[0], trainables)
 
 
 def structs(x: Any) -> Any:
@@ -125,9 +138,8 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
-        if not is_key(rng):
-            swapped = " Are the arguments swapped? They are init(rng, x)." if is_key(x) else ""
-            raise TypeError(f"{brief(self)}: init needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
+        check_key(f"{brief(self)}: init", "init(rng, x)", rng, x)
+        refuse_unsized(self)
         x = structs(x)
         check_floats(self, x)
         return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
@@ -152,6 +164,7 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
         check_mode(self, inference_mode)
         if rng is not None and not is_key(rng):
             raise TypeError(f"{brief(self)}: rng is {brief_signature(rng)}, but must be a key; {A_KEY}.")
+        refuse_swapped(self, x, trainables)
         x = jax.tree.map(_array, x)
         self.check_variables(x, trainables, non_trainables)
         try:

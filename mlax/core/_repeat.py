@@ -1,5 +1,6 @@
 """Repeat: one layer n times in a row, over one stacked set of variables."""
 
+import functools
 from dataclasses import KW_ONLY
 from typing import Any, Literal, get_args
 
@@ -8,9 +9,10 @@ from jax import lax
 
 from mlax.core._fence import fenced
 from mlax.core._frozen import frozen
-from mlax.core._layer import Tree
+from mlax.core._layer import Tree, cached_by_shape, variables_like
 from mlax.core._notes import brief, located, signature
 from mlax.core._remat import Remat
+from mlax.core._shape_key import shape_key
 from mlax.core._stacked import init_stacked, unstacked
 from mlax.core._wrapper import Wrapper
 
@@ -39,6 +41,7 @@ class Repeat(Wrapper):
             raise ValueError(f"Repeat: mode is {self.mode!r}, but must be one of {', '.join(get_args(Mode))}.")
 
     def init(self, rng, x):
+        _refuse_changing(self, x)
         return init_stacked(self.layer, rng, x, self.times)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -78,3 +81,12 @@ class Repeat(Wrapper):
                     f"{brief(self)}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
                     f"{self.times}; pass what init returned for this layer."
                 )
+
+
+@cached_by_shape
+def _refuse_changing(repeat: Repeat, x: Any) -> None:
+    """Trace `fwd`, which refuses a layer that changes the shape, in the way of a composite, which then need not."""
+    each = variables_like(repeat.layer, x)
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((repeat.times, *leaf.shape), leaf.dtype), each)
+    fwd = jax.jit(repeat.fwd, static_argnames="inference_mode")
+    jax.eval_shape(functools.partial(fwd, inference_mode=True), x, *stacked, rng=shape_key())

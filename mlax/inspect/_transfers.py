@@ -27,6 +27,7 @@ class Transfers(NamedTuple):
 
     rows: tuple[Row, ...]
     totals: tuple[Row, ...]  # one for each kind and group; what XLA made one of for several layers counts once
+    events: tuple[Event, ...] = ()  # what the rows and totals count
 
     def __str__(self) -> str:
         if not self.rows:
@@ -34,13 +35,16 @@ class Transfers(NamedTuple):
         head = ("layer", "kind", "devices", "count", "bytes", "sent by each")
         lines = [head, *map(_cells, self.rows), *(_cells(row._replace(layer="in all")) for row in self.totals)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
+        shown = [
             "  ".join(
                 cell.ljust(width) if i < 2 else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
-        )
+        ]
+        if sum(row.count for row in self.rows) > sum(row.count for row in self.totals):
+            shown.append("What several layers share counts in the row of each of them, and once in all.")
+        return "\n".join(shown)
 
 
 def transfers(function: Any, *args: Any) -> Transfers:
@@ -67,6 +71,7 @@ def collected(events: Iterable[Event]) -> Transfers:
     """The rows and totals of these events, those that send most first."""
     rows: dict[tuple[str, str, int], list[float]] = {}
     totals: dict[tuple[str, str, int], list[float]] = {}
+    events = tuple(events)
     for event in events:
         layers: dict[str, int] = {}
         for layer, size in event.parts:
@@ -74,7 +79,7 @@ def collected(events: Iterable[Event]) -> Transfers:
         for layer, size in layers.items():
             _add(rows, (layer, event.kind, event.group), event, size)
         _add(totals, ("", event.kind, event.group), event, sum(layers.values()))
-    return Transfers(_rows(rows), _rows(totals))
+    return Transfers(_rows(rows), _rows(totals), events)
 
 
 def _compiled(function: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax.core import DType, Layer, frozen
+from mlax.core import DType, Layer, Size, frozen
 
 EMPTY = np.iinfo(np.int32).max  # the position of a slot that nothing was written to: later than every query
 
@@ -42,7 +42,7 @@ class KeyValueCache(Layer):
     Non_trainables: key and value (b, capacity, g, k), in `param_dtype`.
     """
 
-    capacity: int
+    capacity: Size
     _: KW_ONLY
     ring: bool = False
     param_dtype: DType = None  # None: the dtype that init sees

@@ -5,9 +5,9 @@ from typing import Literal
 
 from jax.lax import PrecisionLike
 
-from mlax.core import DType, Initializer, Layer, Zeros, frozen, lecun
+from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun
 from mlax.dtypes import cast
-from mlax.nn._kernel import check_features, groups_of, kernel_and_bias
+from mlax.nn._kernel import check_channels, groups_of, kernel_and_bias
 from mlax.ops import conv
 from mlax.ops._layout import layout_of
 from mlax.ops._pad import PadWith, check_pad
@@ -29,7 +29,7 @@ class Conv(Layer):
     spelt, "NHWC/HWIO" say.
     """
 
-    features: int
+    features: Size
     window: Sizes
     _: KW_ONLY
     strides: Sizes = 1
@@ -44,9 +44,6 @@ class Conv(Layer):
     precision: PrecisionLike = None
     accum_dtype: DType = None  # None: the input's own
     param_dtype: DType = None  # None: the input's own
-
-    def __post_init__(self):
-        check_features(self)
 
     def init(self, rng, x):
         axes = layout_of(f"{self}", self.layout, x)
@@ -72,3 +69,7 @@ class Conv(Layer):
             accum_dtype=self.accum_dtype,
         )
         return y, non_trainables
+
+    def check_variables(self, x, trainables, non_trainables):
+        check_channels(self, x, trainables)  # whose words say more than a comparison of shapes
+        super().check_variables(x, trainables, non_trainables)

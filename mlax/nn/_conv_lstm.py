@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import CompositeCell, DType, Initializer, frozen, lecun
+from mlax.core import CompositeCell, DType, Initializer, Size, frozen, lecun
 from mlax.nn._conv import Conv
 from mlax.nn._lstm import ForgetBias
 from mlax.ops._windows import Sizes
@@ -21,7 +21,7 @@ class ConvLSTMCell(CompositeCell):
     and o in turn; recurrent, another without a bias. https://arxiv.org/abs/1506.04214, equation 3, without peepholes.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     window: Sizes = 3
     bias: bool = True

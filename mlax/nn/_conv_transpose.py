@@ -5,9 +5,9 @@ from typing import Literal
 
 from jax.lax import PrecisionLike
 
-from mlax.core import DType, Initializer, Layer, Zeros, frozen, lecun
+from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun
 from mlax.dtypes import cast
-from mlax.nn._kernel import check_features, groups_of, kernel_and_bias
+from mlax.nn._kernel import check_channels, groups_of, kernel_and_bias
 from mlax.ops import conv_transpose
 from mlax.ops._conv_transpose import stamps
 from mlax.ops._layout import layout_of
@@ -28,7 +28,7 @@ class ConvTranspose(Layer):
     `layout` are as in `Conv`.
     """
 
-    features: int
+    features: Size
     window: Sizes
     _: KW_ONLY
     strides: Sizes = 1
@@ -43,9 +43,6 @@ class ConvTranspose(Layer):
     precision: PrecisionLike = None
     accum_dtype: DType = None  # None: the input's own
     param_dtype: DType = None  # None: the input's own
-
-    def __post_init__(self):
-        check_features(self)
 
     def init(self, rng, x):
         axes = layout_of(f"{self}", self.layout, x)
@@ -67,3 +64,7 @@ class ConvTranspose(Layer):
             accum_dtype=self.accum_dtype,
         )
         return y, non_trainables
+
+    def check_variables(self, x, trainables, non_trainables):
+        check_channels(self, x, trainables)  # whose words say more than a comparison of shapes
+        super().check_variables(x, trainables, non_trainables)

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY
 
 from mlax import ops
-from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
 
 
 @frozen
@@ -13,8 +13,8 @@ class Embed(Layer):
     Trainables: table (vocabulary, width). A number outside of the vocabulary gives NaN.
     """
 
-    vocabulary: int
-    width: int
+    vocabulary: Size
+    width: Size
     _: KW_ONLY
     table_init: Initializer = Normal(0.02)
     param_dtype: DType = "float32"  # the input has no floating dtype to follow

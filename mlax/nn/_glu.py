@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mlax.core import Composite, Layer, Sub, frozen
+from mlax.core import Composite, Layer, Size, Sub, frozen
 from mlax.nn._linear import Linear
 from mlax.ops import glu
 
@@ -24,7 +24,7 @@ class GLU(Composite):
     over devices, or its gradient orthogonalised, without taking it apart again.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     bias: bool = False

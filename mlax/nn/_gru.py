@@ -8,7 +8,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import CompositeCell, DType, Initializer, Zeros, frozen, lecun
+from mlax.core import CompositeCell, DType, Initializer, Size, Zeros, frozen, lecun
 from mlax.nn._linear import Linear
 
 
@@ -23,7 +23,7 @@ class GRUCell(CompositeCell):
     "before": recurrent, a Linear (features, 2 features) for r and z, and candidate, (features, features), no biases.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     reset: Literal["after", "before"] = "after"
     bias: bool = True

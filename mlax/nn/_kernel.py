@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from mlax.core import named_key
-from mlax.ops._conv import check_groups
+from mlax.ops._conv import check_groups, check_kernel
 from mlax.ops._layout import Layout, layout_of
 
 
@@ -23,10 +23,11 @@ def kernel_and_bias(layer: Any, rng: jax.Array, x: Any, axes: Layout, window: tu
     return trainables
 
 
-def check_features(layer: Any) -> None:
-    """Refuse a number of features that cannot be."""
-    if type(layer.features) is not int or layer.features < 1:
-        raise ValueError(f"{layer}: features is {layer.features}, but must be a whole number, 1 or more.")
+def check_channels(layer: Any, x: Any, trainables: Any) -> None:
+    """Refuse a kernel that is not for the channels of `x`, with the layout that it would be for."""
+    if isinstance(trainables, dict) and "kernel" in trainables:
+        axes = layout_of(f"{layer}", layer.layout, x)
+        check_kernel(f"{layer}", x, trainables["kernel"], axes, groups_of(layer, x))
 
 
 def groups_of(layer: Any, x: Any) -> int:

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import DType, Initializer, Layer, Zeros, frozen, lecun, named_key
+from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun, named_key
 from mlax.dtypes import cast
 
 
@@ -17,7 +17,7 @@ class Linear(Layer):
     Trainables: kernel (d, features); bias (features,) unless `bias=False`.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     bias: bool = True
     kernel_init: Initializer = lecun()

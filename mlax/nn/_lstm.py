@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import CompositeCell, DType, Initializer, Normal, frozen, lecun
+from mlax.core import CompositeCell, DType, Initializer, Normal, Size, frozen, lecun
 from mlax.nn._linear import Linear
 from mlax.nn._scaler import Scaler
 
@@ -39,7 +39,7 @@ class LSTMCell(CompositeCell):
       https://arxiv.org/abs/1402.1128
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     peephole: bool = False
     projection: int | None = None

@@ -7,7 +7,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import CompositeCell, DType, Initializer, Zeros, frozen, lecun
+from mlax.core import CompositeCell, DType, Initializer, Size, Zeros, frozen, lecun
 from mlax.nn._linear import Linear
 
 
@@ -20,7 +20,7 @@ class MGUCell(CompositeCell):
     without a bias, for f and for n.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     bias: bool = True
     kernel_init: Initializer = lecun()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
-from mlax.core import Composite, DType, Initializer, Layer, Map, Sub, frozen, lecun, named_key
+from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun, named_key
 from mlax.dtypes import cast
 from mlax.ops import combine, dispatch, linear, route
 from mlax.ops._moe import expert_capacity, expert_places, jitter
@@ -37,9 +37,9 @@ class MoE(Composite):
     takes_statistics: ClassVar[bool] = True  # the router's softmax
 
     expert: Layer
-    experts: int
+    experts: Size
     _: KW_ONLY
-    k: int = 2
+    k: Size = 2
     capacity_factor: float | None = 1.25
     renormalize: bool = True  # divide the gates of a token by their sum, where k > 1
     noise: float = 0.0
@@ -98,7 +98,7 @@ class Router(Layer):
     Trainables: kernel (d, experts).
     """
 
-    experts: int
+    experts: Size
     _: KW_ONLY
     noise: float = 0.0
     kernel_init: Initializer = lecun()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
 from mlax.dtypes import cast
 from mlax.ops import embed, sinusoids
 
@@ -21,7 +21,7 @@ class LearnedPositions(Layer):
     goes on.
     """
 
-    length: int
+    length: Size
     _: KW_ONLY
     decoding: bool = False
     table_init: Initializer = Normal(0.02)

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY
 
-from mlax.core import DType, Initializer, Layer, Normal, frozen, named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
 from mlax.ops import relative_bias
 
 
@@ -14,9 +14,9 @@ class RelativeBias(Layer):
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
     """
 
-    heads: int
+    heads: Size
     _: KW_ONLY
-    buckets: int = 32
+    buckets: Size = 32
     farthest: int = 128  # distance from which all share the last bucket
     bidirectional: bool = True  # False for decoders: keys ahead count as distance 0
     table_init: Initializer = Normal(0.02)

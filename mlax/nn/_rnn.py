@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
 
-from mlax.core import CompositeCell, DType, Initializer, Zeros, frozen, lecun
+from mlax.core import CompositeCell, DType, Initializer, Size, Zeros, frozen, lecun
 from mlax.nn._linear import Linear
 
 
@@ -20,7 +20,7 @@ class RNNCell(CompositeCell):
     Elman 1990, https://doi.org/10.1207/s15516709cog1402_1.
     """
 
-    features: int
+    features: Size
     _: KW_ONLY
     activation: Literal["tanh", "relu"] = "tanh"
     bias: bool = True

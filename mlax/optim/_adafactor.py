@@ -8,6 +8,7 @@ from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -27,7 +28,7 @@ class Adafactor(Leafwise):
     scale_eps: Amount = 1e-3
     clip: Amount = 1.0
     decay: Amount = 0.0
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
     smallest: int = 1
 
     def keeps(self, path, w):

@@ -7,6 +7,7 @@ from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -27,7 +28,7 @@ class AdEMAMix(Leafwise):
     warmup: int = 0
     eps: Amount = 1e-8
     decay: Amount = 0.0
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"mean": Slot(), "slow": Slot(wide=True), "square": Slot(wide=True)}

@@ -6,6 +6,7 @@ from mlax.optim._around import Around
 from mlax.optim._leafwise import chosen
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
+from mlax.optim._patterns import Patterns
 
 
 @frozen
@@ -18,7 +19,7 @@ class Decay(Around):
 
     elementwise = True
     decay: Amount = 1e-4
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
     coupled: bool = False
 
     def patterns(self):

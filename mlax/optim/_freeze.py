@@ -5,13 +5,14 @@ from mlax.core._paths import matches
 from mlax.optim._around import Around
 from mlax.optim._layout import Policy
 from mlax.optim._optimizer import among
+from mlax.optim._patterns import Patterns
 
 
 @frozen
 class Freeze(Around):
     """The leaves that match a pattern of `frozen` stay to the bit, and have no slots."""
 
-    frozen: tuple[str, ...] = ()
+    frozen: Patterns = ()
 
     elementwise = True
 

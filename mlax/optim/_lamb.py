@@ -5,6 +5,7 @@ from mlax.optim._adam import adam
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._norms import norm, ratio
 from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -20,7 +21,7 @@ class LAMB(Leafwise):
     b2: Beta = 0.999
     eps: Amount = 1e-6
     decay: Amount = 0.01
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"mean": Slot(), "square": Slot(wide=True)}

@@ -4,6 +4,7 @@ from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._norms import norm, ratio
 from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -19,7 +20,7 @@ class LARS(Leafwise):
     momentum: Beta = 0.9
     trust: Amount = 0.001
     decay: Amount = 1e-4
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"momentum": Slot()}

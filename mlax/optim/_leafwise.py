@@ -14,6 +14,7 @@ from mlax.optim._layout import Policy
 from mlax.optim._now import Now
 from mlax.optim._numbers import Numbers
 from mlax.optim._optimizer import Advanced, Flat, Optimizer
+from mlax.optim._patterns import Patterns
 from mlax.optim._rounding import Nearest, Rounding
 from mlax.optim._slot import Slot
 
@@ -32,7 +33,7 @@ class Leafwise(Optimizer):
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
     slot_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), kw_only=True)
     rounding: Rounding = dataclasses.field(default=Nearest(), kw_only=True)
-    stacked: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
 
     @abc.abstractmethod
     def keeps(self, path: str, w: Any) -> dict[str, Slot]:
@@ -100,7 +101,7 @@ class Leafwise(Optimizer):
         return chosen(getattr(self, "decayed", ("**",)), path)
 
 
-def chosen(patterns: tuple[str, ...] | None, path: str, names: tuple[str, ...] = ("kernel", "table")) -> bool:
+def chosen(patterns: Patterns | None, path: str, names: tuple[str, ...] = ("kernel", "table")) -> bool:
     """Whether a leaf matches one of the patterns or, where there are none, has one of the names."""
     if patterns is None:
         return path.split("/")[-1] in names

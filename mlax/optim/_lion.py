@@ -6,6 +6,7 @@ from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -22,7 +23,7 @@ class Lion(Leafwise):
     b1: Beta = 0.9
     b2: Beta = 0.99
     decay: Amount = 0.0
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"mean": Slot()}

@@ -12,6 +12,7 @@ from mlax.optim._moving_average import average
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount, Beta, Rate
 from mlax.optim._optimizer import Advanced, Optimizer, among, check_inside
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon
@@ -32,7 +33,7 @@ class Muon(Leafwise):
     nesterov: bool = True
     steps: int = 5
     decay: Amount = 0.1
-    matrices: tuple[str, ...] | None = None
+    matrices: Patterns | None = None
     rest: Optimizer = AdamW(3e-4)
     newton_dtype: DType = None  # None: that of the arithmetic
 

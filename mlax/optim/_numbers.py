@@ -53,7 +53,10 @@ def check(description: Any) -> None:
         if value is None or isinstance(value, Schedule):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{type(description).__name__}: {name} is {value!r}, but must be a number or a schedule.")
+            own = "; for a function of the step, subclass optim.Schedule" if callable(value) else ""
+            raise TypeError(
+                f"{type(description).__name__}: {name} is {value!r}, but must be a number or a schedule{own}."
+            )
         _within(type(description).__name__, name, float(value), allowed)
 
 

@@ -15,6 +15,7 @@ from mlax.optim._hosted import Part, Update
 from mlax.optim._layout import Layout, Policy, layout_of
 from mlax.optim._now import Now
 from mlax.optim._numbers import check, check_given, ranges
+from mlax.optim._patterns import settle_patterns
 from mlax.optim._slot import Slot
 from mlax.optim._state import State, state
 from mlax.optim._table import table
@@ -48,6 +49,7 @@ class Optimizer(abc.ABC):
 
     def __post_init__(self) -> None:
         check(self)
+        settle_patterns(self)
 
     @abc.abstractmethod
     def slots(self, path: str, w: Any) -> dict[str, Slot]:

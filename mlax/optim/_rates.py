@@ -8,6 +8,7 @@ import numpy as np
 from mlax.core import frozen
 from mlax.core._paths import matches
 from mlax.optim._around import Around
+from mlax.optim._patterns import Patterns
 
 
 @frozen
@@ -37,9 +38,9 @@ class LayerwiseRates(Around):
     `Repeat`, stands for as many layers as its first axis is long. https://arxiv.org/abs/2106.08254
     """
 
-    layers: tuple[str, ...]
+    layers: Patterns
     factor: float = 0.75
-    stacked: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()

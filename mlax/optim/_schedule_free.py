@@ -7,6 +7,7 @@ from mlax.core import frozen
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Numbers, Rate, values_of
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -25,7 +26,7 @@ class ScheduleFree(Leafwise):
     b2: Beta = 0.999
     eps: Amount = 1e-8
     decay: Amount = 0.0
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
     warmup: int = 0
 
     def keeps(self, path, w):

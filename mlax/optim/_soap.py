@@ -14,6 +14,7 @@ from mlax.optim._freely import freely
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Numbers, Rate
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 
 
@@ -34,7 +35,7 @@ class SOAP(Leafwise):
     b2: Beta = 0.95
     eps: Amount = 1e-8
     decay: Amount = 0.01
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
     every: int = 10
     largest: int = 10_000
 

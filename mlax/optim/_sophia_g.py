@@ -10,6 +10,7 @@ from mlax.optim._layout import layout_of
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Amount, Beta, Rate, values_of
+from mlax.optim._patterns import Patterns
 from mlax.optim._slot import Slot
 from mlax.optim._state import State
 from mlax.optim._trees import leaves_of, like
@@ -30,7 +31,7 @@ class SophiaG(Leafwise):
     gamma: Amount = 0.01
     eps: Amount = 1e-12
     decay: Amount = 0.1
-    decayed: tuple[str, ...] | None = None
+    decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"mean": Slot(), "curvature": Slot(wide=True)}

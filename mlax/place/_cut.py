@@ -167,8 +167,8 @@ def _refuse(found: int, equations: list[Any]) -> None:
         )
     if not found:
         raise ValueError(
-            "one_forward_one_backward: the objective calls no pipelined part; give it a model whose Repeat is "
-            "Pipelined, as place.in_stages makes it."
+            "one_forward_one_backward: the objective calls no pipelined part; let it call the model that "
+            "plan.wired(model, x) gives."
         )
     raise ValueError(
         f"one_forward_one_backward: the objective calls {found} pipelined parts, but this schedule runs one, since its "

@@ -2,14 +2,14 @@
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from mlax.core import Layer, Tree
+from mlax.core import Layer, Tree, layers
 from mlax.core._all_leaves import global_norm
 from mlax.core._layer import structs, variables_like
 from mlax.core._paths import flat
@@ -50,7 +50,7 @@ def described(
     loss = _loss(wired, objective)
     if optimizer is not None:
         rng = jax.eval_shape(lambda: jax.random.key(0))
-        given = _kept(loss, trainables, variables[1], batch, rng)
+        given = _kept(loss, trainables, variables[1], batch, rng, layers(model))
         split = math.prod(ways(entry, plan.shape) for entry in plan.batch)
         held["activations"] = {(path, "device"): -(-size // split) for path, size in given.items()}
     compiled = None
@@ -118,11 +118,13 @@ def _loss(model: Layer, objective: Objective | None) -> Callable[..., Any]:
     return loss
 
 
-def _kept(loss: Callable[..., Any], trainables: Tree, non_trainables: Tree, batch: Any, rng: Any) -> dict[str, int]:
+def _kept(
+    loss: Callable[..., Any], trainables: Tree, non_trainables: Tree, batch: Any, rng: Any, paths: Collection[str]
+) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def traced(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> None:
-        found.update(kept_by_layer(lambda weights: loss(weights, non_trainables, batch, rng)[0], trainables))
+        found.update(kept_by_layer(lambda weights: loss(weights, non_trainables, batch, rng)[0], trainables, paths))
 
     jax.eval_shape(traced, trainables, non_trainables, batch, rng)
     return found
@@ -161,8 +163,8 @@ def _compiled(
 
 
 def _rows(held: Mapping[str, Counts]) -> tuple[Row, ...]:
-    layers = dict.fromkeys(key for counts in held.values() for key in counts)
+    keys = dict.fromkeys(key for counts in held.values() for key in counts)
     return tuple(
         Row(layer, memory, *(held.get(kind, {}).get((layer, memory), 0) for kind in Row.KINDS))
-        for layer, memory in layers
+        for layer, memory in keys
     )

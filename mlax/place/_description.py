@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from mlax.inspect import Transfers
 from mlax.inspect._sizes import gib
+from mlax.inspect._transfers import collected
 
 
 class DoesNotFit(MemoryError):
@@ -85,10 +86,10 @@ class Description:
         working = self.needed - self.arguments
         sizes = {"weights": self.held("weights"), "slots": self.held("slots"), "working": working}
         advice = {
-            "weights": "Most of it are weights: split them (place.fsdp, place.tensor) or stream them (place.Stream).",
-            "slots": "Most of it are the optimizer's slots: split them (place.zero, place.fsdp), keep them in host "
+            "weights": "Most of it is weights: split them (place.fsdp, place.tensor) or stream them (place.Stream).",
+            "slots": "Most of it is optimizer slots: split them (place.zero, place.fsdp), keep them in host "
             "memory (slots=[('**', place.host)]), or take an optimizer with fewer (optim.Lion, optim.Adafactor).",
-            "working": "Most of it are gradients and activations: take smaller batches, or the same in parts "
+            "working": "Most of it is gradients and activations: take smaller batches, or the same in parts "
             "(accumulate=4), recompute (Repeat(mode='remat')), compute in bfloat16, or split the batch or the sequence "
             "over more devices.",
         }
@@ -143,18 +144,10 @@ def grouped(rows: tuple[Row, ...], most: int = 24) -> list[Row]:
 
 def _by_part(moved: Transfers) -> Transfers:
     """What moves, by the first name of the layer's path."""
-    rows: dict[tuple[str, str, int], Any] = {}
-    for row in moved.rows:
-        key = row.layer.split("/")[0], row.kind, row.group
-        before = rows.get(key)
-        rows[key] = (
-            row._replace(layer=key[0])
-            if before is None
-            else before._replace(
-                count=before.count + row.count, bytes=before.bytes + row.bytes, sent=before.sent + row.sent
-            )
-        )
-    return Transfers(tuple(sorted(rows.values(), key=lambda row: -row.sent)), moved.totals)
+    return collected(
+        event._replace(parts=tuple((layer.split("/")[0], size) for layer, size in event.parts))
+        for event in moved.events
+    )
 
 
 def _sizes(row: Row) -> list[str]:

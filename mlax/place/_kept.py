@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ from mlax.core import Tree
 from mlax.core._scopes import layer_path
 
 
-def kept_by_layer(loss: Callable[[Tree], Any], trainables: Tree) -> dict[str, int]:
+def kept_by_layer(loss: Callable[[Tree], Any], trainables: Tree, paths: Collection[str]) -> dict[str, int]:
     """The bytes that are kept for the backward pass, by the path of the layer that made them, on one device.
+
+    `paths` are those of the layers that there are.
 
     They are read off the jaxpr: nothing is computed. What XLA makes of them can be less, or more.
     """
@@ -27,8 +29,14 @@ def kept_by_layer(loss: Callable[[Tree], Any], trainables: Tree) -> dict[str, in
         if origin is not None:
             # the numbers in a path are those of unrolled layers, whose weights are one stack
             layer = "/".join(name for name in origin.split("/") if not name.isdigit())
-            found[layer] += math.prod(result.aval.shape) * result.aval.dtype.itemsize
+            found[_whole(layer, paths)] += math.prod(result.aval.shape) * result.aval.dtype.itemsize
     return dict(found)
+
+
+def _whole(path: str, paths: Collection[str]) -> str:
+    """The path of a layer, found again by its end for what JAX took out of a loop without the names around that."""
+    ends = [] if path in paths else [each for each in paths if each.endswith(f"/{path}")]
+    return path if not ends else ends[0] if len(ends) == 1 else ""
 
 
 def _origin(jaxpr: Any, result: Any, around: tuple[Any, ...]) -> str | None:

@@ -29,10 +29,11 @@ def filled(sizes: tuple[tuple[str, int], ...], devices: int) -> dict[str, int]:
     if devices % said or devices < said:
         by = " x ".join(f"{name} {size}" for name, size in sizes if size != REST)
         fitting = [number for number in range(1, devices + 1) if devices % number == 0]
+        fewer = f"Use some of them by plan.over(jax.devices()[:{said}]), or simulate" if said < devices else "Simulate"
         raise ValueError(
             f"mesh: {by} = {said} does not divide the {devices} device{'s' * (devices != 1)} there are; the numbers "
-            f"that do are {', '.join(map(str, fitting))}. Pass `devices` to use some of them, or simulate more on a "
-            'CPU by jax.config.update("jax_num_cpu_devices", n) before the first computation.'
+            f"that do are {', '.join(map(str, fitting))}. {fewer} more on a CPU "
+            'by jax.config.update("jax_num_cpu_devices", n) before the first computation.'
         )
     return {name: devices // said if name in left else size for name, size in sizes}
 

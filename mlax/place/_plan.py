@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mlax.core import Layer, Tree
+from mlax.core._checks import check_key
 from mlax.core._layer import variables_like
 from mlax.core._memory import in_host
 from mlax.core._paths import filled_in, flat
@@ -20,6 +21,7 @@ from mlax.place._exchanged import exchanged
 from mlax.place._gathered import gathered
 from mlax.place._init import in_their_memory, init_in
 from mlax.place._mesh import REST, filled, mesh_of, sizes_of
+from mlax.place._product import refuse_product
 from mlax.place._rules import Rules, joined, merged, rules_of
 from mlax.place._stages import Stages
 from mlax.place._where import Device, Where, memory_kind, names, staying
@@ -98,6 +100,7 @@ class Plan:
 
     def init(self, model: Layer, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
         """What `model.init` makes, each variable straight in its place and nowhere else before."""
+        check_key("Plan.init", "init(model, rng, x)", rng, x)
         return init_in(model, rng, x, self.variable_shardings(model, x))
 
     def place(self, variables: Any) -> Any:
@@ -197,13 +200,7 @@ class Plan:
 
     def __mul__(self, other: "Plan") -> "Plan":
         """Both plans at once, over a mesh with the axes of both."""
-        both = dict(self.sizes).keys() & dict(other.sizes).keys()
-        if both:
-            raise ValueError(f"the plans {self.name} and {other.name} both have a mesh axis {min(both)!r}; rename one.")
-        if self.devices and other.devices and self.devices != other.devices:
-            raise ValueError(f"the plans {self.name} and {other.name} are of different devices; give them to one only.")
-        if self.stages and other.stages:
-            raise ValueError("two pipelines cannot be multiplied; make one of as many stages.")
+        refuse_product(self, other)
         return Plan(
             {**dict(self.sizes), **dict(other.sizes)},
             self.variables * other.variables,

@@ -99,11 +99,19 @@ def _check(path: str, leaf: Any, spec: PartitionSpec, mesh: dict[str, int]) -> N
         size, number = leaf.shape[axis], ways(entry, mesh)
         if size % number:
             by = " x ".join(f"{name} ({mesh[name]})" for name in names(entry))
-            fitting = [ways for ways in range(number - 1, 0, -1) if size % ways == 0]
+            by = f"mesh axis {by}" if len(names(entry)) == 1 else f"mesh axes {by} = {number}"
+            sizes = [each for each in (size // number * number, -(-size // number) * number) if each]
+            splits = [ways for ways in range(2, 2 * number) if size % ways == 0][-6:]
+            also = f", or a split into {_either(splits)}" if splits else ""
             raise ValueError(
-                f"{path} is {signature(leaf)}: its axis {axis} has {size} places, which {by} = {number} does not "
-                f"divide ({size % number} over); {fitting[0]} ways would, or {-(-size // number) * number} places."
+                f"{path} is {signature(leaf)}: axis {axis} has size {size}, which {by} does not divide; "
+                f"a size of {_either(sizes)} would{also}."
             )
+
+
+def _either(numbers: list[int]) -> str:
+    *before, last = map(str, numbers)
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def _found(rules: tuple[tuple[str, Where], ...], leaves: Mapping[str, Any], what: str) -> dict[str, Where]:

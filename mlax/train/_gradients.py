@@ -57,7 +57,8 @@ def gradients(
     if accumulate == 1 and backward is None:
         found = of(batch, non_trainables, rng)
     else:
-        parts, rngs = parted(batch, accumulate, "accumulate"), random.split(rng, accumulate)
+        name = "accumulate" if backward is None else "microbatches"
+        parts, rngs = parted(batch, accumulate, name), random.split(rng, accumulate)
         if backward is None:
             nothing = mapped(lambda w: jnp.zeros(w.shape, wide(w.dtype)), trainables)
             found = _summed(of, nothing, parts, non_trainables, rngs)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mlax.core._paths import NoSuch
 from mlax.core._wide import wide, widest
@@ -24,7 +25,8 @@ class Metrics(Mapping[str, jax.Array]):
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self.names:
             raise NoSuch(f"{name!r}; there are {', '.join(self.names)}")
-        return self.packed[..., self.names.index(name)]
+        at = self.names.index(name)
+        return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # whose index is part of the program
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -40,6 +40,43 @@ def test_a_wrong_rank_names_the_shape_and_the_remedy():
     assert "in head, called on float32[]" in note
 
 
+@pytest.mark.parametrize(
+    ("layer", "x", "wrong", "text"),
+    [
+        (nn.Linear(5), X, {"kernel": (6, 7)}, "Linear(5): kernel is float32[6, 7], but must be float32[6, 5]"),
+        (nn.Linear(5), X, {"kernel": (6, 1)}, "Linear(5): kernel is float32[6, 1], but must be float32[6, 5]"),
+        (nn.LayerNorm(), X, {"scale": (1,)}, "LayerNorm(): scale is float32[1], but must be float32[6]"),
+        (nn.LayerNorm(), X, {"scale": (2, 1)}, "LayerNorm(): scale is float32[2, 1], but must be float32[6]"),
+        (
+            nn.Embed(10, 4),
+            jnp.ones((2,), jnp.int32),
+            {"table": (3, 9)},
+            "Embed(10, 4): table is float32[3, 9], but must be float32[10, 4]",
+        ),
+    ],
+)
+def test_a_variable_of_another_shape_is_refused(layer, x, wrong, text):
+    trainables, state = layer.init(RNG, x)
+    trainables |= {name: jnp.ones(shape) for name, shape in wrong.items()}
+    assert raised(ValueError, layer.fwd, x, trainables, state)[0] == f"{text} for this input."
+    assert raised(ValueError, jax.jit(layer.fwd), x, trainables, state)[0] == f"{text} for this input."
+
+
+def test_inside_shard_map_a_layer_may_compute_with_its_part_of_the_weights():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    layer, split = nn.Linear(4, bias=False), jax.P(None, "model")
+    trainables, _ = layer.init(RNG, X)
+
+    def fwd(x, trainables):
+        return layer.fwd(x, trainables)[0]
+
+    parts = jax.shard_map(fwd, mesh=mesh, in_specs=(jax.P(), {"kernel": split}), out_specs=split)
+    assert jnp.allclose(parts(X, trainables), fwd(X, trainables), atol=1e-6)
+    whole = jax.shard_map(fwd, mesh=mesh, in_specs=(jax.P(), {"kernel": jax.P()}), out_specs=split)
+    text, _ = raised(ValueError, whole, X, {"kernel": jnp.ones((1, 6, 4))})
+    assert text == "Linear(4, bias=False): kernel is float32[1, 6, 4], but must be float32[6, 4] for this input."
+
+
 def test_a_missing_key_names_the_dropout():
     trainables, state = model().init(RNG, X)
     text, note = raised(ValueError, model().fwd, X, trainables, state)
@@ -254,6 +291,27 @@ def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
     assert text == "LayerNorm: field `axes` is -1, but must be a tuple, as (-1,) is one."
 
 
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda size: nn.Linear(size), "Linear: features is {}, but must be a whole number of at least 1."),
+        (lambda size: nn.Conv(size, (3,)), "Conv: features is {}, but must be a whole number of at least 1."),
+        (lambda size: nn.Embed(3, size), "Embed: width is {}, but must be a whole number of at least 1."),
+    ],
+)
+def test_a_size_that_is_none_is_refused(build, text):
+    for size, kind in (("3", TypeError), (3.0, TypeError), (True, TypeError), (-3, ValueError), (0, ValueError)):
+        assert raised(kind, build, size)[0] == text.format(repr(size))
+    x = jnp.ones((2, 6, 3), jnp.int32 if isinstance(build(3), nn.Embed) else jnp.float32)
+    assert raised(TypeError, build(None).init, RNG, x)[0] == text.format(None)
+
+
+def test_a_value_where_a_whole_number_belongs_is_refused():
+    for value in (1.0, "1", True):
+        text, _ = raised(TypeError, mlax.Map, nn.Linear(3), axis=value)
+        assert text == f"Map: field `axis` is {value!r}, but must be a whole number."
+
+
 def test_a_fwd_that_forgets_the_state_is_named():
     @mlax.frozen
     class Forgets(mlax.Layer):
@@ -281,6 +339,12 @@ def test_a_name_that_is_no_dtype_is_named():
 
 def test_a_repeated_layer_that_changes_the_shape_is_refused():
     text, _ = raised(ValueError, mlax.Series(mlax.Repeat(nn.Linear(3), 2)).init, RNG, X)
+    assert "turns float32[2, 6] into float32[2, 3]" in text and "must be like its input" in text
+
+
+@pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
+def test_a_repeated_layer_that_changes_the_shape_is_refused_on_its_own_too(mode):
+    text, _ = raised(ValueError, mlax.Repeat(nn.Linear(3), 2, mode=mode).init, RNG, X)
     assert "turns float32[2, 6] into float32[2, 3]" in text and "must be like its input" in text
 
 
@@ -360,6 +424,10 @@ def test_swapped_arguments_are_recognised_and_no_array_is_printed():
     )
     text, _ = raised(TypeError, nn.Linear(3).init, 0, X)
     assert text == "Linear(3): init needs a key, but rng is 0; pass jax.random.key(0), say."
+    text, _ = raised(TypeError, nn.Linear(3).fwd, nn.Linear(3).init(RNG, X)[0], X)
+    assert text == "Linear(3): fwd(x, trainables): the input is a dict; are the arguments swapped?"
+    text, _ = raised(TypeError, model().fwd, model().init(RNG, X)[0], X)
+    assert text.endswith("fwd(x, trainables): the input is a dict; are the arguments swapped?")
     text, _ = raised(TypeError, nn.Linear(3).fwd, X, {}, rng=X)
     assert text == "Linear(3): rng is float32[2, 6], but must be a key; pass jax.random.key(0), say."
 

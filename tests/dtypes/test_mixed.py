@@ -49,6 +49,12 @@ def test_float32_statistics_are_nearer_to_the_truth():
     assert error(nn.LayerNorm(accum_dtype="float32")) < 0.5 * error(nn.LayerNorm())
 
 
+@pytest.mark.parametrize("choice", [dtypes.mixed_bfloat16, dtypes.mixed_float16])
+def test_a_function_has_no_weights_to_keep_wide(choice):
+    with pytest.raises(TypeError, match=r"model is the function relu, which is no layer; wrap it: mlax.F\(relu\)\."):
+        choice(jax.nn.relu)
+
+
 def test_integers_pass_through():
     model = dtypes.Mixed(mlax.Series(nn.Embed(10, 4), nn.Linear(2)))
     x = jnp.arange(6).reshape(2, 3)

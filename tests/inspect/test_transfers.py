@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import nn, optim, train
 from mlax.inspect import transfers
-from mlax.inspect._collectives import events_of
+from mlax.inspect._collectives import Event, events_of
 from mlax.inspect._hlo import read
 from mlax.inspect._sizes import gib
 from mlax.inspect._transfers import _events, collected
@@ -115,7 +115,7 @@ def test_a_permutation_and_an_exchange_send_what_they_hold():
 
 def test_one_device_sends_nothing():
     found = transfers(lambda x: x @ x, jnp.ones((8, 8)))
-    assert found == ((), ())
+    assert found.rows == found.totals == ()
     assert str(found) == "No collective, and no copy between host and device."
 
 
@@ -186,10 +186,18 @@ def test_what_is_compiled_already_is_taken_as_it_is():
 def test_the_table_has_a_line_for_each_row_and_total():
     found = transfers(gradient, variables(lambda path, leaf: P()), struct((64, D), P("data")))
     lines = str(found).splitlines()
-    assert len(lines) == 1 + len(found.rows) + len(found.totals)
+    assert len(lines) == 1 + len(found.rows) + len(found.totals) + 1
     assert lines[0].split() == ["layer", "kind", "devices", "count", "bytes", "sent", "by", "each"]
     assert re.fullmatch(r"blocks/up +all-reduce +8 +5 +41.2 KiB +72.2 KiB", lines[1])
-    assert lines[-1].startswith("in all")
+    assert lines[-2].startswith("in all")
+    assert lines[-1] == "What several layers share counts in the row of each of them, and once in all."
+
+
+def test_the_table_says_nothing_of_shared_transfers_where_there_are_none():
+    alone = Event("all-reduce", 8, (("up", 64),), 1.75)
+    assert str(collected([alone])).splitlines()[-1].startswith("in all")
+    shared = alone._replace(parts=(("up", 64), ("down", 64)))
+    assert str(collected([alone, shared])).splitlines()[-1].startswith("What several layers share")
 
 
 def test_sizes_are_three_digits_and_a_unit():

@@ -98,6 +98,11 @@ MISTAKES = {
         TypeError,
         ["`rate` is an array", "plain Python values"],
     ),
+    "a rate that is a function": (
+        lambda: optim.SGD(lambda step: 0.1 / (step + 1)),
+        TypeError,
+        ["a number or a schedule; for a function of the step, subclass optim.Schedule."],
+    ),
     "a rate that is True": (lambda: optim.SGD(True), TypeError, ["rate is True", "a number or a schedule"]),
     "an infinite rate in update": (updated(rate=jnp.inf), ValueError, ["Adam: rate is inf", "finite"]),
     "a negative rate in update": (updated(rate=-1.0), ValueError, ["rate is -1", "at least 0"]),
@@ -107,6 +112,16 @@ MISTAKES = {
     "a negative beta": (lambda: optim.Adam(0.1, b1=-0.1), ValueError, ["b1 is -0.1", "at least 0 and below 1"]),
     "a beta of 1": (lambda: optim.Adam(0.1, b2=1.0), ValueError, ["b2 is 1", "at least 0 and below 1"]),
     "a beta of 1 in update": (updated(b2=1.0), ValueError, ["b2 is 1", "below 1"]),
+    "a pattern that is a number": (
+        lambda: optim.AdamW(0.1, decayed=(1,)),
+        TypeError,
+        ["AdamW: decayed is (1,)", "a pattern or a tuple of them"],
+    ),
+    "patterns within patterns": (
+        lambda: optim.Freeze(ADAM, (("a", "b"),)),
+        TypeError,
+        ["Freeze: frozen is (('a', 'b'),)", "a pattern or a tuple of them"],
+    ),
     "a negative limit": (lambda: optim.ClipGlobalNorm(ADAM, -1.0), ValueError, ["limit is -1", "at least 0"]),
     "decayed that match nothing": (
         after(optim.AdamW(0.1, decayed=NO_MATCH)),

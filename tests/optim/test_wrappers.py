@@ -61,6 +61,16 @@ def test_lars_scales_kernels_and_gives_other_leaves_to_sgd():
     close(path, {**torch_path("sgd_momentum"), "dense/kernel": kernel}, 1e-9)
 
 
+def test_one_pattern_needs_no_tuple():
+    sgd = optim.SGD(0.1)
+    assert optim.Freeze(sgd, "a/**") == optim.Freeze(sgd, ("a/**",))
+    assert optim.Decay(sgd, decayed="**/kernel").decayed == ("**/kernel",)
+    assert optim.AdamW(0.1, decayed="**", stacked="blocks/**") == optim.AdamW(
+        0.1, decayed=("**",), stacked=("blocks/**",)
+    )
+    assert optim.LayerwiseRates(sgd, "blocks/**", stacked="blocks/**").layers == ("blocks/**",)
+
+
 def test_decay_takes_its_part_of_the_weights_whatever_the_rate():
     path = run(optim.Decay(optim.Adam(0.01), 0.02, decayed=ALL))
     close(path, stacked(definitions.adamw(WEIGHTS, GRADS, rate=0.01, decay=0.02 / 0.01)), 1e-9)

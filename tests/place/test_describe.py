@@ -4,6 +4,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mlax
 from mlax import nn, optim, place, train
 from mlax.core import Series
 from tests.place.models import OPTIMIZER, cnn, gpt, objective_of
@@ -52,6 +53,17 @@ def test_state_counts_with_the_weights_and_without_an_optimizer_it_is_about_infe
     assert described.working is not None and "needed" in str(described)
 
 
+def test_what_the_layers_of_a_part_share_is_one_transfer_of_the_part():
+    task = gpt()
+    described = place.data().describe(task.model, task.x, OPTIMIZER)
+    assert described.moved is not None
+    (total,) = (row.count for row in described.moved.totals if row.kind == "all-reduce")
+    shown = str(described).partition("moved in a step")[2].splitlines()
+    counts = [int(line.split("all-reduce")[1].split()[1]) for line in shown if "all-reduce" in line]
+    assert sum(row.count for row in described.moved.rows if row.layer.startswith("blocks/")) > total
+    assert max(counts) == counts[-1] == total
+
+
 def test_slots_in_host_memory_are_counted_there():
     task = gpt()
     plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
@@ -67,6 +79,7 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
     again = place.data().describe(gpt(mode="remat").model, gpt().x, OPTIMIZER, compile=False)
     kept = {row.layer: row.activations for row in stored.rows}
     assert kept["blocks/think/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
+    assert set(kept) <= {"", *mlax.layers(gpt().model)}
     assert 4 * again.held("activations") < stored.held("activations")
     bigger = place.data().describe(gpt().model, gpt().x, OPTIMIZER, 32, compile=False)
     assert bigger.held("activations") == pytest.approx(2 * stored.held("activations"), rel=0.1)

@@ -109,7 +109,8 @@ def test_a_training_step_names_the_leaf_of_the_batch_and_goes_on_after_it():
         step(state, batch)
     with place.guard():
         state, metrics = step(state, placed)
-    assert np.isfinite(jax.device_get(metrics["loss"]))
+        loss = metrics["loss"]
+    assert np.isfinite(jax.device_get(loss))
 
 
 def test_steps_fed_as_planned_run_under_the_guard():

@@ -319,7 +319,11 @@ class TestOneForwardOneBackwardRefuses:
             jax.eval_shape(step, data, trainables, state, jax.random.key(1))
 
     def test_no_pipeline(self):
-        self.refused("the objective calls no pipelined part", convolutional(4))
+        self.refused(r"no pipelined part; let it call the model that plan.wired\(model, x\) gives", convolutional(4))
+
+    def test_a_batch_that_does_not_divide(self):
+        odd = jax.tree.map(lambda leaf: leaf[: MICROBATCHES + 1], batch(convolutional()))
+        self.refused(f"microbatches is {MICROBATCHES}, but does not divide the batch", **odd)
 
     def test_two_pipelines(self):
         block = mlax.Repeat(mlax.Residual(nn.Conv(4, 3)), 2)

@@ -128,7 +128,8 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
         (
             [("blocks/**/query/kernel", P(("data", "model")))],
             ValueError,
-            "its axis 0 has 4 places, which data (4) x model (2) = 8 does not divide (4 over); 4 ways would, or 8",
+            "axis 0 has size 4, which mesh axes data (4) x model (2) = 8 does not divide; "
+            "a size of 8 would, or a split into 2 or 4.",
         ),
         ([("**", "model")], TypeError, "must say a PartitionSpec"),
         (["**"], TypeError, "must be a pair"),
@@ -142,16 +143,33 @@ def test_rules_that_are_wrong_are_refused_in_words(rules, error, words):
 
 
 def test_meshes_that_are_wrong_are_refused_in_words():
-    with pytest.raises(ValueError, match=re.escape("data 3 = 3 does not divide the 8 devices there are; the numbers")):
+    with pytest.raises(
+        ValueError, match=re.escape("data 3 = 3 does not divide the 8 devices there are; the numbers")
+    ) as few:
         place.data(3).mesh  # noqa: B018
+    assert "Use some of them by plan.over(jax.devices()[:3]), or simulate more" in str(few.value)
+    assert place.data(3).over(jax.devices()[:3]).mesh.size == 3
+    with pytest.raises(ValueError, match=re.escape("1, 2, 4, 8. Simulate more on a CPU by jax.config.update(")):
+        place.data(16).mesh  # noqa: B018
     with pytest.raises(ValueError, match="more than one axis to be found"):
         place.Plan({"a": -1, "b": -1})
     with pytest.raises(ValueError, match="must be a number of devices"):
         place.Plan({"a": 0})
-    with pytest.raises(ValueError, match="both have a mesh axis 'data'"):
-        place.data(2) * place.fsdp(2)
+    with pytest.raises(ValueError, match=r"both have a mesh axis 'data'; .* as by place.fsdp\(4, axis='fsdp'\)"):
+        place.data(2) * place.fsdp(4)
+    assert (place.data(2) * place.fsdp(4, axis="fsdp")).shape == {"data": 2, "fsdp": 4}
+    with pytest.raises(TypeError, match=r"Plan\(data: data 4\) times 2: multiply plans by plans"):
+        place.data(4) * 2
     with pytest.raises(ValueError, match="batch is"):
         place.Plan({"data": 2}, batch=P("rows"))
+
+
+def test_what_is_no_key_is_refused_as_by_the_model_itself():
+    task = gpt()
+    with pytest.raises(TypeError, match=r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), say\.$"):
+        place.data().init(task.model, 0, task.x)
+    with pytest.raises(TypeError, match=r"Are the arguments swapped\? They are init\(model, rng, x\)\.$"):
+        place.data().init(task.model, task.x, jax.random.key(0))
 
 
 def test_a_mesh_axis_can_be_all_that_is_left_and_devices_can_be_chosen():

@@ -85,7 +85,7 @@ def decoded(data: bytes, path: str, *, whole: bool = True) -> Manifest:
     """The manifest in a file, every field of it checked. If it is `whole`, the pieces are the arrays, exactly."""
     hashed, rest = data[len(_FRONT) : len(_FRONT) + 32], data[len(_FRONT) + 32 :]
     if not data.startswith(_FRONT) or digest(rest).encode() != hashed:
-        raise Refused(f"{path}: it does not hash to what it says; it is damaged.")
+        raise Refused(f"{path}: its hash does not match what it says; it is damaged.")
     words = parsed(data, path, depth=32)
     if words.get("format") != "mlax checkpoint" or words.get("version") != VERSION:
         raise Refused(f"{path}: version {words.get('version')!r} is not known; this mlax reads {VERSION}.")

@@ -74,5 +74,5 @@ class Reading:
             file.seek(entry.start)
             read = file.readinto(raw(block)) if block.size else 0  # pyright: ignore[reportAttributeAccessIssue]
             if read != block.nbytes or digest(raw(block)) != piece.xxh3_128:
-                raise Refused(f"{path}: the array {name!r} is damaged: it does not hash to what the manifest says.")
+                raise Refused(f"{path}: the array {name!r} is damaged: its hash does not match what the manifest says.")
         return block

@@ -39,7 +39,7 @@ def as_numbers(given: Any, name: str) -> np.ndarray:
         if least < np.iinfo(dtype).min or most > np.iinfo(dtype).max:
             raise OverflowError(
                 f"{name} holds {least if least < 0 else most:,}, which {dtype} cannot; call "
-                f'jax.config.update("jax_enable_x64", True) to keep {array.dtype}, or leave {name} out.'
+                f'jax.config.update("jax_enable_x64", True) to keep {array.dtype}, or leave it out.'
             )
     return array.astype(dtype)
 
