@@ -1,22 +1,62 @@
-"""A layer takes arrays that lie on a mesh. Types tell whether it does, so everything here is traced and nothing run."""
+"""A layer takes arrays that lie on a mesh, whichever type its axes have.
+
+The types of arrays tell whether it does, so `make test` traces and runs nothing; `make thorough` compares the numbers.
+"""
+
+import contextlib
 
 import jax
+import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def loss(layer, x, trainables, non_trainables, rng):
-    y, _ = layer.fwd(x, trainables, non_trainables, rng=rng)
-    return sum(leaf.sum(dtype=leaf.dtype) for leaf in jax.tree.leaves(y))
+@pytest.fixture(params=["auto", "manual"])
+def over_devices(request):
+    """Lays a function and its arguments over two devices, split as is said: (function, arguments, mesh to be set)."""
+
+    def laid(function, arguments, splits, out):
+        kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+        if request.param == "manual":
+            function = jax.shard_map(function, mesh=mesh, in_specs=splits, out_specs=out)
+        arguments = jax.device_put(arguments, jax.tree.map(lambda split: NamedSharding(mesh, split), splits))
+        return (
+            jax.jit(function),
+            arguments,
+            jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext(),
+        )
+
+    return laid
 
 
-def like(tree, sharding):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+def case(row, **options):
+    """The gradient of a layer, its arguments for a batch of two parts, which are split, and over which it is taken."""
+    layer, key, one = row.layer("float32"), jax.random.key(0), row.x("float32")
+    two = jax.tree.map(lambda *parts: np.concatenate(parts), one, row.x("float32", seed=1))
+    each, arguments = (((*layer.init(key, x), x)) for x in (one, two))
+    splits = jax.tree.map(lambda a, b: P() if a.shape == b.shape else P("data"), each, arguments)
+
+    def loss(trainables, non_trainables, x):
+        y, _ = layer.fwd(x, trainables, non_trainables, **options)
+        return sum((leaf * leaf).sum(dtype=leaf.dtype) for leaf in jax.tree.leaves(y))
+
+    over = (0,) if row.integers else (0, 2)
+    return jax.grad(loss, over), arguments, splits, tuple(splits[place] for place in over)
 
 
-def test_arrays_may_lie_on_a_mesh_that_is_not_set(row):
-    layer, x, trainables, non_trainables = row.init("float32")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    arguments = like((trainables, x, non_trainables, jax.random.key(1)), NamedSharding(mesh, P()))
-    gradient = jax.grad(lambda trainables, x, *rest: loss(layer, x, trainables, *rest), 0)
-    jax.jit(gradient).trace(*arguments)
+def test_gradients_can_be_traced_over_a_mesh(row, over_devices):
+    function, arguments, mesh = over_devices(*case(row, rng=jax.random.key(1)))
+    with mesh:
+        function.trace(*arguments)
+
+
+@pytest.mark.thorough
+def test_gradients_over_a_mesh_are_those_on_one_device(row, over_devices):
+    gradient, arguments, *splits = case(row, inference_mode=True)
+    function, there, mesh = over_devices(gradient, arguments, *splits)
+    with mesh:
+        found = function(*there)
+    for many, one in zip(*map(jax.tree.leaves, (found, jax.jit(gradient)(*arguments))), strict=True):
+        np.testing.assert_allclose(np.asarray(many), one, rtol=1e-4, atol=1e-4)
