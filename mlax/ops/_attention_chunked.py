@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core._laid import varying_like
+from mlax.core._laid import split_of, varying_like
 from mlax.ops._attention_scores import Rule, Sight, biased, product, raw_scores, visible
 from mlax.ops._softmax import lowest, nonzero, settled
 
@@ -216,4 +216,5 @@ def _joined(blocks: jax.Array, axis: int = 3) -> jax.Array:
 
 def _like_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
     """Sinks (g, r) spread over (b, g, r, t, 1)."""
-    return jnp.broadcast_to(sinks[:, :, None, None].astype(like.dtype), like.shape)
+    spread = sinks[:, :, None, None].astype(like.dtype)
+    return jnp.broadcast_to(spread, like.shape, out_sharding=split_of(like))

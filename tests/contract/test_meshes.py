@@ -11,10 +11,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.catalogue import ROWS
 
-@pytest.fixture(params=["auto", "manual"])
-def over_devices(request):
+# JAX computes a convolution of all time steps as one of a longer batch, and cannot merge an axis with a split one.
+NOT_EXPLICIT = {ROWS["Recurrent ConvLSTMCell"]}
+
+
+@pytest.fixture(params=["auto", "manual", "explicit"])
+def over_devices(request, row):
     """Lays a function and its arguments over two devices, split as is said: (function, arguments, mesh to be set)."""
+    if request.param == "explicit" and row in NOT_EXPLICIT:
+        request.applymarker(pytest.mark.xfail)
 
     def laid(function, arguments, splits, out):
         kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto
