@@ -204,7 +204,7 @@ def _padded(x: Any, more: dict[int, int]) -> Any:
     """The array with zeros after its end along some axes; an axis of size 1 that broadcasts stays."""
     if x is None:
         return None
-    widths = [(0, more.get(axis, 0) if x.ndim < 5 or size > 1 else 0) for axis, size in enumerate(x.shape)]
+    widths = [(0, more.get(axis, 0) if x.ndim < 5 or size != 1 else 0) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
