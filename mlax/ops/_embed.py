@@ -13,4 +13,4 @@ def embed(x: Integer[Array, "..."], table: Float[Array, "v d"]) -> Float[Array, 
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"embed: the input is {x.dtype}, but must be whole numbers; cast it to int32.")
-    return rows(table, x, mode="fill", fill_value=jnp.nan)
+    return rows(table, x, mode="fill")

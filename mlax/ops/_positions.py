@@ -49,5 +49,5 @@ def _table(frequencies: tuple[float, ...], step: int, dtype: str) -> tuple[np.nd
 
 
 def _rows(table: tuple[np.ndarray, np.ndarray], digits: Any) -> tuple[Any, Any]:
-    cos, sin = (rows(jnp.asarray(each), digits, mode="fill", fill_value=jnp.nan) for each in table)
+    cos, sin = (rows(jnp.asarray(each), digits, mode="fill") for each in table)
     return cos, sin

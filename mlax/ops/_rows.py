@@ -1,6 +1,7 @@
 """Reading a table."""
 
-from typing import Any
+import functools
+from typing import Literal
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -8,9 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mlax.core._laid import split_of
 
 
-def rows(table: jax.Array, indices: jax.Array, **beyond: Any) -> jax.Array:
-    """`table[indices]`, over an explicit mesh split as the indices are; `beyond` says what is beyond the last row."""
+@functools.partial(jax.jit, static_argnames="mode")
+def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) -> jax.Array:
+    """`table[indices]`, over an explicit mesh split as the indices are.
+
+    Beyond the last row there is NaN ("fill"), or that row ("clip").
+    """
     split = split_of(indices)
     if split is not None:
         split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))
-    return table.at[indices].get(out_sharding=split, **beyond)
+    return table.at[indices].get(mode=mode, out_sharding=split)
