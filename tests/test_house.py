@@ -10,7 +10,7 @@ import mlax
 PACKAGE = Path(mlax.__file__).parent
 BELOW = {
     "core": set(),
-    "ops": set(),
+    "ops": {"core"},
     "dtypes": {"core"},
     "nn": {"core", "ops", "dtypes"},
     "optim": {"core"},

@@ -80,7 +80,7 @@ def deferred_scan(
             carry, (y, kept) = keeping_scan(body, carry, (xs, fixed, nudges), reverse=reverse, unroll=unroll)
             return (carry, y), kept
 
-        still = [jax.tree.map(lambda leaf: jnp.zeros((times, *leaf.shape), leaf.dtype), like) for _, _, like in uses]
+        still = [jax.tree.map(lambda leaf: _zeros(times, leaf), like) for _, _, like in uses]
         out, push, (before, values) = jax.linearize(nudged_scan, carry, xs, still, has_aux=True)
         dxs = added(dxs, _nudge(step.feedback, weights, dweights, (before, fixed[0])))
         nudges = []
@@ -93,7 +93,7 @@ def deferred_scan(
 
 
 def _uses(step: Step, carry: Any, xs: Any, fixed: Any, weights: dict[str, Any]) -> list[tuple[str, Function, Any]]:
-    """Each `apply` of a step to weights that there are, with the shapes of what it gives."""
+    """Each `apply` of a step to weights that there are, with the type of what it gives."""
     found: list[tuple[str, Function, Any]] = []
 
     def apply(name: str, function: Function, value: Any) -> Any:
@@ -102,9 +102,17 @@ def _uses(step: Step, carry: Any, xs: Any, fixed: Any, weights: dict[str, Any]) 
             found.append((name, function, jax.eval_shape(lambda: y)))
         return y
 
-    now = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (xs, fixed))
-    jax.eval_shape(lambda carry, now: step(apply, weights, carry, *now), carry, now)
+    def body(carry: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        found.clear()  # a scan may trace it twice
+        return step(apply, weights, carry, *now)
+
+    jax.eval_shape(lambda carry, now: lax.scan(body, carry, now), carry, (xs, fixed))
     return found
+
+
+def _zeros(times: int, like: Any) -> jax.Array:
+    """As many zeros as `like` in a stack, laid over the devices as it is."""
+    return jnp.broadcast_to(jnp.zeros_like(like), (times, *like.shape))
 
 
 def _nudge(function: Function, weights: Any, dweights: Any, values: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from jax import lax
 
 
@@ -12,7 +13,10 @@ def fenced(tree: Any) -> Any:
     and that copies nothing. On other devices fusion is welcome.
     """
 
+    def barred(tree: Any) -> Any:  # leaf by leaf: all that pass one barrier vary inside of shard_map where one does
+        return jax.tree.map(lax.optimization_barrier, tree)
+
     def on_cpu(tree: Any) -> Any:
-        return lax.cond(lax.optimization_barrier(False), lax.optimization_barrier, lambda tree: tree, tree)
+        return lax.cond(lax.optimization_barrier(False), barred, lambda tree: tree, tree)
 
     return lax.platform_dependent(tree, cpu=on_cpu, default=lambda tree: tree)

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from mlax.core._cell import Cell, CompositeCell
 from mlax.core._frozen import frozen
+from mlax.core._laid import laid_like
 from mlax.core._layer import Tree
 from mlax.core._notes import brief, signature
 from mlax.core._split import split_scan
@@ -53,7 +54,7 @@ class Recurrent(Wrapper):
         carry, x, lengths = self._taken_apart(x)
         times, step = self._step(x)
         x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, self.axis, 0), x)  # (t, b, ...)
-        carry = self.layer.start(step) if carry is None else carry
+        carry = laid_like(self.layer.start(step), x, axis=1) if carry is None else carry
         keys = None if rng is None else jax.random.split(rng, times)
         within = None
         if lengths is not None:

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from mlax.core import Layer, frozen
+from mlax.core._laid import split_of
 
 
 @frozen
@@ -48,7 +49,8 @@ class Reshape(Layer):
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return x.reshape(x.shape[0], *self._sizes(x.shape[1:])), non_trainables
+        shape = (x.shape[0], *self._sizes(x.shape[1:]))
+        return x.reshape(shape, out_sharding=split_of(x, (0,))), non_trainables
 
     def _sizes(self, given: tuple[int, ...]) -> tuple[int, ...]:
         size, known = math.prod(given), math.prod(size for size in self.shape if size != -1)

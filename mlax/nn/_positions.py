@@ -9,6 +9,7 @@ import numpy as np
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
 from mlax.dtypes import cast
 from mlax.ops import embed, sinusoids
+from mlax.ops._checks import is_known
 
 
 @frozen
@@ -29,7 +30,7 @@ class LearnedPositions(Layer):
 
     def init(self, rng, x):
         x, _ = _parts(self, x)
-        if x.shape[1] > self.length:
+        if is_known(x.shape[1]) and x.shape[1] > self.length:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
         table = self.table_init(named_key(rng, "table"), (self.length, x.shape[-1]), self.param_dtype or x.dtype)
         return {"table": table}, _count(self)

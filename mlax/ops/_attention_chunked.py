@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mlax.core._laid import split_of, varying_like
 from mlax.ops._attention_scores import Rule, Sight, biased, product, raw_scores, visible
 from mlax.ops._softmax import lowest, nonzero, settled
 
@@ -47,7 +48,8 @@ def attend_chunked(
         bias=_padded(sight.bias, {3: more_t, 4: more_s}),
     )
     q, k, v = _padded(q * rule.scale, {3: more_t}), _padded(k, {2: more_s}), _padded(v, {2: more_s})
-    y: Any = _attend(rule, tiles, q, k, v, sight, sinks)
+    arrays = (q, k, v, sight, sinks)
+    y: Any = _attend(rule, tiles, *varying_like(arrays, arrays))
     return y[:, :, :, :t]
 
 
@@ -58,7 +60,6 @@ def _attend(rule: Rule, tiles: Tiles, q: Any, k: Any, v: Any, sight: Sight, sink
 
 def _forward(rule: Rule, tiles: Tiles, q: Any, k: Any, v: Any, sight: Sight, sinks: Any) -> tuple[Any, Any]:
     wide = jnp.dtype(rule.accum_dtype or q.dtype)
-    shape = (*q.shape[:3], tiles.queries, 1)
 
     def row(i: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         block = _cut(q, 3, i, tiles.queries)
@@ -76,11 +77,12 @@ def _forward(rule: Rule, tiles: Tiles, q: Any, k: Any, v: Any, sight: Sight, sin
             gained = product("bgrts,bgsk->bgrtk", weights.astype(v.dtype), _cut(v, 2, j, tiles.keys), rule)
             return new, total, sums * fading + gained
 
+        none = jnp.zeros_like(block[..., :1], wide)
         start = (
             # a sink is an entry that comes before all keys and whose value is 0
-            jnp.full(shape, lowest(wide), wide) if sinks is None else _like_scores(sinks, shape, wide),
-            jnp.full(shape, 0.0 if sinks is None else 1.0, wide),
-            jnp.zeros((*shape[:-1], v.shape[-1]), wide),
+            jnp.full_like(none, lowest(wide)) if sinks is None else _like_scores(sinks, none),
+            none if sinks is None else jnp.ones_like(none),
+            jnp.broadcast_to(none, (*none.shape[:-1], v.shape[-1])),
         )
         top, total, sums = lax.fori_loop(*_columns_seen(rule, tiles, i), tile, start)
         return (sums / nonzero(total)).astype(q.dtype), settled(top), nonzero(total)
@@ -117,15 +119,15 @@ def _backward(rule: Rule, tiles: Tiles, saved: Any, grad: jax.Array) -> tuple[An
             by_q = _added(by_q, product("bgrts,bgsk->bgrtk", by_scores, keys, rule), 3, i * tiles.queries)
             return by_q, by_bias, by_k, by_v
 
-        start = (*carry, jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide))
+        start = (*carry, jnp.zeros_like(keys, wide), jnp.zeros_like(values, wide))
         by_q, by_bias, by_k, by_v = lax.fori_loop(*_rows_seeing(rule, tiles, j), tile, start)
         return (by_q, by_bias), (by_k.astype(k.dtype), by_v.astype(v.dtype))
 
-    start = (jnp.zeros(q.shape, wide), None if sight.bias is None else jnp.zeros(sight.bias.shape, wide))
+    start = (jnp.zeros_like(q, wide), None if sight.bias is None else jnp.zeros_like(sight.bias, wide))
     (by_q, by_bias), (by_k, by_v) = lax.scan(column, start, jnp.arange(tiles.columns, dtype=np.int32))
     by_sinks = None
     if sinks is not None:
-        weights = lax.exp(_like_scores(sinks, top.shape, wide) - top) / total
+        weights = lax.exp(_like_scores(sinks, top) - top) / total
         by_sinks = -lax.reduce_sum(weights * shared, (0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
     by_sight: Any = jax.tree.map(lambda x: None, sight)  # whole numbers and booleans have no gradient
     if by_bias is not None:
@@ -202,7 +204,7 @@ def _padded(x: Any, more: dict[int, int]) -> Any:
     """The array with zeros after its end along some axes; an axis of size 1 that broadcasts stays."""
     if x is None:
         return None
-    widths = [(0, more.get(axis, 0) if x.ndim < 5 or size > 1 else 0) for axis, size in enumerate(x.shape)]
+    widths = [(0, more.get(axis, 0) if x.ndim < 5 or size != 1 else 0) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
@@ -212,6 +214,7 @@ def _joined(blocks: jax.Array, axis: int = 3) -> jax.Array:
     return lax.collapse(moved, axis, axis + 2)
 
 
-def _like_scores(sinks: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _like_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
     """Sinks (g, r) spread over (b, g, r, t, 1)."""
-    return jnp.broadcast_to(sinks[:, :, None, None].astype(dtype), shape)
+    spread = sinks[:, :, None, None].astype(like.dtype)
+    return jnp.broadcast_to(spread, like.shape, out_sharding=split_of(like))

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mlax.ops._checks import is_known
+
 Kernel = Literal["cudnn", "xla", "chunked"]
 
 PLANE = 1 << 20  # scores of one head, from which a CPU is faster in tiles that fit its cache
@@ -66,8 +68,8 @@ def attention_kernel(
         obstacle = "its softmax is in float32, which accum_dtype='float32' would allow"
     if obstacle is None:
         return "cudnn: the device and the arguments allow it"
-    plane = q.shape[1] * k.shape[1]
-    scores = q.shape[0] * q.shape[2] * plane
+    plane = math.prod(filter(is_known, (q.shape[1], k.shape[1])))  # at least
+    scores = math.prod(filter(is_known, (q.shape[0], q.shape[2]))) * plane
     if dropout > 0.0:
         return f"xla: only it drops weights; not cudnn, since {obstacle}"
     if scores >= LARGE or (plane >= PLANE and jax.default_backend() == "cpu"):

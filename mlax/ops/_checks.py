@@ -1,6 +1,13 @@
 """Checks that several operations share."""
 
+from typing import Any
+
 import jax
+
+
+def is_known(*sizes: Any) -> bool:
+    """Whether sizes are numbers; `jax.export` leaves some open, and what goes by their size has to do without."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def same_dtype(operation: str, **arrays: jax.Array | None) -> None:

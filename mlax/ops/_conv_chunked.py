@@ -11,6 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from mlax.ops._checks import is_known
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import pad
 from mlax.ops._windows import Windows, all_places
@@ -32,6 +33,7 @@ def by_chunks(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
         jax.default_backend() == "cpu"
         and groups == 1
         and len(axes.spatial) > 1
+        and is_known(*x.shape)
         and x.shape[axes.batch] * x.shape[axes.channel] >= FEW
         and accum_dtype is None
         and jnp.finfo(x.dtype).bits >= 32

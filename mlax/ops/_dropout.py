@@ -6,6 +6,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from mlax.core._laid import split_of
+
 
 def dropout(
     x: Float[Array, "..."], rng: jax.Array, rate: float, *, axes: tuple[int, ...] | None = None
@@ -27,6 +29,7 @@ def kept(
     """Which elements of `x` stay where each, or all that share their place along `axes`, goes with that probability."""
     own = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
     shape = tuple(size if axis in own else 1 for axis, size in enumerate(x.shape))
-    bits = jax.random.bits(rng, shape, np.uint32)  # whole numbers: no float of another dtype is made
+    # whole numbers: no float of another dtype is made
+    bits = jax.random.bits(rng, shape, np.uint32, out_sharding=split_of(x, own))
     stay = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return jnp.broadcast_to(stay, x.shape)
+    return jnp.broadcast_to(stay, x.shape, out_sharding=split_of(x))

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from mlax.ops._rows import rows
+
 
 def embed(x: Integer[Array, "..."], table: Float[Array, "v d"]) -> Float[Array, "... d"]:
     """The row of `table` for each entry of `x`, in the dtype of the table.
@@ -11,4 +13,4 @@ def embed(x: Integer[Array, "..."], table: Float[Array, "v d"]) -> Float[Array, 
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"embed: the input is {x.dtype}, but must be whole numbers; cast it to int32.")
-    return jnp.take(table, x, axis=0, mode="fill", fill_value=jnp.nan)
+    return rows(table, x, mode="fill")

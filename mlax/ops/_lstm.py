@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.core._laid import split_of
 from mlax.ops._checks import same_dtype
 
 
@@ -56,7 +57,7 @@ def _opened(gates: jax.Array) -> jax.Array:
 
     One tanh for all of them, since XLA on a CPU would compute four gates apart again and again.
     """
-    place = lax.broadcasted_iota(jnp.int32, gates.shape, gates.ndim - 1)
+    place = lax.broadcasted_iota(jnp.int32, gates.shape, gates.ndim - 1, out_sharding=split_of(gates))
     width = gates.shape[-1] // 4
     candidate = (place >= 2 * width) & (place < 3 * width)
     scale = lax.select(candidate, lax.full_like(gates, 1.0), lax.full_like(gates, 0.5))

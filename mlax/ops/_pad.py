@@ -1,6 +1,6 @@
 """Padding of spatial axes: by zeros, by the other end, by the mirror image, by the edge."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -24,7 +24,7 @@ def pad(
 
 
 def check_pad(
-    name: str, shape: tuple[int, ...], axes: tuple[int, ...], widths: tuple[tuple[int, int], ...], pad_with: str
+    name: str, shape: tuple[Any, ...], axes: tuple[int, ...], widths: tuple[tuple[int, int], ...], pad_with: str
 ) -> None:
     """Refuse a kind of padding that is none, or that would need more places than the input has."""
     if pad_with not in get_args(PadWith):

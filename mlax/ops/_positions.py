@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from mlax.ops._rows import rows
+
 DIGIT = 1024  # positions are written in two digits to this base
 
 
@@ -47,5 +49,5 @@ def _table(frequencies: tuple[float, ...], step: int, dtype: str) -> tuple[np.nd
 
 
 def _rows(table: tuple[np.ndarray, np.ndarray], digits: Any) -> tuple[Any, Any]:
-    cos, sin = (jnp.take(jnp.asarray(each), digits, axis=0, mode="fill", fill_value=jnp.nan) for each in table)
+    cos, sin = (rows(jnp.asarray(each), digits, mode="fill") for each in table)
     return cos, sin

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from mlax.ops._rows import rows
+
 
 def relative_bias(
     queries: Integer[Array, "b t"],
@@ -18,7 +20,7 @@ def relative_bias(
     """The row of `table` for the bucket of each distance between positions, heads first, in the table's dtype."""
     offsets = keys[:, None, :] - queries[:, :, None]  # (b, t, s), how far the key is ahead
     buckets = relative_buckets(offsets, table.shape[0], bidirectional=bidirectional, farthest=farthest)
-    return jnp.moveaxis(jnp.take(table, buckets, axis=0, mode="clip"), -1, 1)
+    return jnp.moveaxis(rows(table, buckets, mode="clip"), -1, 1)
 
 
 def relative_buckets(
@@ -34,7 +36,7 @@ def relative_buckets(
         raise ValueError(f"relative_buckets: there are {buckets} buckets, but an even number of at least 4 is needed.")
     sided = buckets // 2 if bidirectional else buckets
     distance = jnp.abs(offsets) if bidirectional else jnp.maximum(-offsets, 0)
-    found = jnp.take(jnp.asarray(_by_distance(sided, farthest)), distance, mode="clip")
+    found = rows(jnp.asarray(_by_distance(sided, farthest)), distance, mode="clip")
     return jnp.where(offsets > 0, found + sided, found) if bidirectional else found
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.core._laid import laid_like, varying_like
 from mlax.ops._checks import same_dtype
 
 
@@ -37,8 +38,8 @@ def selective_scan(
     dtype = x.dtype if accum_dtype is None else jnp.dtype(accum_dtype)
     wide = [lax.convert_element_type(array, dtype) for array in (x, step, write, read)]
     rate = -jnp.exp(lax.convert_element_type(log_rate, dtype))
-    if state is None:
-        state = jnp.zeros((b, c, rate.shape[-1]), dtype)
+    zeros = jnp.zeros((b, c, rate.shape[-1]), dtype)
+    last: Any = laid_like(zeros, x) if state is None else varying_like(state, x)
     chunk = max(1, min(chunk, t))
     pieces = [_chunked(array, chunk) for array in wide]
 
@@ -46,12 +47,12 @@ def selective_scan(
         return _chunk(state, rate, *now)
 
     if t <= chunk:
-        state, y = piece(state, [array[0] for array in pieces])
+        last, y = piece(last, [array[0] for array in pieces])
     else:
-        state, y = lax.scan(jax.checkpoint(piece, prevent_cse=False), state, pieces)
+        last, y = lax.scan(jax.checkpoint(piece, prevent_cse=False), last, pieces)
         y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * chunk, c)[:, :t]
     y = y + lax.convert_element_type(skip, dtype) * wide[0]
-    return lax.convert_element_type(y, x.dtype), state
+    return lax.convert_element_type(y, x.dtype), last
 
 
 def causal_filter(
@@ -67,9 +68,8 @@ def causal_filter(
     """
     same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
     (b, t, c), w = x.shape, kernel.shape[0]
-    if before is None:
-        before = jnp.zeros((b, w - 1, c), x.dtype)
-    seen = jnp.concatenate([before, x], axis=1)  # (b, w - 1 + t, c)
+    first = laid_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
+    seen = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias, x.shape)
     for row in range(w):
         y = y + seen[:, row : row + t] * kernel[row]

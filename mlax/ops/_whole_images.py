@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mlax.ops._layout import Layout
@@ -19,18 +19,17 @@ Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
 
 
 def whole_images(x: Array, axes: Layout) -> Array:
-    """`x`, each of its images on one device, if a mesh is set over whose axes the compiler may split arrays.
+    """`x`, each of its images on one device, if it lies on a mesh over whose axes the compiler may split arrays.
 
     The axes of examples and channels stay as they are, so nothing changes where only these are split.
     """
     if not jax.typeof(x).sharding.mesh.auto_axes:
         return x
-    entries = [None if axis in axes.spatial else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
-    return lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    return _laid(x, [None if axis in axes.spatial else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)])
 
 
 def over_several_axes(x: Array) -> bool:
-    """Whether a mesh is set that has more than one axis which the compiler may split arrays over."""
+    """Whether `x` lies on a mesh that has more than one axis which the compiler may split arrays over."""
     mesh = jax.typeof(x).sharding.mesh
     return sum(mesh.shape[name] > 1 for name in mesh.auto_axes) > 1
 
@@ -54,4 +53,9 @@ def with_whole_batches(convolve: Convolve) -> Convolve:
 
 
 def _whole(x: Array) -> Array:
-    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))
+    return _laid(x, [None] * x.ndim)
+
+
+def _laid(x: Array, entries: list[Any]) -> Array:
+    """`x` so laid on its own mesh, which need not be the one that is set."""
+    return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries)))

@@ -38,8 +38,9 @@ class Constrained(Wrapper):
 
 
 def is_set(split: PartitionSpec) -> bool:
-    """Whether a mesh is set that has the axes of a split."""
-    return {name for entry in split for name in names(entry)} <= set(jax.sharding.get_abstract_mesh().axis_names)
+    """Whether a mesh is set that has the axes of a split, and they are not those of a `jax.shard_map` around."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name for entry in split for name in names(entry)} <= {*mesh.axis_names} - {*mesh.manual_axes}
 
 
 def placed(leaf: jax.Array, split: PartitionSpec) -> jax.Array:

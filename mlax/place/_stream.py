@@ -146,9 +146,8 @@ def _row(trainables: Tree, time: Any) -> Tree:
 
 def _room(times: int, leaf: jax.Array) -> jax.Array:
     """A stack of as many; no zeros where there are none, as among keys."""
-    shape = (times, *leaf.shape)
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jnp.broadcast_to(leaf, shape) if is_key else jnp.zeros(shape, leaf.dtype)
+    return jnp.broadcast_to(leaf if is_key else jnp.zeros_like(leaf), (times, *leaf.shape))
 
 
 def _led(tree: Any) -> Any:

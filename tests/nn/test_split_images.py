@@ -1,5 +1,7 @@
 """Convolutions over a mesh: the numbers of one device, whatever axes of the images are split."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +24,8 @@ CASES = {
 SPLITS = [P("data"), P(None, "rows"), P("data", "rows"), P(None, "data", "rows"), P("data", "rows", None, "model")]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_one_device(name):
+def made(name):
+    """A function to differentiate, and its arguments: the input, the kernel, and the weights of the outputs."""
     function, kernel, options = CASES[name]
     draws = np.random.default_rng(0)
     x, w = (jnp.asarray(draws.normal(size=shape), jnp.float32) for shape in (X, kernel))
@@ -32,11 +34,37 @@ def test_outputs_and_gradients_are_those_of_one_device(name):
     def gradients(x, w, y):
         return jax.value_and_grad(lambda x, w: (function(x, w, **options) * y).mean(), argnums=(0, 1))(x, w)
 
-    wanted = gradients(x, w, y)
+    return gradients, (x, w, y)
+
+
+def placed(arguments, split):
+    """A mesh, and the arguments on it, laid as `split` says; the kernel whole."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "rows", "model"), axis_types=(AxisType.Auto,) * 3)
+    places = NamedSharding(mesh, split), NamedSharding(mesh, P()), NamedSharding(mesh, split)
+    return mesh, jax.device_put(arguments, places)
+
+
+def close(found, wanted, split):
+    for many, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(many), one, rtol=1e-5, atol=1e-6, err_msg=str(split))
+
+
+@pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_one_device(name, is_set):
+    gradients, arguments = made(name)
+    wanted = gradients(*arguments)
     for split in SPLITS:
-        places = NamedSharding(mesh, split), NamedSharding(mesh, P()), NamedSharding(mesh, split)
-        with jax.set_mesh(mesh):
-            found = jax.jit(gradients, in_shardings=places)(*jax.device_put((x, w, y), places))
-        for one, many in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-            np.testing.assert_allclose(np.asarray(many), one, rtol=1e-5, atol=1e-6, err_msg=str(split))
+        mesh, there = placed(arguments, split)
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            close(jax.jit(gradients)(*there), wanted, split)
+
+
+@pytest.mark.parametrize("name", ["conv", "grouped", "transposed"])
+def test_no_mesh_need_be_set_inside_or_outside_of_jit(name):
+    gradients, arguments = made(name)
+    wanted = gradients(*arguments)
+    for split in (P(), P("data", "rows")):
+        _, there = placed(arguments, split)
+        close(gradients(*there), wanted, split)
+        close(jax.jit(gradients)(*there), wanted, split)

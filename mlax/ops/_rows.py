@@ -1,0 +1,21 @@
+"""Reading a table."""
+
+import functools
+from typing import Literal
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mlax.core._laid import split_of
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) -> jax.Array:
+    """`table[indices]`, over an explicit mesh split as the indices are.
+
+    Beyond the last row there is NaN ("fill"), or that row ("clip").
+    """
+    split = split_of(indices)
+    if split is not None:
+        split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))
+    return table.at[indices].get(mode=mode, out_sharding=split)
