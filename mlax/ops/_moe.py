@@ -47,10 +47,9 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
 
 def jitter(x: Float[Array, "..."], rng: jax.Array, noise: float) -> Float[Array, "..."]:
     """Multiply each element by a number drawn evenly from `1 - noise` to `1 + noise`: in every dtype the same one."""
-    bits = jax.random.bits(rng, x.shape, np.uint32, out_sharding=split_of(x)) >> np.uint32(
-        20
-    )  # 12 of them, which float16 holds
-    return x * (1.0 - noise + bits.astype(x.dtype) * (2.0 * noise / 4095.0))
+    bits = jax.random.bits(rng, x.shape, np.uint32, out_sharding=split_of(x))
+    high = bits >> np.uint32(20)  # 12 of them, which float16 holds
+    return x * (1.0 - noise + high.astype(x.dtype) * (2.0 * noise / 4095.0))
 
 
 def expert_capacity(tokens: int, experts: int, k: int, factor: float) -> int:

@@ -13,9 +13,9 @@ from mlax.core._laid import split_of
 def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) -> jax.Array:
     """`table[indices]`, over an explicit mesh split as the indices are.
 
-    Beyond the last row there is NaN ("fill"), or that row ("clip").
+    Outside of the table there is NaN ("fill"), or the nearest row ("clip"); no number counts from the end.
     """
     split = split_of(indices)
     if split is not None:
         split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))
-    return table.at[indices].get(mode=mode, out_sharding=split)
+    return table.at[indices].get(mode=mode, out_sharding=split, wrap_negative_indices=False)

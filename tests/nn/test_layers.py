@@ -64,8 +64,8 @@ def test_a_rate_that_is_no_probability_is_refused(rate):
 def test_embed_shows_a_number_outside_of_the_vocabulary():
     embed = nn.Embed(5, 3)
     trainables, _ = embed.init(RNG, jnp.arange(2))
-    y, _ = embed.fwd(jnp.asarray([0, 4, 5]), trainables)
-    assert not jnp.isnan(y[:2]).any() and jnp.isnan(y[2]).all()
+    y, _ = embed.fwd(jnp.asarray([0, 4, 5, -1]), trainables)
+    assert not jnp.isnan(y[:2]).any() and jnp.isnan(y[2:]).all()
 
 
 def test_embed_refuses_what_is_not_whole():
