@@ -4,6 +4,7 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mlax.core._laid import split_of
@@ -15,7 +16,11 @@ def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) ->
 
     Outside of the table there is NaN ("fill"), or the nearest row ("clip"); no number counts from the end.
     """
+    if mode == "fill" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        wide = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # int8 might not hold the number of rows
+        indices = jnp.where(wide < 0, table.shape[0], wide)
     split = split_of(indices)
-    if split is not None:
-        split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))
-    return table.at[indices].get(mode=mode, out_sharding=split, wrap_negative_indices=False)
+    if split is None:
+        return jnp.take(table, indices, axis=0, mode=mode)
+    split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))
+    return table.at[indices].get(mode=mode, out_sharding=split)

@@ -88,7 +88,7 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
 def test_what_does_not_fit_is_refused_with_what_to_change():
     task = gpt(width=64)
     wide = task.model
-    with pytest.raises(place.DoesNotFit, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer's slots: split"):
+    with pytest.raises(place.DoesNotFit, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer slots: split"):
         place.data().fits(wide, jax.ShapeDtypeStruct((8, 2), "int32"), OPTIMIZER, memory=2**20, compile=False)
     with pytest.raises(place.DoesNotFit, match="gradients and activations: take smaller batches"):
         place.data().fits(wide, task.x, OPTIMIZER, 4096, memory=2**20, compile=False)
