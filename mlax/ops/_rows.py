@@ -17,7 +17,7 @@ def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) ->
     Outside of the table there is NaN ("fill"), or the nearest row ("clip"); no number counts from the end.
     """
     if mode == "fill" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
-        wide = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # int8 might not hold the number of rows
+        wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)  # to hold the number of rows
         indices = jnp.where(wide < 0, table.shape[0], wide)
     split = split_of(indices)
     if split is None:
