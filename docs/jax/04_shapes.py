@@ -121,7 +121,7 @@ print("the gradient, masked after:", jax.grad(after)(x), " masked before:", jax.
 # %% [markdown]
 # ## What mlax does: `train.Feed`
 #
-# A `Feed` gives batches of one shape. The last one of an epoch is filled up with other examples, which the mask leaves out.
+# A `Feed` gives batches of one shape. The last one of an epoch is filled up with examples that the mask leaves out.
 
 # %%
 from mlax import nn, optim, train
