@@ -109,7 +109,7 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 @cached_by_shape
 def variables_like(layer: Layer, x: Any) -> tuple[Tree, Tree]:
     """The shapes and dtypes of the variables that `layer.init` makes for inputs like `x`; nothing is allocated."""
-    return jax.eval_shape(init_for(layer, x), shape_key())
+    return structs(jax.eval_shape(init_for(layer, x), shape_key()))  # remembered, so without the mesh of today
 
 
 @cached_by_shape

@@ -11,8 +11,9 @@ from mlax.core._private import define_prng_impl
 
 @functools.cache
 def shape_key() -> Any:
-    """The shape and dtype of that key, to pass to `jax.eval_shape`."""
-    return jax.eval_shape(lambda: jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_impl()))
+    """The shape and dtype of that key, to pass to `jax.eval_shape`, on no mesh."""
+    key = jax.eval_shape(lambda: jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_impl()))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype)
 
 
 def is_shape_key(rng: jax.Array) -> bool:

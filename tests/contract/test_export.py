@@ -33,7 +33,7 @@ def test_a_layer_and_its_gradients_are_exported_for_batches_of_every_size(row):
 @pytest.mark.thorough
 def test_what_is_exported_computes_the_same(row, request):
     if row in NOT_CALLED:
-        request.applymarker(pytest.mark.xfail)
+        request.applymarker(pytest.mark.xfail(reason="memories are lost where JAX fills in sizes", strict=True))
     function, found = exported(row)
     x = jax.tree.map(lambda *parts: np.concatenate(parts), row.x("float32"), row.x("float32", seed=1))
     trainables, state = row.layer("float32").init(jax.random.key(0), x)
