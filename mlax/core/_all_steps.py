@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core._fence import fenced
+from mlax.core._laid import whole_on_cpu
 
 
 def over_all_steps(function: Callable[[Any], Any], value: Any) -> Any:
@@ -27,7 +28,4 @@ def over_all_steps(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _mergeable(leaf: jax.Array) -> bool:
-    if leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating) or jax.default_backend() != "cpu":
-        return False
-    sharding = jax.typeof(leaf).sharding
-    return not sharding.mesh.auto_axes and not any(sharding.spec)
+    return leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating) and whole_on_cpu(leaf)

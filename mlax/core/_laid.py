@@ -42,5 +42,11 @@ def split_of(x: Any, axes: Collection[int] | None = None) -> NamedSharding | Non
     return NamedSharding(sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
 
 
+def whole_on_cpu(x: Any) -> bool:
+    """Whether `x` lies on a CPU and on no mesh whose axes it is or may be split over."""
+    sharding = jax.typeof(x).sharding
+    return jax.default_backend() == "cpu" and not sharding.mesh.auto_axes and not any(sharding.spec)
+
+
 def _varying(leaf: Any) -> frozenset[Any]:
     return jax.typeof(leaf).manual_axis_type.varying

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from mlax.core._derivatives import with_derivatives
+from mlax.core._laid import whole_on_cpu
 from mlax.ops._checks import is_known
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import pad
@@ -28,32 +29,27 @@ def by_chunks(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
     which XLA's CPU compiler has no fast loop, unless there are few of both, or one spatial axis
     (benchmarks/convs.py). In a narrow dtype each sum would be rounded.
     """
-    sharding = jax.typeof(x).sharding
     return (
-        jax.default_backend() == "cpu"
+        whole_on_cpu(x)
         and groups == 1
         and len(axes.spatial) > 1
         and is_known(*x.shape)
         and x.shape[axes.batch] * x.shape[axes.channel] >= FEW
         and accum_dtype is None
         and jnp.finfo(x.dtype).bits >= 32
-        and not sharding.mesh.auto_axes
-        and not any(sharding.spec)
     )
 
 
 def with_chunks(convolve: Convolve, axes: Layout, where: Windows, precision: Any) -> Convolve:
     """The same function, whose derivative by the kernel is taken a few examples at a time."""
-    made = jax.custom_jvp(convolve)
 
-    @functools.partial(made.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:
-        (x, kernel), (x_dot, kernel_dot) = primals, tangents
-        dots = [] if isinstance(x_dot, SymbolicZero) else [made(x_dot, kernel)]
-        if not isinstance(kernel_dot, SymbolicZero):
-            dots.append(_chunked(x, kernel_dot, axes, where, precision))
-        return made(x, kernel), functools.reduce(lax.add, dots)
+    def by_x(dot: Array, x: Array, kernel: Array) -> Array:
+        return made(dot, kernel)
 
+    def by_kernel(dot: Array, x: Array, kernel: Array) -> Array:
+        return _chunked(x, dot, axes, where, precision)
+
+    made = with_derivatives(convolve, by_x, by_kernel)
     return made
 
 

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from mlax.core._laid import split_of
 from mlax.ops._checks import same_dtype
+
+CANDIDATE, OUTPUT = 2, 3  # among the gates: input, forget, candidate, output
 
 
 def lstm(gates: Float[Array, "... g"], c: Float[Array, "... f"]) -> tuple[Float[Array, "... f"], Float[Array, "... f"]]:
@@ -34,31 +37,73 @@ def lstm_output(o: Float[Array, "... f"], c: Float[Array, "... f"]) -> Float[Arr
 
 @jax.custom_jvp
 def _lstm(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    i, f, u, o = jnp.split(_opened(gates), 4, -1)
+    gates = _apart(gates)
+    i, f, u, o = _each(_opened(gates, _places(gates, c)))
     c = f * c + i * u
     return c, o * lax.tanh(c)
 
 
 @_lstm.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple:
-    """The chain rule with its factors side by side in one array: a scan stores few arrays faster than many."""
-    gates, before = primals
-    i, f, u, o = jnp.split(_opened(gates), 4, -1)
+    """The chain rule with its factors in one array: a scan stores few arrays faster than many."""
+    gates, before = _apart(primals[0]), primals[1]
+    place = _places(gates, before)
+    opened = _opened(gates, place)
+    i, f, u, o = _each(opened)
     c = f * before + i * u
     shown = lax.tanh(c)
-    slopes = [u * i * (1 - i), before * f * (1 - f), i * (1 - u * u), shown * o * (1 - o)]
-    by_i, by_f, by_u, by_o = jnp.split(lax.concatenate(slopes, c.ndim - 1) * tangents[0], 4, -1)
-    dc = f * tangents[1] + by_i + by_f + by_u
-    return (c, o * shown), (dc, o * (1 - shown * shown) * dc + by_o)
+    # the barrier, for backward XLA would compute this in the shape of the gates side by side, several times slower
+    by = _slope(opened, place) * _stacked((u, before, i, shown), place) * lax.optimization_barrier(_apart(tangents[0]))
+    is_output = lax.broadcasted_iota(jnp.int32, by.shape, by.ndim - 2, out_sharding=split_of(by)) == OUTPUT
+    dc = f * tangents[1] + _sum(by, ~is_output)
+    return (c, o * shown), (dc, o * (1 - shown * shown) * dc + _sum(by, is_output))
 
 
-def _opened(gates: jax.Array) -> jax.Array:
-    """How far each gate is open, and the candidate, the third: `logistic(x) = tanh(x / 2) / 2 + 1 / 2`.
+def _apart(gates: jax.Array) -> jax.Array:
+    """The gates one below the other, (..., 4, f)."""
+    return gates.reshape(*gates.shape[:-1], 4, gates.shape[-1] // 4)
+
+
+def _each(gates: jax.Array) -> list[jax.Array]:
+    return [lax.index_in_dim(gates, place, gates.ndim - 2, keepdims=False) for place in range(4)]
+
+
+def _stacked(each: tuple[jax.Array, ...], place: jax.Array) -> jax.Array:
+    """What `_each` takes apart, by choice: XLA on a CPU computes it where it is used, but stores a concatenation."""
+    axes = (*range(place.ndim - 2), place.ndim - 1)
+    i, f, u, o = (lax.broadcast_in_dim(one, place.shape, axes, out_sharding=split_of(place)) for one in each)
+    return lax.select(place < 2, lax.select(place < 1, i, f), lax.select(place < 3, u, o))
+
+
+def _places(gates: jax.Array, c: jax.Array) -> jax.Array:
+    """Which of the four gates each number belongs to.
+
+    Behind a barrier with what changes at every step; else it would be computed before the loop over time, and so would
+    all that follows from it, whole arrays which each step then reads.
+    """
+    four, _ = lax.optimization_barrier((jnp.arange(4), lax.stop_gradient(c)))
+    return lax.broadcast_in_dim(four, gates.shape, (gates.ndim - 2,), out_sharding=split_of(gates))
+
+
+def _opened(gates: jax.Array, place: jax.Array) -> jax.Array:
+    """How far each gate is open, and the candidate: `logistic(x) = tanh(x / 2) / 2 + 1 / 2`.
 
     One tanh for all of them, since XLA on a CPU would compute four gates apart again and again.
     """
-    place = lax.broadcasted_iota(jnp.int32, gates.shape, gates.ndim - 1, out_sharding=split_of(gates))
-    width = gates.shape[-1] // 4
-    candidate = (place >= 2 * width) & (place < 3 * width)
-    scale = lax.select(candidate, lax.full_like(gates, 1.0), lax.full_like(gates, 0.5))
+    scale = _scale(gates, place)
     return scale * lax.tanh(scale * gates) + (1 - scale)
+
+
+def _slope(opened: jax.Array, place: jax.Array) -> jax.Array:
+    """The derivative of each gate, `x (1 - x)`, and of the candidate, `1 - x x`, from what they give."""
+    scale = _scale(opened, place)
+    return lax.square(scale) - lax.square(opened - (1 - scale))
+
+
+def _scale(gates: jax.Array, place: jax.Array) -> jax.Array:
+    return lax.select(place == CANDIDATE, lax.full_like(gates, 1.0), lax.full_like(gates, 0.5))
+
+
+def _sum(by: jax.Array, which: jax.Array) -> jax.Array:
+    chosen = lax.select(which, by, lax.full_like(by, 0.0))
+    return lax.reduce(chosen, np.zeros((), by.dtype), lax.add, (by.ndim - 2,))

@@ -3,16 +3,15 @@
 Its gradients are wrong then, without any error, with JAX 0.10.2 to 0.12 on CPUs (tests/nn/test_split_images.py).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from mlax.core._derivatives import with_derivatives
 from mlax.ops._layout import Layout
 
 Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
@@ -39,16 +38,14 @@ def with_whole_batches(convolve: Convolve) -> Convolve:
 
     Split over one axis of a mesh of several, the gradient of a grouped kernel is summed over the others too.
     """
-    made = jax.custom_jvp(convolve)
 
-    @functools.partial(made.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:
-        (x, kernel), (x_dot, kernel_dot) = primals, tangents
-        dots = [] if isinstance(x_dot, SymbolicZero) else [made(x_dot, kernel)]
-        if not isinstance(kernel_dot, SymbolicZero):
-            dots.append(_whole(made(_whole(x), kernel_dot)))
-        return made(x, kernel), functools.reduce(lax.add, dots)
+    def by_x(dot: Array, x: Array, kernel: Array) -> Array:
+        return made(dot, kernel)
 
+    def by_kernel(dot: Array, x: Array, kernel: Array) -> Array:
+        return _whole(made(_whole(x), dot))
+
+    made = with_derivatives(convolve, by_x, by_kernel)
     return made
 
 
