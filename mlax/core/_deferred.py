@@ -49,7 +49,10 @@ def deferred_scan(
 
         def body(carry: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
             x, fixed = now
-            return step(apply, weights, carry, _read(x), fixed)
+            if jax.default_backend() == "cpu":
+                # else XLA reads the step's slice within the loop of the gates, which takes up to twice as long
+                x = lax.optimization_barrier(x)
+            return step(apply, weights, carry, x, fixed)
 
         return lax.scan(body, carry, (xs, fixed), reverse=reverse, unroll=unroll)
 
@@ -76,7 +79,7 @@ def deferred_scan(
                     values.append(value)
                     return jax.tree.map(_nudged, y, nudges[len(values) - 1])
 
-                after, y = eased(apply, weights, carry, _read(x), fixed)
+                after, y = eased(apply, weights, carry, x, fixed)
                 return after, (y, (carry, values))
 
             carry, (y, kept) = keeping_scan(body, carry, (xs, fixed, nudges), reverse=reverse, unroll=unroll)
@@ -92,11 +95,6 @@ def deferred_scan(
         return out, push(dcarry, dxs, nudges)
 
     return scan(carry, xs, fixed, weights)
-
-
-def _read(x: Any) -> Any:
-    """A step's own x, read from all of them apart from what is computed with it, which on a CPU takes half the time."""
-    return lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
 def _uses(step: Step, carry: Any, xs: Any, fixed: Any, weights: dict[str, Any]) -> list[tuple[str, Function, Any]]:

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.core._fence import fenced
 from mlax.core._laid import split_of
 from mlax.ops._checks import same_dtype
 
@@ -52,8 +53,8 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array
     i, f, u, o = _each(opened)
     c = f * before + i * u
     shown = lax.tanh(c)
-    # the barrier, for backward XLA would compute this in the shape of the gates side by side, several times slower
-    by = _slope(opened, place) * _stacked((u, before, i, shown), place) * lax.optimization_barrier(_apart(tangents[0]))
+    # the fence, for backward XLA would compute this in the shape of the gates side by side, several times slower
+    by = _slope(opened, place) * _stacked((u, before, i, shown), place) * fenced(_apart(tangents[0]))
     is_output = lax.broadcasted_iota(jnp.int32, by.shape, by.ndim - 2, out_sharding=split_of(by)) == OUTPUT
     dc = f * tangents[1] + _sum(by, ~is_output)
     return (c, o * shown), (dc, o * (1 - shown * shown) * dc + _sum(by, is_output))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mlax.core import Tree
 from mlax.place._cut import Cut, cut
-from mlax.place._stage import By, Leaves, Stage, added, floats, nothing
+from mlax.place._one_stage import By, Leaves, Stage, added, floats, nothing
 
 Loss = Callable[[Tree, Any, Tree, jax.Array], tuple[jax.Array, tuple[Tree, Tree]]]
 

@@ -42,7 +42,7 @@ RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
 def close(a, b, tolerance=1e-5):
     def check(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=3 * tolerance * max(1e-3, np.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1e-3, np.abs(b).max()))
 
     jax.tree.map(check, a, b)
 
