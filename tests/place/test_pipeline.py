@@ -170,7 +170,8 @@ def test_stages_go_together_with_data_and_tensor_parallel_weights(schedule):
 
     with jax.set_mesh(devices):
         step = jax.jit(found(staged(model, 2), schedule))
-        close(step(x, jax.tree_util.tree_map_with_path(put, trainables), None, jax.random.key(1)), wanted)
+        got = step(x, jax.tree_util.tree_map_with_path(put, trainables), None, jax.random.key(1))
+    close(got, wanted, 3e-5)  # split over two more axes, float32 sums go in yet another order
 
 
 def test_gpipe_in_bfloat16_is_the_repeat_in_bfloat16():
