@@ -43,7 +43,7 @@ def split_of(x: Any, axes: Collection[int] | None = None) -> NamedSharding | Non
 
 
 def whole_on_cpu(x: Any) -> bool:
-    """Whether `x` lies on a CPU and on no mesh whose axes it is or may be split over."""
+    """Whether JAX computes on a CPU, and `x` lies on no mesh over whose axes it is or may be split."""
     sharding = jax.typeof(x).sharding
     return jax.default_backend() == "cpu" and not sharding.mesh.auto_axes and not any(sharding.spec)
 

@@ -11,6 +11,7 @@ from mlax.core._paths import NoSuch, flat, matching, nested, no_such
 from mlax.core._wrapper import Wrapper
 
 T = TypeVar("T")
+L = TypeVar("L", bound=Layer)
 
 
 def get(source: Any, path: str) -> Any:
@@ -35,7 +36,7 @@ def replace(source: T, path: str, new: Any) -> T:
     """A copy of a model or of a tree with `new` at `path`; a pattern puts it at every place that matches."""
     if isinstance(source, Layer):
         chosen = set(matching([path], layers(source)))
-        return _rebuilt(source, "", lambda where, layer: layer, lambda where: new if where in chosen else None)
+        return rebuilt(source, "", lambda where, layer: layer, lambda where: new if where in chosen else None)
     leaves = flat(source)
     below = [where for where in leaves if where.startswith(f"{path}/")]
     chosen = [path] if below else matching([path], leaves)
@@ -58,7 +59,7 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
         found.append(layer)
         return with_fields(layer, **fields)
 
-    edited = _rebuilt(model, "", changed)
+    edited = rebuilt(model, "", changed)
     if not found:
         raise ValueError(f"override: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}.")
     return edited
@@ -79,11 +80,24 @@ def layers(model: Layer) -> dict[str, Layer]:
 def every(model: Layer) -> list[Layer]:
     """The model, its parts, theirs, and whatever stands inside a wrapper."""
     found: list[Layer] = []
-    _rebuilt(model, "", lambda where, layer: found.append(layer) or layer)
+    rebuilt(model, "", lambda where, layer: found.append(layer) or layer)
     return found
 
 
-def _rebuilt(
+def found(model: Layer, kind: type[L], where: str = "") -> list[tuple[str, L]]:
+    """Every layer of a kind in a model with its path, those inside of wrappers and the model itself too."""
+    those: list[tuple[str, L]] = []
+
+    def look(where: str, layer: Layer) -> Layer:
+        if isinstance(layer, kind):
+            those.append((where, layer))
+        return layer
+
+    rebuilt(model, where, look)
+    return those
+
+
+def rebuilt(
     layer: Layer,
     where: str,
     change: Callable[[str, Layer], Layer],
@@ -97,13 +111,11 @@ def _rebuilt(
         return given
     if isinstance(layer, Composite):
         parts = parts_of(layer)
-        new = {
-            name: _rebuilt(part, f"{where}/{name}" if where else name, change, other) for name, part in parts.items()
-        }
+        new = {name: rebuilt(part, f"{where}/{name}" if where else name, change, other) for name, part in parts.items()}
         new = {name: part for name, part in new.items() if part != parts[name]}
         layer = layer.with_parts(new) if new else layer
     elif isinstance(layer, Wrapper):
-        inner = _rebuilt(layer.layer, where, change, other)
+        inner = rebuilt(layer.layer, where, change, other)
         layer = layer if inner == layer.layer else with_fields(layer, layer=inner)
     return change(where, layer)
 

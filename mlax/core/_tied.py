@@ -32,6 +32,10 @@ class Tied(Wrapper):
     def __init__(self, layer: Layer, *ties: Tie):
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "ties", ties)
+        super().__post_init__()
+        for tie in ties:
+            if not isinstance(tie, Tie):
+                raise TypeError(f"Tied: {tie!r} is no mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")
 
     def init(self, rng, x):
         leaves = flat(variables_like(self.layer, x)[0])

@@ -43,6 +43,8 @@ def _walk(jaxpr: Any, cuts: dict[Any, Pieces], around: tuple[Any, ...], times: i
 
 def _inside(equation: Any, body: Any, cuts: dict[Any, Pieces]) -> dict[Any, Pieces]:
     """What is known of the arguments of a body that an equation runs."""
+    if equation.primitive.name == "shard_map":  # its body sees the pieces
+        return {}
     given = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars  # the first chooses
     if len(given) != len(body.invars):
         return {}

@@ -86,11 +86,9 @@ def _compiled(function: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """(what was traced, if that is known, and what was compiled)."""
     once = getattr(function, "once", None)
     if once is not None:
-        if args:
-            once.compile(*args)
-        if not once.compiled:
+        if not args and not once.compiled:
             raise ValueError(f"transfers: {function} is not compiled yet; pass its arguments too: a state and a batch.")
-        return once.traced, list(once.compiled.values())[-1]
+        return once.program(*args)
     if hasattr(function, "as_text"):
         if args:
             raise TypeError("transfers: what is compiled already takes no arguments; pass it alone.")

@@ -120,7 +120,7 @@ def stamps(
         cuts = tuple((0, each) for each in over)
     else:
         half = [(max(0, each) // 2, each - max(0, each) // 2) for each in over]
-        cuts = pads_of(name, padding, x, layout, half, spans)
+        cuts = pads_of(name, padding, x, half, spans)
     pads = []
     for axis, stride, span, (low, high), more in zip(layout.spatial, strides, spans, cuts, extra, strict=True):
         if (x.shape[axis] - 1) * stride + span - low - high + more < 1:

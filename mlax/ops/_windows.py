@@ -62,7 +62,7 @@ def windows(
     dilation = per_axis(name, "dilation", dilation, x, layout)
     spans = tuple((size - 1) * rate + 1 for size, rate in zip(window, dilation, strict=True))
     sizes = tuple(x.shape[axis] for axis in layout.spatial)
-    pads = pads_of(name, padding, x, layout, [same(*axis) for axis in zip(sizes, spans, strides, strict=True)], spans)
+    pads = pads_of(name, padding, x, [same(*axis) for axis in zip(sizes, spans, strides, strict=True)], spans)
     count, overhang = [], []
     for size, span, stride, (low, high) in zip(sizes, spans, strides, pads, strict=True):
         room = size + low + high - span
@@ -100,7 +100,7 @@ def same(size: int, span: int, stride: int) -> tuple[int, int]:
 
 
 def pads_of(
-    name: str, padding: Padding, x: Any, layout: Layout, same: list[tuple[int, int]], spans: tuple[int, ...]
+    name: str, padding: Padding, x: Any, same: list[tuple[int, int]], spans: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
     """The padding before and after along each spatial axis, from a word or from places."""
     match padding:

@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
 
     plan: Plan
     description: Description | None  # None if it cannot be
-    why: str  # that it was taken, or not
+    why: str  # it was not taken; empty if it fits
 
     @property
     def sent(self) -> int:
@@ -65,8 +65,7 @@ def auto(
         except DoesNotFit as error:
             raise DoesNotFit(f"auto: no ready plan fits. The closest: {error}") from None
     best = min(fitting, key=lambda each: each.sent)
-    unfit = [each.plan.name for each in candidates if each not in fitting]
-    reason = "sends least of those that fit" if unfit else "fits and sends least"
+    reason = "fits and sends least" if len(fitting) == len(candidates) else "sends least of those that fit"
     say(f"{best.plan.name}: {reason}, {gib(best.sent)} from each device in a step")
     return best.plan
 

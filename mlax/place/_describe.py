@@ -18,6 +18,8 @@ from mlax.inspect._memory import all_bytes
 from mlax.optim import Optimizer
 from mlax.place._description import Description, Row
 from mlax.place._kept import kept_by_layer
+from mlax.place._microbatches import parted
+from mlax.place._stages import Stages
 from mlax.place._where import ways
 
 Objective = Callable[..., tuple[Any, Tree]]  # as for `train.step`: (batch, trainables, non_trainables, rng=)
@@ -145,7 +147,7 @@ def _compiled(
         if optimizer is None:
             y, new = model.fwd(batch, trainables, non_trainables, rng=rng, inference_mode=True)
             return trainables, new, None, y
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(trainables, non_trainables, batch, rng)
+        (value, new), grads = _gradients(plan.stages, loss)(trainables, non_trainables, batch, rng)
         fine = jnp.isfinite(value) & jnp.isfinite(global_norm(flat(grads)))  # as `train.step` guards its steps
         trainables, slots = optimizer.update(grads, slots, trainables, take=fine)
         new = jax.tree.map(lambda new, old: jnp.where(fine, new, old), new, non_trainables)
@@ -160,6 +162,24 @@ def _compiled(
     )
     with jax.set_mesh(plan.mesh):
         return jitted.lower(*variables, batch, rng).compile()
+
+
+def _gradients(stages: Stages | None, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the loss, by the schedule of a pipeline if it has one of its own."""
+    if stages is None or stages.backward is None:
+        return jax.value_and_grad(loss, has_aux=True)
+    backward, number = stages.backward, stages.microbatches
+
+    def of_one(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[Any, Any]:
+        value, new = loss(trainables, non_trainables, part, rng)
+        return value, (value, new)
+
+    def gradients(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> Any:
+        parts, rngs = parted(batch, number, "microbatches"), jax.random.split(rng, number)
+        value, grads, new = backward(of_one, trainables, parts, non_trainables, rngs)
+        return (value, new), grads
+
+    return gradients
 
 
 def _rows(held: Mapping[str, Counts]) -> tuple[Row, ...]:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mlax.core import Layer, Map, Wrapper, frozen, layers, replace
+from mlax.core import Layer, Map, Wrapper, frozen
+from mlax.core._surgery import rebuilt
 from mlax.place._constrained import placed
 from mlax.place._where import names
 
@@ -35,8 +36,13 @@ def exchanged(model: Layer, batch: PartitionSpec, axes: tuple[str, ...]) -> Laye
     """The model with its experts, which lie over these axes of the mesh, exchanging examples that do so too."""
     outside = PartitionSpec(*batch[:1])
     rest = tuple(name for entry in outside for name in names(entry) if name not in axes)
-    for path, layer in layers(model).items():
-        if isinstance(layer, Map) and layer.variables == 0:
-            entries: list[Any] = [rest or None, *[None] * (layer.axis - 1), axes]
-            model = replace(model, path, Exchanged(layer, PartitionSpec(*entries), outside))
-    return model
+
+    def changed(where: str, layer: Layer) -> Layer:
+        if isinstance(layer, Exchanged):
+            return layer.layer  # which was changed before
+        if not isinstance(layer, Map) or layer.variables != 0:
+            return layer
+        entries: list[Any] = [rest or None, *[None] * (layer.axis - 1), axes]
+        return Exchanged(layer, PartitionSpec(*entries), outside)
+
+    return rebuilt(model, "", changed)

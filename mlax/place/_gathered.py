@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from mlax.core import Composite, Layer, Repeat, Tree, Wrapper, frozen
+from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper, frozen
 from mlax.core._frozen import with_fields
 from mlax.core._parts import parts_of
 from mlax.core._paths import flat, nested
@@ -37,10 +37,10 @@ class Gathered(Wrapper):
 
 
 def gathered(layer: Layer, shardings: Tree, axes: tuple[str, ...], stacked: int = 0) -> Layer:
-    """The layer with each of its parts, and the body of each Repeat in it, gathered over these axes by itself."""
+    """The layer with each of its parts, and the body of each Repeat or Map, gathered over these axes by itself."""
     if not shardings:
         return layer
-    if isinstance(layer, Repeat):
+    if isinstance(layer, Repeat) or (isinstance(layer, Map) and layer.variables == 0):
         return with_fields(layer, layer=_wrapped(layer.layer, shardings, axes, stacked + 1))
     if isinstance(layer, Wrapper):
         return with_fields(layer, layer=gathered(layer.layer, shardings, axes, stacked))

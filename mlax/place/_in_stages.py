@@ -4,7 +4,7 @@ from typing import Any
 
 from mlax.core import Layer, Repeat
 from mlax.core._paths import matching
-from mlax.core._surgery import _rebuilt
+from mlax.core._surgery import found, rebuilt
 from mlax.place._pipelined import Pipelined
 
 
@@ -15,32 +15,20 @@ def in_stages(
 
     No variable moves. A `Repeat` within another stays as it is: the outer one is cut.
     """
-    model = _rebuilt(model, "", lambda where, layer: layer.layer if isinstance(layer, Pipelined) else layer)
-    found = _found(model, "", Repeat)
-    if not found:
+    model = rebuilt(model, "", lambda where, layer: layer.layer if isinstance(layer, Pipelined) else layer)
+    repeats = found(model, Repeat)
+    if not repeats:
         raise ValueError("in_stages: the model has no Repeat, so that nothing can be cut in stages.")
-    within = {inner for where, layer in found for inner in _found(layer.layer, where, Repeat)}
-    outer = [each for each in found if each not in within]
+    within = {inner for where, layer in repeats for inner in found(layer.layer, Repeat, where)}
+    outer = [each for each in repeats if each not in within]
     chosen = [where for where, _ in outer] if at is None else matching(list(at), [where for where, _ in outer])
 
     def cut(where: str, layer: Layer) -> Layer:
         return Pipelined(layer, stages, microbatches, axis) if (where, layer) in outer and where in chosen else layer
 
-    return _rebuilt(model, "", cut)
+    return rebuilt(model, "", cut)
 
 
 def pipelines(model: Layer) -> dict[str, Pipelined]:
     """The pipelined parts of a model by path; the leading axis of each of their variables belongs on their axis."""
-    return dict(_found(model, "", Pipelined))
-
-
-def _found(model: Layer, where: str, kind: type) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-
-    def look(where: str, layer: Layer) -> Layer:
-        if isinstance(layer, kind):
-            found.append((where, layer))
-        return layer
-
-    _rebuilt(model, where, look)
-    return found
+    return dict(found(model, Pipelined))

@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper, layers
+from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper
 from mlax.core._composite import part_inputs
 from mlax.core._keys import named_key, salt
 from mlax.core._layer import structs
 from mlax.core._notes import located
 from mlax.core._parts import parts_of
 from mlax.core._paths import filled_in, flat, nested
+from mlax.core._surgery import found
 from mlax.place._stream import Stream
 from mlax.place._where import host, memory_kind
 
@@ -70,7 +71,7 @@ def in_their_memory(model: Layer, variables: tuple[Tree, Tree]) -> tuple[Tree, T
     """The shapes of a model's variables, those that are streamed marked as lying in host memory."""
     device = jax.local_devices()[0]
     there = SingleDeviceSharding(device, memory_kind=memory_kind(host, device))
-    paths = [path for path, layer in {"": model, **layers(model)}.items() if isinstance(layer, Stream)]
+    paths = [path for path, _ in found(model, Stream)]
 
     def marked(path: str, leaf: Any) -> Any:
         streamed = any(not each or path.startswith(f"{each}/") for each in paths)
@@ -173,7 +174,8 @@ def _inputs(kind: Kind) -> Any:
 
 def _is_streamed(piece: Piece) -> bool:
     """Whether it is made layer by layer, since all of it might not fit on its device."""
-    return isinstance(piece.kind.layer, Stream) and all(len(place.device_set) == 1 for place in piece.kind.places)
+    kind = piece.kind
+    return isinstance(kind.layer, Stream) and not kind.times and all(len(each.device_set) == 1 for each in kind.places)
 
 
 def _streamed(piece: Piece, rng: jax.Array) -> tuple[Tree, Tree]:

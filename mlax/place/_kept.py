@@ -12,7 +12,7 @@ from mlax.core._scopes import layer_path
 
 
 def kept_by_layer(loss: Callable[[Tree], Any], trainables: Tree, paths: Collection[str]) -> dict[str, int]:
-    """The bytes that are kept for the backward pass, by the path of the layer that made them, on one device.
+    """The bytes that are kept for the backward pass, by the path of the layer that made them, for the whole batch.
 
     `paths` are those of the layers that there are.
 

@@ -30,6 +30,7 @@ class On(Wrapper):
     where: Any
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if _is_host(self.where) or isinstance(self.where, jax.Device | Mesh | NamedSharding):
             return
         raise TypeError(f"On: where is {self.where!r}, but must be a device, a Mesh, a NamedSharding or place.host.")

@@ -233,6 +233,9 @@ class Plan:
         """The sharding that `where` says, split like `like` if it leaves that open."""
         if where.device is not None:
             return SingleDeviceSharding(where.device, memory_kind=memory_kind(where, where.device))
+        if isinstance(like, SingleDeviceSharding):
+            (device,) = like.device_set
+            return SingleDeviceSharding(device, memory_kind=memory_kind(where, device))
         spec = like.spec if isinstance(like, NamedSharding) else where.split
         assert isinstance(spec, PartitionSpec)
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind(where, self.mesh.devices.flat[0]))

@@ -97,5 +97,7 @@ def pipeline(
     the model that `plan.wired` gives, inside a step with this plan.
     """
     stages = Stages(number, microbatches, schedule, axis, at)
-    rules = [(f"{path}/**", PartitionSpec(axis)) for path in pipelines(stages.wired(model))]
-    return Plan({axis: number}, [*rules, ("**", PartitionSpec())], stages=stages, name="pipeline")
+    paths = list(pipelines(stages.wired(model)))
+    rules = [(f"{path}/**" if path else "**", PartitionSpec(axis)) for path in paths]
+    rest = [] if "" in paths else [("**", PartitionSpec())]  # the model itself may be the one that is cut
+    return Plan({axis: number}, [*rules, *rest], stages=stages, name="pipeline")

@@ -47,12 +47,14 @@ class Once:
         self.stacked = stacked  # batches have one more axis than the plan says
         self.compiled: dict[Any, Any] = {}
         self.traced: Any = None  # as jax.jit(...).trace gives it, of the last compilation
+        self._traces: dict[Any, Any] = {}
         self._seen: list[dict[str, Any]] = []
         self._only: Any = None
 
     def __call__(self, *args: Any) -> Any:
+        run = self.compile(*args) if self._only is None else self._only
         try:
-            return self._only(*args) if self._only is not None else self.compile(*args)(*args)
+            return run(*args)
         except (TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, Retraced) or "Disallowed" in str(error):  # a guard against transfers has its own words
                 raise
@@ -74,10 +76,17 @@ class Once:
                 self.traced = self._jitted(args).trace(*args)
                 compiled = self.traced.lower().compile()
             refuse_what_cannot_fit(compiled, jax.tree.leaves(args))
-            self.compiled[key] = compiled
+            self.compiled[key], self._traces[key] = compiled, self.traced
             self._seen.append(_signatures(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]
+
+    def program(self, *args: Any) -> tuple[Any, Any]:
+        """(what was traced, what was compiled) for these arguments; without any, the last time."""
+        if args:
+            self.compile(*args)
+        key = _key(args) if args else next(reversed(self.compiled))
+        return self._traces[key], self.compiled[key]
 
     def _jitted(self, args: Any) -> Any:
         results = self._placements(args)

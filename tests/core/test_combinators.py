@@ -115,6 +115,10 @@ def test_tied_gradients_are_the_sum_over_all_uses():
 
 
 def test_ties_that_do_not_fit_are_refused():
+    with pytest.raises(TypeError):
+        mlax.Tied(jax.nn.relu)
+    with pytest.raises(TypeError, match=r"is no mlax.Tie; pass Tied\(model, Tie\(leaf, to=path\)"):
+        mlax.Tied(AUTOENCODER, "down/kernel")
     with pytest.raises(ValueError, match="pass transpose=True"):
         mlax.Tied(AUTOENCODER, mlax.Tie("down/kernel", to="up/kernel")).init(RNG, X)
     with pytest.raises(ValueError, match="did you mean 'down/kernel'"):

@@ -169,8 +169,36 @@ def test_a_step_says_what_it_sends_before_it_ran_and_after():
     batch = jax.device_put(jnp.ones((16, D)), NamedSharding(mesh(), P("data")))
     found = transfers(step, state, batch)
     assert {row.layer: row.bytes for row in found.rows if row.layer} == {"up": UP, "down": DOWN}
-    step(state, batch)
+    state, _ = step(state, batch)
     assert transfers(step) == found
+
+
+def test_a_step_that_compiled_for_another_batch_since_is_asked_about_this_one():
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        with jax.named_scope("fetched"):
+            batch = jax.device_put(batch, jax.memory.Space.Device)
+        y, non_trainables = BLOCK.fwd(batch, trainables, non_trainables)
+        return jnp.mean(y * y), non_trainables
+
+    step = train.step(objective, optim.SGD(0.1), compilations=2)
+    state = step.init(jax.random.key(0), BLOCK.init(jax.random.key(0), jnp.ones((1, D)))[0])
+    few, many = (jax.device_put(jnp.ones((rows, D)), jax.memory.Space.Host) for rows in (4, 64))
+    sizes = [transfers(step, state, batch).rows[0].bytes for batch in (few, many, few)]
+    assert sizes == [4 * 4 * D, 4 * 64 * D, 4 * 4 * D]
+
+
+def test_a_copy_inside_of_shard_map_is_of_a_piece():
+    def function(x):
+        fetch = jax.shard_map(
+            lambda x: jax.device_put(x, jax.memory.Space.Device) * 2,
+            mesh=mesh(),
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+        return fetch(x)
+
+    found = transfers(function, struct((16, D), P("data"), memory_kind=HOST))
+    assert table(found) == {("", "host to device", 1): (1, 4 * 2 * D, 4 * 2 * D)}
 
 
 def test_what_is_compiled_already_is_taken_as_it_is():

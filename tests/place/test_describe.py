@@ -14,6 +14,7 @@ PLANS = {
     "fsdp": lambda task: place.fsdp(least=1),
     "tensor": lambda task: place.data(2) * place.tensor(task.model, task.x, 4),
     "zero": lambda task: place.zero(),
+    "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4) * place.data(2),
 }
 
 
@@ -26,7 +27,7 @@ def held(tree, device):
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.thorough), "fsdp", "tensor", "zero"])
+@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.thorough), "fsdp", "tensor", "zero", "1f1b"])
 def test_the_bytes_are_those_that_jax_reports(name):
     task = gpt()
     plan = PLANS[name](task)

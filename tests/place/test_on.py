@@ -97,5 +97,7 @@ def test_the_host_computes_inside_of_jit(x):
 
 
 def test_what_is_no_place_is_refused():
+    with pytest.raises(TypeError, match="relu"):
+        place.On(jax.nn.relu, jax.devices()[0])
     with pytest.raises(TypeError, match=r"must be a device, a Mesh, a NamedSharding or place.host"):
         place.On(nn.Linear(3), "gpu")

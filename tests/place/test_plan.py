@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import nn, optim, place, train
-from mlax.core import F, Repeat, Series
+from mlax.core import F, Remat, Repeat, Series
 from mlax.core._paths import flat
 from tests.place.models import GPT, gpt, objective_of
 
@@ -197,6 +197,24 @@ def test_slots_live_in_host_memory_by_a_rule_and_by_name():
     assert found.square["embed"]["table"].memory_kind != "pinned_host"
     with pytest.raises(KeyError, match="matches nothing"):
         place.Plan({"data": 8}, slots=[("moment/**", place.host)]).slot_shardings(optim.AdamW(1e-3), trainables)
+
+
+def test_slots_in_host_memory_stay_with_the_device_of_their_parameter():
+    device = jax.devices()[1]
+    plan = place.Plan({"data": 8}, [("up/**", device), ("**", P())], slots=[("**", place.host)])
+    trainables, _ = jax.eval_shape(Series(up=nn.Linear(3), down=nn.Linear(3)).init, jax.random.key(0), jnp.ones((1, 3)))
+    found = plan.slot_shardings(optim.AdamW(1e-3), trainables)
+    assert found.mean["up"]["kernel"] == SingleDeviceSharding(device, memory_kind="pinned_host")
+    assert found.mean["down"]["kernel"] == NamedSharding(plan.mesh, P(), memory_kind="pinned_host")
+
+
+@pytest.mark.parametrize("wrapped", [Remat, lambda layer: Repeat(layer, 3)])
+def test_init_makes_what_is_streamed_inside_of_wrappers_in_host_memory(wrapped):
+    model, x = Series(blocks=wrapped(place.Stream(Repeat(nn.Linear(8), 2)))), jnp.ones((1, 8))
+    wanted = model.init(jax.random.key(0), x)[0]
+    found, _ = place.single().init(model, jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {"pinned_host"}
 
 
 def test_a_rule_for_nothing_names_the_path_that_is_like_it_name_by_name():

@@ -1,12 +1,14 @@
 """Ready plans: each trains as one device does, and leaves everything where it was."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mlax import optim, place
+import mlax
+from mlax import nn, optim, place
 from mlax.core._paths import flat
 from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
 
@@ -105,6 +107,25 @@ def test_experts_stay_and_examples_are_sent_to_them_and_back():
     moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).moved
     sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
     assert sent == {("blocks/think/experts", "all-to-all")}
+
+
+def test_fsdp_gathers_experts_that_are_not_repeated():
+    model, x = mlax.Series(moe=nn.MoE(nn.Linear(8), 2)), jnp.ones((8, 4, 8))
+    plan = place.fsdp(8, least=1)
+    trainables, _ = plan.init(model, jax.random.key(0), x)
+    with jax.set_mesh(plan.mesh):
+        found = jax.jit(lambda trainables, x: plan.wired(model, x).fwd(x, trainables)[0])(trainables, x)
+    wanted = model.fwd(x, jax.device_put(trainables, jax.devices()[0]))[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("wrapped", [lambda layer: layer, mlax.Remat])
+def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
+    experts, x = wrapped(mlax.Map(nn.Linear(8), axis=1, variables=0)), jnp.ones((8, 8, 8))
+    assert "Exchanged" in repr(place.expert(experts, x, 8).wired(experts, x))
+    repeat = wrapped(mlax.Repeat(nn.Linear(8), 8))
+    plan = place.pipeline(repeat, 8, microbatches=8)
+    assert plan.variable_shardings(repeat, x)[0]["kernel"].spec == P("stage")
 
 
 def test_slots_that_are_split_by_themselves_leave_the_weights_whole():

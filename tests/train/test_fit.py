@@ -147,10 +147,11 @@ def struck(number, at):
 
 
 def test_ctrl_c_saves_and_returns_and_the_rest_ends_with_the_same_bits(tmp_path, unbroken, capsys):
+    handler = signal.getsignal(signal.SIGINT)
     result = fitted(tmp_path / "run", 40, data=struck(signal.SIGINT, 5), show=True)
     assert result.stopped == "SIGINT" and result.saved == result.step < 10
     assert "go on with:" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     assert same(fitted(tmp_path / "run", 40).state, unbroken[1].state)
 
 

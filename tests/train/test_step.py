@@ -109,6 +109,18 @@ def test_declared_signatures_compile_and_no_others():
         step(state, batch(24))
 
 
+def test_an_error_of_the_objective_is_the_one_that_is_seen():
+    def refusing(batch, *args, **kwargs):
+        if len(batch["x"]) != 8:
+            raise ValueError("my own words")
+        return objective(batch, *args, **kwargs)
+
+    step = train.step(refusing, OPTIMIZER, compilations=2)
+    state, _ = step(begun(step), batch(8))
+    with pytest.raises(ValueError, match="my own words"):
+        step(state, batch(16))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_parts_give_the_gradient_of_the_whole(masked):
     model = mlax.Series(up=nn.Linear(16), tanh=mlax.F(jnp.tanh), head=nn.Linear(3))
