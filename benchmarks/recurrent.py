@@ -71,12 +71,12 @@ def main(python, rounds):
         held = {"trainables": layer.init(jax.random.key(1), x)[0]}
 
         @jax.jit
-        def update(trainables):
+        def update(trainables, x):
             grads = jax.grad(lambda trainables: jnp.mean(jnp.square(layer.fwd(x, trainables)[0])))(trainables)
             return jax.tree.map(lambda leaf, grad: leaf - RATE * grad, trainables, grads)
 
         def step():
-            held["trainables"] = jax.block_until_ready(update(held["trainables"]))
+            held["trainables"] = jax.block_until_ready(update(held["trainables"], x))
 
         return lambda: turn(step)
 

@@ -32,7 +32,10 @@ def test_the_output_is_the_reference(row, dtype):
 
 
 def test_init_and_fwd_are_pure(row):
-    layer, x, trainables, non_trainables = row.init("float32")
+    layer, x = row.layer("float32"), row.x("float32")
+    trainables, non_trainables = layer.init(jax.random.key(0), x)  # its own: what others share may be changed already
+    again = layer.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, (trainables, non_trainables), again)
     before = jax.tree.map(np.array, (x, trainables, non_trainables))
     first = run(layer, x, trainables, non_trainables)
     second = run(layer, x, trainables, non_trainables)

@@ -32,7 +32,11 @@ def seen_by_two(folder, plans):
         )
         for index in range(2)
     ]
-    said = [child.communicate(timeout=300)[0] for child in children]
+    try:
+        said = [child.communicate(timeout=300)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert all(child.returncode == 0 for child in children), said
     return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
