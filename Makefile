@@ -32,9 +32,10 @@ lint: $(VENV)/.ready
 matrix:  ## run the tests on every Python of 3.11 to 3.13 that is here
 	@bash scripts/matrix
 
+LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, for a GPU
 bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
-	@for file in $(filter-out benchmarks/side_by_side.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/side_by_side.py $(LARGE),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
 guide: $(VENV)/.docs  ## run the pages of docs/jax and write what they show; `make guide CHECK=--check` only compares
 	$(RUN)python scripts/guide.py $(CHECK)

@@ -63,6 +63,7 @@ def ask(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     if options.limit:
         part = options.limit * GIB / options.memory if kind == "streamed" else 0.93
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{part:.4f}"
+    if options.limit and kind == "streamed":
         # in a CUDA graph, which a command buffer is, the copies wait for the computation and it for them
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     run = subprocess.run(

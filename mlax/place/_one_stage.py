@@ -10,6 +10,7 @@ from jax import lax
 
 from mlax.core._wide import wide
 from mlax.place._cut import Cut
+from mlax.place._inexact import inexact
 
 By = dict[int, Any]  # leaves by their place among all inputs of the loss
 Leaves = list[Any]
@@ -102,7 +103,7 @@ class Stage:
 
 def floats(leaves: Leaves) -> Leaves:
     """The leaves that have a derivative."""
-    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return inexact(leaves)[0]
 
 
 def nothing(tree: Any) -> Any:
@@ -116,8 +117,7 @@ def added(sums: Any, more: Any) -> Any:
 
 
 def _with_floats(leaves: Leaves, moving: Leaves) -> Leaves:
-    fresh = iter(moving)
-    return [next(fresh) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
+    return inexact(leaves)[1](moving)
 
 
 def _at(leaf: jax.Array, index: jax.Array) -> jax.Array:
