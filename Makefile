@@ -15,7 +15,8 @@ demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and
 test: $(VENV)/.ready lint  ## check style and types, then run all tests
 	$(RUN)pytest -n 2 --dist worksteal
 
-thorough: $(VENV)/.ready  ## run all tests, and every row of the catalogue in every dtype
+thorough: $(VENV)/.ready  ## run all tests, every row of the catalogue in every dtype, and Orbax and Grain
+	$(RUN)python -m pip install -q -c constraints.txt -e '.[test,orbax,grain]'
 	$(RUN)pytest -n 2 --dist worksteal --thorough
 
 faults: $(VENV)/.ready  ## kill, stop, corrupt, fill up and resize trainings, and count what survives

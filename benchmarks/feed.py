@@ -69,8 +69,12 @@ def by_grain() -> Iterator[Any]:
 def by_torch(workers: int) -> Iterator[Any]:
     from torch.utils.data import DataLoader  # pyright: ignore[reportMissingImports]
 
+    examples: Any = Examples()
+    loader = DataLoader(
+        examples, BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+    )
     while True:
-        yield from DataLoader(Examples(), BATCH, shuffle=True, num_workers=workers, drop_last=True)  # pyright: ignore
+        yield from loader
 
 
 def loops() -> dict[str, Loop]:

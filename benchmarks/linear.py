@@ -31,7 +31,7 @@ def main(torch_python: str | None) -> None:
     from side_by_side import in_turns, seconds, show, verdict
 
     pythons = {"mlax": sys.executable, "plain JAX": sys.executable, "plain JAX, flattened": sys.executable}
-    if torch_python:
+    if torch_python and sizes() == SIZES["cpu"]:
         pythons["PyTorch"] = torch_python
     workers = {name: Worker(python, name) for name, python in pythons.items()}
     in_turns({name: worker.step for name, worker in workers.items()}, rounds=3)  # compiles
