@@ -11,8 +11,8 @@ Batches of 256 images of 32x32x3 bytes out of 20,000 in memory, shuffled, put on
 
     python benchmarks/feed.py    # half a minute
 
-Typical, on 2 cores shared with others, JAX 0.10.2 and 0.12: 1,600 batches a second (by hand 1,300; PyTorch 760 and 260;
-Grain 60); a step waits 0.1 ms (0.05 ms where batches lie ready, 0.9 ms by hand); first batches after 3 to 23 ms.
+Typical, on 2 cores shared with others: 1,600 to 1,900 batches a second (by hand 1,300 to 2,900; PyTorch 880 and 510;
+Grain 60); a step waits 0.1 ms (0.05 ms where batches lie ready, 0.7 ms by hand); first batches after 3 to 23 ms.
 """
 
 import functools
