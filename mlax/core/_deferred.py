@@ -11,9 +11,8 @@ from jax import lax
 from mlax.core._all_steps import over_all_steps
 from mlax.core._cell import added
 from mlax.core._keeping import keeping_scan
-from mlax.core._turned import run_turned, turned
+from mlax.core._turned import Function, run_turned, turned
 
-Function = Callable[[Any, Any], Any]  # of (weights, value)
 Apply = Callable[[str, Function, Any], Any]  # of (name, function, value): function(weights[name], value)
 
 

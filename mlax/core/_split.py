@@ -8,10 +8,11 @@ import jax
 
 from mlax.core._all_steps import over_all_steps
 from mlax.core._cell import CompositeCell
-from mlax.core._deferred import Apply, Function, Step, deferred_scan
+from mlax.core._deferred import Apply, Step, deferred_scan
 from mlax.core._keys import named_key
 from mlax.core._layer import Layer, Tree, structs
 from mlax.core._parts import Sub
+from mlax.core._turned import Function
 
 Keep = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # of (within, carry, next carry, y) to (next carry, y)
 

@@ -79,9 +79,7 @@ def layers(model: Layer) -> dict[str, Layer]:
 
 def every(model: Layer) -> list[Layer]:
     """The model, its parts, theirs, and whatever stands inside a wrapper."""
-    found: list[Layer] = []
-    rebuilt(model, "", lambda where, layer: found.append(layer) or layer)
-    return found
+    return [layer for _, layer in found(model, Layer)]
 
 
 def found(model: Layer, kind: type[L], where: str = "") -> list[tuple[str, L]]:

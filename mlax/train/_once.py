@@ -46,8 +46,7 @@ class Once:
         self.plan = plan
         self.stacked = stacked  # batches have one more axis than the plan says
         self.compiled: dict[Any, Any] = {}
-        self.traced: Any = None  # as jax.jit(...).trace gives it, of the last compilation
-        self._traces: dict[Any, Any] = {}
+        self._traces: dict[Any, Any] = {}  # as jax.jit(...).trace gives them
         self._seen: list[dict[str, Any]] = []
         self._only: Any = None
 
@@ -73,10 +72,10 @@ class Once:
             if len(self.compiled) == self.compilations:
                 raise Retraced(self._differences(args))
             with contextlib.nullcontext() if self.plan is None else traced_for(self.plan, args[0]):
-                self.traced = self._jitted(args).trace(*args)
-                compiled = self.traced.lower().compile()
+                traced = self._jitted(args).trace(*args)
+                compiled = traced.lower().compile()
             refuse_what_cannot_fit(compiled, jax.tree.leaves(args))
-            self.compiled[key], self._traces[key] = compiled, self.traced
+            self.compiled[key], self._traces[key] = compiled, traced
             self._seen.append(_signatures(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]

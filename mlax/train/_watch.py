@@ -57,7 +57,7 @@ class Watch:
         With `caught_up` all that is known by then is read, as it must be before anything is saved.
         """
         if self._flops is None:
-            self._flops = flops(self.step.once.traced.jaxpr) // self.step.many
+            self._flops = flops(self.step.once.program()[0].jaxpr) // self.step.many
             self.progress.clock(at)
         records = self.log.add(at, metrics)
         if caught_up:
