@@ -3,11 +3,6 @@
 import numpy as np
 
 from mlax import nn
-from mlax.nn._attention import Attention
-from mlax.nn._multi_head_attention import MultiHeadAttention
-from mlax.nn._positions import LearnedPositions, SinusoidalPositions
-from mlax.nn._relative_bias import RelativeBias
-from mlax.nn._rotary import Llama3Scaling, Rotary
 from tests.catalogue.core import normed
 from tests.catalogue.row import Row
 
@@ -113,35 +108,35 @@ QKV = {"query": (3, 5, 4, 6), "key": (3, 7, 2, 6), "value": (3, 7, 2, 6)}
 
 ROWS = {
     "Attention": Row(
-        lambda dtype: Attention(),
+        lambda dtype: nn.Attention(),
         QKV,
         ({}, {}),
         lambda x, w: attend_to(x),
         tolerance=3e-6,
     ),
     "Attention everything": Row(
-        lambda dtype: Attention(causal=True, window=3, softcap=2.0, sinks=True, alibi=True, scale=0.5),
+        lambda dtype: nn.Attention(causal=True, window=3, softcap=2.0, sinks=True, alibi=True, scale=0.5),
         QKV,
         ({"sinks": (4,)}, {}),
         lambda x, w: attend_to(x, causal=True, window=3, softcap=2.0, sinks=w["sinks"], alibi=True, scale=0.5),
         tolerance=3e-6,
     ),
     "Attention chunked": Row(
-        lambda dtype: Attention(causal=True, softcap=2.0, sinks=True, implementation="chunked"),
+        lambda dtype: nn.Attention(causal=True, softcap=2.0, sinks=True, implementation="chunked"),
         QKV,
         ({"sinks": (4,)}, {}),
         lambda x, w: attend_to(x, causal=True, softcap=2.0, sinks=w["sinks"]),
         tolerance=3e-6,
     ),
     "MultiHeadAttention": Row(
-        lambda dtype: MultiHeadAttention(2),
+        lambda dtype: nn.MultiHeadAttention(2),
         (3, 5, 6),
         (linears(6, 6, 6, 6), {}),
         lambda x, w: multi_head(x, w, heads=2),
         tolerance=3e-6,
     ),
     "MultiHeadAttention cross": Row(
-        lambda dtype: MultiHeadAttention(4, kv_heads=2, head_width=3, bias=False, dropout=0.2),
+        lambda dtype: nn.MultiHeadAttention(4, kv_heads=2, head_width=3, bias=False, dropout=0.2),
         ((3, 5, 6), (3, 7, 4)),
         (linears(6, 4, 12, 6, bias=False), {}),
         lambda x, w: multi_head(x[0], w, heads=4, kv_heads=2, source=x[1]),
@@ -149,13 +144,13 @@ ROWS = {
         tolerance=3e-6,
     ),
     "MultiHeadAttention decoder": Row(
-        lambda dtype: MultiHeadAttention(
+        lambda dtype: nn.MultiHeadAttention(
             4,
             kv_heads=1,
             causal=True,
             window=3,
             sinks=True,
-            rotary=Rotary(),
+            rotary=nn.Rotary(),
             qk_norm=nn.LayerNorm(shift=False),
         ),
         (3, 5, 16),
@@ -177,7 +172,7 @@ ROWS = {
         tolerance=1e-5,
     ),
     "MultiHeadAttention relative": Row(
-        lambda dtype: MultiHeadAttention(2, relative=RelativeBias(2, buckets=8, farthest=20, param_dtype=dtype)),
+        lambda dtype: nn.MultiHeadAttention(2, relative=nn.RelativeBias(2, buckets=8, farthest=20, param_dtype=dtype)),
         (3, 5, 6),
         (linears(6, 6, 6, 6) | {"relative/table": (8, 2)}, {}),
         lambda x, w: multi_head(
@@ -185,37 +180,37 @@ ROWS = {
         ),
         tolerance=3e-6,
     ),
-    "Rotary": Row(lambda dtype: Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
+    "Rotary": Row(lambda dtype: nn.Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
     "Rotary partial": Row(
-        lambda dtype: Rotary(base=500_000.0, width=4, scaling=Llama3Scaling()),
+        lambda dtype: nn.Rotary(base=500_000.0, width=4, scaling=nn.Llama3Scaling()),
         (3, 5, 2, 8),
         ({}, {}),
         lambda x, w: rotate(x, llama3(frequencies(4, 500_000.0))),
     ),
     "LearnedPositions": Row(
-        lambda dtype: LearnedPositions(9),
+        lambda dtype: nn.LearnedPositions(9),
         (3, 5, 4),
         ({"table": (9, 4)}, {}),
         lambda x, w: x + w["table"][:5],
     ),
     "LearnedPositions decoding": Row(
-        lambda dtype: LearnedPositions(9, decoding=True),
+        lambda dtype: nn.LearnedPositions(9, decoding=True),
         (3, 5, 4),
         ({"table": (9, 4)}, {"count": ()}),
         lambda x, w: x + w["table"][:5],
     ),
     "SinusoidalPositions": Row(
-        lambda dtype: SinusoidalPositions(), (3, 5, 8), ({}, {}), lambda x, w: x + sinusoids(5, 8)
+        lambda dtype: nn.SinusoidalPositions(), (3, 5, 8), ({}, {}), lambda x, w: x + sinusoids(5, 8)
     ),
     "RelativeBias": Row(
-        lambda dtype: RelativeBias(3, buckets=8, farthest=20, param_dtype=dtype),
+        lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, param_dtype=dtype),
         ((4, 5), (4, 7)),
         ({"table": (8, 3)}, {}),
         relative,
         integers=40,
     ),
     "RelativeBias one-sided": Row(
-        lambda dtype: RelativeBias(3, buckets=8, farthest=20, bidirectional=False, param_dtype=dtype),
+        lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, bidirectional=False, param_dtype=dtype),
         ((4, 5), (4, 7)),
         ({"table": (8, 3)}, {}),
         lambda x, w: relative(x, w, bidirectional=False),

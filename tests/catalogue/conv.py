@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlax
-from mlax.nn._conv import Conv
-from mlax.nn._conv_transpose import ConvTranspose
-from mlax.nn._global_pool import AdaptivePool, GlobalPool
-from mlax.nn._patches import Patches
-from mlax.nn._pool import MaxPool, MeanPool, Pool, SumPool
+from mlax import nn
 from tests.catalogue.row import Row
 
 
@@ -103,14 +99,14 @@ NORMAL = mlax.Normal(1.0)
 
 ROWS = {
     "Conv": Row(
-        lambda dtype: Conv(4, (3, 2), bias_init=NORMAL),
+        lambda dtype: nn.Conv(4, (3, 2), bias_init=NORMAL),
         (2, 5, 4, 3),
         shapes((4, 3, 2, 3), 4),
         lambda x, w: conv(x, w["kernel"], w["bias"], (1, 1), [(1, 1), (0, 1)]),
         tolerance=3e-6,
     ),
     "Conv grouped": Row(
-        lambda dtype: Conv(
+        lambda dtype: nn.Conv(
             6, 3, strides=2, padding="CAUSAL", dilation=2, groups=2, layout="channel_first", bias_init=NORMAL
         ),
         (2, 4, 9),
@@ -119,14 +115,14 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Conv depthwise": Row(
-        lambda dtype: Conv(6, 3, pad_with="circular", groups="depthwise", bias=False),
+        lambda dtype: nn.Conv(6, 3, pad_with="circular", groups="depthwise", bias=False),
         (2, 4, 5, 3),
         ({"kernel": (6, 3, 3, 1)}, {}),
         lambda x, w: conv(x, w["kernel"], 0, (1, 1), [(1, 1), (1, 1)], groups=3, mode="wrap"),
         tolerance=3e-6,
     ),
     "Conv volume": Row(
-        lambda dtype: Conv(
+        lambda dtype: nn.Conv(
             3, 2, strides=(1, 2, 1), padding=((1, 0), 1, 0), pad_with="reflect", layout="NDHWC/DHWIO", bias_init=NORMAL
         ),
         (2, 3, 4, 3, 2),
@@ -137,14 +133,14 @@ ROWS = {
         tolerance=3e-6,
     ),
     "ConvTranspose": Row(
-        lambda dtype: ConvTranspose(4, 3, strides=2, bias_init=NORMAL),
+        lambda dtype: nn.ConvTranspose(4, 3, strides=2, bias_init=NORMAL),
         (2, 3, 4, 3),
         shapes((4, 3, 3, 3), 4),
         lambda x, w: conv_transpose(x, w["kernel"], w["bias"], (2, 2), [(0, 1), (0, 1)]),
         tolerance=3e-6,
     ),
     "ConvTranspose grouped": Row(
-        lambda dtype: ConvTranspose(
+        lambda dtype: nn.ConvTranspose(
             6,
             3,
             strides=3,
@@ -161,63 +157,63 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Patches": Row(
-        lambda dtype: Patches((2, 3), strides=(2, 1), padding="SAME"),
+        lambda dtype: nn.Patches((2, 3), strides=(2, 1), padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: cut(x, (2, 3), (2, 1), [(0, 1), (1, 1)]).reshape(2, 3, 4, 18),
     ),
     "Patches apart": Row(
-        lambda dtype: Patches(2, layout="channel_first"),
+        lambda dtype: nn.Patches(2, layout="channel_first"),
         (2, 3, 5, 4),
         ({}, {}),
         lambda x, w: np.einsum("bhwijc->bcijhw", cut(last(x), (2, 2), (2, 2), [(0, 0)] * 2)).reshape(2, 12, 2, 2),
     ),
     "Pool": Row(
-        lambda dtype: Pool(log_add, -math.inf, 3, strides=1, padding="SAME"),
+        lambda dtype: nn.Pool(log_add, -math.inf, 3, strides=1, padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.logaddexp.reduce, (3, 3), (1, 1), [(1, 1), (1, 1)], fill=-math.inf),
         tolerance=3e-6,
     ),
     "MaxPool": Row(
-        lambda dtype: MaxPool(2),
+        lambda dtype: nn.MaxPool(2),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.max, (2, 2), (2, 2), [(0, 0), (0, 0)]),
     ),
     "MaxPool overlapping": Row(
-        lambda dtype: MaxPool((3, 2), strides=(2, 1), padding="SAME", layout="channel_first"),
+        lambda dtype: nn.MaxPool((3, 2), strides=(2, 1), padding="SAME", layout="channel_first"),
         (2, 3, 5, 4),
         ({}, {}),
         lambda x, w: first(pool(last(x), np.max, (3, 2), (2, 1), [(1, 1), (0, 1)], fill=-math.inf)),
     ),
     "SumPool": Row(
-        lambda dtype: SumPool(3, strides=1, dilation=2),
+        lambda dtype: nn.SumPool(3, strides=1, dilation=2),
         (2, 7, 3),
         ({}, {}),
         lambda x, w: pool(x, np.sum, (3,), (1,), [(0, 0)], (2,)),
     ),
     "MeanPool": Row(
-        lambda dtype: MeanPool(3, strides=2, padding=1, ceil=True),
+        lambda dtype: nn.MeanPool(3, strides=2, padding=1, ceil=True),
         (2, 6, 5, 3),
         ({}, {}),
         lambda x, w: pool(x, np.nanmean, (3, 3), (2, 2), [(1, 2), (1, 1)], fill=math.nan),
     ),
-    "GlobalPool": Row(lambda dtype: GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
+    "GlobalPool": Row(lambda dtype: nn.GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
     "GlobalPool max": Row(
-        lambda dtype: GlobalPool(by="max", keep_axes=True, layout="channel_first"),
+        lambda dtype: nn.GlobalPool(by="max", keep_axes=True, layout="channel_first"),
         (2, 3, 4, 5),
         ({}, {}),
         lambda x, w: x.max((2, 3), keepdims=True),
     ),
     "AdaptivePool": Row(
-        lambda dtype: AdaptivePool((3, None)),
+        lambda dtype: nn.AdaptivePool((3, None)),
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.mean, (3, 4)),
     ),
     "AdaptivePool max": Row(
-        lambda dtype: AdaptivePool((3, 2), by="max"),
+        lambda dtype: nn.AdaptivePool((3, 2), by="max"),
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.max, (3, 2)),

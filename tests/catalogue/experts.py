@@ -5,12 +5,6 @@ import numpy as np
 
 import mlax
 from mlax import nn
-from mlax.nn._flatten import Flatten, Reshape
-from mlax.nn._glu import GLU
-from mlax.nn._lora import LoRA
-from mlax.nn._mamba import Mamba
-from mlax.nn._mlp import MLP
-from mlax.nn._moe import MoE
 from tests.catalogue.core import affine, gelu
 from tests.catalogue.row import Row
 
@@ -86,14 +80,14 @@ def folded(outputs, shape):
 
 ROWS = {
     "MoE": Row(
-        lambda dtype: MoE(nn.Linear(5), 4, k=2, capacity_factor=0.75),
+        lambda dtype: nn.MoE(nn.Linear(5), 4, k=2, capacity_factor=0.75),
         (3, 8, 6),
         (EXPERTS, {}),
         lambda x, w: moe(x, w["router/kernel"], linear_expert(w), 2, 3),
         tolerance=3e-6,
     ),
     "MoE unlimited": Row(
-        lambda dtype: MoE(nn.Linear(5), 4, k=1, capacity_factor=None, noise=0.1),
+        lambda dtype: nn.MoE(nn.Linear(5), 4, k=1, capacity_factor=None, noise=0.1),
         (3, 2, 4, 6),
         (EXPERTS, {}),
         lambda x, w: folded(moe(x.reshape(3, 8, 6), w["router/kernel"], linear_expert(w), 1, 8), (3, 2, 4, 5)),
@@ -101,28 +95,28 @@ ROWS = {
         tolerance=3e-6,
     ),
     "Mamba": Row(
-        lambda dtype: Mamba(6, states=4, window=3, chunk=3),
+        lambda dtype: nn.Mamba(6, states=4, window=3, chunk=3),
         (2, 7, 6),
         (MAMBA, {}),
         lambda x, w: mamba(x, w, 4, 3),
         tolerance=3e-6,
     ),
     "Mamba decode": Row(
-        lambda dtype: Mamba(6, states=4, window=3, chunk=3, decode=True),
+        lambda dtype: nn.Mamba(6, states=4, window=3, chunk=3, decode=True),
         (1, 7, 6),
         (MAMBA, {"filter/window": (1, 2, 12), "scan/state": (1, 12, 4)}),
         lambda x, w: mamba(x, w, 4, 3),
         tolerance=3e-6,
     ),
     "LoRA": Row(
-        lambda dtype: LoRA(nn.Linear(5), rank=2, alpha=3.0, up_init=mlax.Normal(0.5)),
+        lambda dtype: nn.LoRA(nn.Linear(5), rank=2, alpha=3.0, up_init=mlax.Normal(0.5)),
         (4, 3, 6),
         ({"kernel": (6, 5), "bias": (5,), "lora/down": (6, 2), "lora/up": (2, 5)}, {}),
         lambda x, w: x @ w["kernel"] + w["bias"] + 1.5 * x @ w["lora/down"] @ w["lora/up"],
         tolerance=3e-6,
     ),
     "MLP": Row(
-        lambda dtype: MLP((8, 7, 5)),
+        lambda dtype: nn.MLP((8, 7, 5)),
         (4, 3, 6),
         (
             {
@@ -139,12 +133,12 @@ ROWS = {
         tolerance=3e-6,
     ),
     "GLU": Row(
-        lambda dtype: GLU(5, activation=jax.nn.gelu),
+        lambda dtype: nn.GLU(5, activation=jax.nn.gelu),
         (4, 3, 6),
         ({"gate/kernel": (6, 5), "value/kernel": (6, 5)}, {}),
         lambda x, w: gelu(x @ w["gate/kernel"]) * (x @ w["value/kernel"]),
         tolerance=3e-6,
     ),
-    "Flatten": Row(lambda dtype: Flatten(), (4, 3, 2, 6), ({}, {}), lambda x, w: x.reshape(4, 36)),
-    "Reshape": Row(lambda dtype: Reshape((2, -1)), (4, 3, 6), ({}, {}), lambda x, w: x.reshape(4, 2, 9)),
+    "Flatten": Row(lambda dtype: nn.Flatten(), (4, 3, 2, 6), ({}, {}), lambda x, w: x.reshape(4, 36)),
+    "Reshape": Row(lambda dtype: nn.Reshape((2, -1)), (4, 3, 6), ({}, {}), lambda x, w: x.reshape(4, 2, 9)),
 }

@@ -4,15 +4,6 @@ import numpy as np
 
 import mlax
 from mlax import nn
-from mlax.nn._alpha_dropout import AlphaDropout
-from mlax.nn._batch_norm import BatchNorm
-from mlax.nn._channel_dropout import ChannelDropout
-from mlax.nn._group_norm import GroupNorm
-from mlax.nn._instance_norm import InstanceNorm
-from mlax.nn._path_dropout import PathDropout
-from mlax.nn._rms_norm import RMSNorm
-from mlax.nn._spectral_norm import SpectralNorm
-from mlax.nn._weight_norm import WeightNorm
 from tests.catalogue.core import normed
 from tests.catalogue.row import Row
 
@@ -38,69 +29,69 @@ RUNNING = {"mean": (6,), "var": (6,)}
 
 ROWS = {
     "BatchNorm": Row(
-        lambda dtype: BatchNorm(),
+        lambda dtype: nn.BatchNorm(),
         (5, 3, 6),
         (AFFINE, RUNNING),
         lambda x, w: x / np.sqrt(1 + 1e-5) * w["scale"] + w["shift"],
         tolerance=3e-6,
     ),
     "BatchNorm corrected": Row(
-        lambda dtype: BatchNorm(axis=1, corrected=True, shift=False),
+        lambda dtype: nn.BatchNorm(axis=1, corrected=True, shift=False),
         (5, 6, 3, 2),
         ({"scale": (6,)}, {**RUNNING, "count": ()}),
         lambda x, w: x / np.sqrt(1 + 1e-5) * first(w["scale"]),
         tolerance=3e-6,
     ),
     "BatchNorm frozen": Row(
-        lambda dtype: BatchNorm(frozen=True, scale=False, shift=False),
+        lambda dtype: nn.BatchNorm(frozen=True, scale=False, shift=False),
         (5, 3, 6),
         ({}, RUNNING),
         lambda x, w: x / np.sqrt(1 + 1e-5),
     ),
     "RMSNorm": Row(
-        lambda dtype: RMSNorm(),
+        lambda dtype: nn.RMSNorm(),
         (4, 3, 6),
         ({"scale": (6,)}, {}),
         lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w["scale"],
         tolerance=3e-6,
     ),
     "RMSNorm bare": Row(
-        lambda dtype: RMSNorm(axes=(-2, -1), scale=False, eps=1e-2),
+        lambda dtype: nn.RMSNorm(axes=(-2, -1), scale=False, eps=1e-2),
         (4, 3, 6),
         ({}, {}),
         lambda x, w: x / np.sqrt((x**2).mean((-2, -1), keepdims=True) + 1e-2),
         tolerance=3e-6,
     ),
     "GroupNorm": Row(
-        lambda dtype: GroupNorm(3),
+        lambda dtype: nn.GroupNorm(3),
         (4, 3, 2, 6),
         (AFFINE, {}),
         lambda x, w: grouped(x, w, 3),
         tolerance=3e-6,
     ),
     "GroupNorm channel-first": Row(
-        lambda dtype: GroupNorm(2, axis=-3, shift=False),
+        lambda dtype: nn.GroupNorm(2, axis=-3, shift=False),
         (4, 6, 3, 2),
         ({"scale": (6,)}, {}),
         lambda x, w: np.moveaxis(grouped(np.moveaxis(x, 1, -1), w, 2), -1, 1),
         tolerance=3e-6,
     ),
     "InstanceNorm": Row(
-        lambda dtype: InstanceNorm(),
+        lambda dtype: nn.InstanceNorm(),
         (4, 3, 2, 6),
         (AFFINE, {}),
         lambda x, w: normed(x, w["scale"], w["shift"], axes=(1, 2)),
         tolerance=3e-6,
     ),
     "InstanceNorm bare": Row(
-        lambda dtype: InstanceNorm(axis=1, scale=False, shift=False),
+        lambda dtype: nn.InstanceNorm(axis=1, scale=False, shift=False),
         (4, 3, 8),
         ({}, {}),
         lambda x, w: normed(x, axes=2),
         tolerance=3e-6,
     ),
     "WeightNorm": Row(
-        lambda dtype: WeightNorm(nn.Linear(5)),
+        lambda dtype: nn.WeightNorm(nn.Linear(5)),
         (4, 6),
         ({"kernel/direction": (6, 5), "kernel/magnitude": (1, 5), "bias": (5,)}, {}),
         lambda x, w: (
@@ -109,14 +100,14 @@ ROWS = {
         ),
     ),
     "SpectralNorm": Row(
-        lambda dtype: SpectralNorm(nn.Linear(5), first_iterations=200),
+        lambda dtype: nn.SpectralNorm(nn.Linear(5), first_iterations=200),
         (4, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {"kernel/left": (5,), "kernel/right": (6,)}),
         lambda x, w: x @ spectral(w["kernel"]) + w["bias"],
     ),
     "SpectralNorm of a Series": Row(
-        lambda dtype: SpectralNorm(
-            mlax.Series(up=nn.Linear(5), norm=BatchNorm(scale=False, shift=False)), axis=0, first_iterations=200
+        lambda dtype: nn.SpectralNorm(
+            mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm(scale=False, shift=False)), axis=0, first_iterations=200
         ),
         (4, 6),
         (
@@ -126,7 +117,7 @@ ROWS = {
         lambda x, w: (x @ spectral(w["up/kernel"]) + w["up/bias"]) / np.sqrt(1 + 1e-5),
         tolerance=1e-5,
     ),
-    "ChannelDropout": Row(lambda dtype: ChannelDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "PathDropout": Row(lambda dtype: PathDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "AlphaDropout": Row(lambda dtype: AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "ChannelDropout": Row(lambda dtype: nn.ChannelDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "PathDropout": Row(lambda dtype: nn.PathDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "AlphaDropout": Row(lambda dtype: nn.AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
 }

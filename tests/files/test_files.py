@@ -9,9 +9,8 @@ import pytest
 import safetensors.numpy
 
 import mlax
-from mlax import files
+from mlax import files, train
 from mlax.files._dtypes import BY_NAME
-from mlax.train._state import State
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]
 
@@ -96,7 +95,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         (np.ones(3), "nested dicts"),
         ({"a": [1, 2]}, "'a' is a list"),
         (mlax.F(np.tanh), "a F came, .* a model has none: save its variables, as init returns them"),
-        (State(*[None] * 7), "save state.trainables, or all of the state by train.Checkpoints"),
+        (train.State(*[None] * 7), "save state.trainables, or all of the state by train.Checkpoints"),
         ([np.ones(3)], "a list came, but a file holds nested dicts of arrays; give it a name"),
         ({1: np.ones(3)}, "no string"),
         ({"a": {"..": np.ones(3)}}, "no names"),

@@ -11,21 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlax
-from mlax import dtypes, nn
-from mlax.nn._attention import Attention
-from mlax.nn._multi_head_attention import MultiHeadAttention
-from mlax.nn._relative_bias import RelativeBias
-from mlax.nn._rotary import Rotary
+from mlax import dtypes, nn, ops
 from mlax.ops import _attention_chunked, _attention_kernel
-from mlax.ops._attention import attention
-from mlax.ops._attention_kernel import attention_kernel
-from mlax.ops._softmax import softmax
 from tests.catalogue.attention import attend
 
 RNG = jax.random.key(0)
 KERNELS = ("xla", "chunked")
 STATIC = ("causal", "window", "alibi", "softcap", "accum_dtype", "implementation")
-run = jax.jit(attention, static_argnames=STATIC)
+run = jax.jit(ops.attention, static_argnames=STATIC)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +60,7 @@ def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
     }
 
     def loss(inputs):
-        y = attention(**inputs, **options)
+        y = ops.attention(**inputs, **options)
         return (y * saved["weight"]).sum(), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
@@ -79,7 +72,7 @@ def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
 @pytest.mark.parametrize("case", ["self", "cross"])
 def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
     saved = {path.removeprefix(f"{case}/"): x for path, x in torch.items() if path.startswith(f"{case}/")}
-    layer = MultiHeadAttention(4, implementation=kernel)
+    layer = nn.MultiHeadAttention(4, implementation=kernel)
     x = {name: jnp.asarray(saved[name]) for name in ("x", "source") if name in saved}
     trainables, _ = layer.init(RNG, x)
     for path in mlax.paths(trainables):
@@ -146,7 +139,7 @@ def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
     def loss(arrays, kernel):
         q, k, v, sinks, bias = arrays
         options = {"causal": True, "window": 4, "softcap": 1.5, "alibi": True, "lengths": jnp.asarray([7, 0])}
-        return (attention(q, k, v, **options, sinks=sinks, bias=bias, implementation=kernel) ** 2).sum()
+        return (ops.attention(q, k, v, **options, sinks=sinks, bias=bias, implementation=kernel) ** 2).sum()
 
     whole, tiled = (jax.jit(jax.grad(loss), static_argnums=1)([q, k, v, sinks, bias], each) for each in ("xla", kernel))
     jax.tree.map(close, tiled, whole)
@@ -156,7 +149,7 @@ def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
     q, k, v = drawn((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4))
 
     def loss(q, k, v):
-        y = attention(q, k, v, lengths=jnp.asarray([0, 3]), implementation=kernel)
+        y = ops.attention(q, k, v, lengths=jnp.asarray([0, 3]), implementation=kernel)
         return y.sum(), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -168,7 +161,7 @@ def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (1, 1, 8)])
 def test_empty_and_single_axes_are_no_special_case(kernel, shape):
-    layer = MultiHeadAttention(2, causal=True, implementation=kernel)
+    layer = nn.MultiHeadAttention(2, causal=True, implementation=kernel)
     trainables, _ = layer.init(RNG, jnp.ones(shape))
     grad = jax.jit(jax.grad(lambda w, x: layer.fwd(x, w)[0].sum()))(trainables, jnp.ones(shape))
     assert fwd(layer, jnp.ones(shape), trainables).shape == shape
@@ -176,7 +169,7 @@ def test_empty_and_single_axes_are_no_special_case(kernel, shape):
 
 
 def test_packed_sequences_attend_as_they_would_alone(kernel):
-    layer = MultiHeadAttention(2, causal=True, rotary=Rotary(), implementation=kernel)
+    layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
     one, two = drawn((1, 5, 8), (1, 3, 8))
     trainables, _ = layer.init(RNG, one)
     packed = {
@@ -197,18 +190,18 @@ def test_sinks_are_a_key_with_nothing_behind_it(kernel):
 
 VARIANTS = {
     "plain": {},
-    "rotary": {"rotary": Rotary(), "kv_heads": 2},
-    "ring": {"rotary": Rotary(), "window": 6},
+    "rotary": {"rotary": nn.Rotary(), "kv_heads": 2},
+    "ring": {"rotary": nn.Rotary(), "window": 6},
     "ring with all": {"window": 5, "alibi": True, "sinks": True, "kv_heads": 1, "qk_norm": nn.LayerNorm()},
-    "relative": {"relative": RelativeBias(4, bidirectional=False)},
+    "relative": {"relative": nn.RelativeBias(4, bidirectional=False)},
     "window beyond the cache": {"window": 50},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
-    plain = MultiHeadAttention(4, causal=True, **VARIANTS[variant])
-    cached = MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
+    plain = nn.MultiHeadAttention(4, causal=True, **VARIANTS[variant])
+    cached = nn.MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
     (x,) = drawn((2, 24, 16))
     trainables, _ = plain.init(RNG, x)
     _, state = cached.init(RNG, x[:, :1])
@@ -222,7 +215,7 @@ def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
 
 @pytest.mark.parametrize("window", [None, 32])
 def test_256_tokens_decode_with_one_compilation(window):
-    layer = MultiHeadAttention(2, causal=True, cache=256, window=window, rotary=Rotary())
+    layer = nn.MultiHeadAttention(2, causal=True, cache=256, window=window, rotary=nn.Rotary())
     (x,) = drawn((1, 256, 8))
     trainables, state = layer.init(RNG, x[:, :1])
     traces = []
@@ -237,12 +230,12 @@ def test_256_tokens_decode_with_one_compilation(window):
         y, state = step(token, state)
         outputs.append(y)
     assert len(traces) == 1 and step._cache_size() == 1
-    plain = MultiHeadAttention(2, causal=True, window=window, rotary=Rotary())
+    plain = nn.MultiHeadAttention(2, causal=True, window=window, rotary=nn.Rotary())
     close(np.concatenate(outputs, 1), fwd(plain, x, trainables))
 
 
 def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
-    layer = MultiHeadAttention(2, causal=True, cache=4)
+    layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     (x,) = drawn((1, 4, 8))
     trainables, empty = layer.init(RNG, x)
     with pytest.raises(ValueError, match="5 tokens came at once, but there are 4 slots"):
@@ -256,7 +249,7 @@ def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
 
 
 def test_a_ring_never_fills():
-    layer = MultiHeadAttention(2, causal=True, cache=4, window=3)
+    layer = nn.MultiHeadAttention(2, causal=True, cache=4, window=3)
     (x,) = drawn((1, 20, 8))
     trainables, state = layer.init(RNG, x[:, :1])
     assert state["cache"]["key"].shape == (1, 3, 2, 4)
@@ -265,14 +258,14 @@ def test_a_ring_never_fills():
 
 
 def test_a_cache_of_another_batch_is_refused():
-    layer = MultiHeadAttention(2, causal=True, cache=4)
+    layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     trainables, state = layer.init(RNG, jnp.ones((2, 1, 8)))
     with pytest.raises(ValueError, match="Call init on an input of this batch"):
         layer.fwd(jnp.ones((3, 1, 8)), trainables, state)
 
 
 def test_a_cache_can_be_narrower_than_the_computation():
-    layer = MultiHeadAttention(2, causal=True, cache=4, cache_dtype="bfloat16")
+    layer = nn.MultiHeadAttention(2, causal=True, cache=4, cache_dtype="bfloat16")
     x = jnp.ones((2, 1, 8))
     trainables, state = layer.init(RNG, x)
     y, new = jax.eval_shape(layer.fwd, x, trainables, state)
@@ -282,7 +275,7 @@ def test_a_cache_can_be_narrower_than_the_computation():
 def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():
     def temporary(t, kernel):
         q, k = (jax.ShapeDtypeStruct((1, t, heads, 64), jnp.float32) for heads in (2, 1))
-        loss = lambda q, k, v: attention(q, k, v, causal=True, implementation=kernel).sum()  # noqa: E731
+        loss = lambda q, k, v: ops.attention(q, k, v, causal=True, implementation=kernel).sum()  # noqa: E731
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -295,7 +288,7 @@ def test_wide_statistics_are_wide_and_products_narrow(kernel):
     q, k, v = drawn((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8), dtype=jnp.bfloat16)
 
     def loss(q, k, v):
-        y = attention(q, k, v, causal=True, accum_dtype="float32", implementation=kernel)
+        y = ops.attention(q, k, v, causal=True, accum_dtype="float32", implementation=kernel)
         return jax.lax.reduce_sum(y, range(y.ndim))
 
     found = [str(departure) for departure in dtypes.audit(jax.value_and_grad(loss, (0, 1, 2)), q, k, v)]
@@ -317,13 +310,13 @@ def test_wide_statistics_come_nearer_to_the_exact_result(kernel):
 
 
 def test_mixed_precision_widens_the_softmax_only():
-    model = dtypes.mixed_bfloat16(mlax.Series(attend=MultiHeadAttention(2), norm=nn.LayerNorm()))
+    model = dtypes.mixed_bfloat16(mlax.Series(attend=nn.MultiHeadAttention(2), norm=nn.LayerNorm()))
     assert mlax.get(model, "attend/attend").accum_dtype == "float32"
     assert mlax.get(model, "attend/query").accum_dtype is None
 
 
 def test_surgery_reaches_parts_whose_width_is_not_known_yet():
-    model = mlax.override(MultiHeadAttention(2, kv_heads=1), nn.Linear, precision="highest")
+    model = mlax.override(nn.MultiHeadAttention(2, kv_heads=1), nn.Linear, precision="highest")
     model = mlax.replace(model, "query", mlax.Remat(mlax.get(model, "query")))
     trainables, _ = model.init(RNG, jnp.ones((2, 3, 8)))
     shapes = {path: mlax.get(trainables, path).shape for path in mlax.paths(trainables) if path.endswith("kernel")}
@@ -332,7 +325,7 @@ def test_surgery_reaches_parts_whose_width_is_not_known_yet():
 
 
 def test_dropout_drops_weights_while_training_only():
-    layer = Attention(dropout=0.4)
+    layer = nn.Attention(dropout=0.4)
     q, k = drawn((1, 200, 2, 4), (1, 300, 2, 4))
     x = {"query": q, "key": k, "value": jnp.ones_like(k)}
     y = np.asarray(fwd(layer, x, None, rng=RNG))
@@ -345,7 +338,7 @@ def test_dropout_drops_weights_while_training_only():
 def test_the_kernel_is_named_with_its_reason(monkeypatch):
     def named(*shape, dtype=jnp.bfloat16, accum_dtype="float32", **options):
         q = jax.ShapeDtypeStruct(shape, dtype)
-        return attention_kernel(q, q, q, accum_dtype=accum_dtype, **options)
+        return ops.attention_kernel(q, q, q, accum_dtype=accum_dtype, **options)
 
     small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
     monkeypatch.setattr(_attention_kernel, "_capability", lambda: None)
@@ -369,9 +362,9 @@ def test_the_kernel_is_named_with_its_reason(monkeypatch):
 
 def test_softmax_is_in_the_dtype_of_its_input():
     (x,) = drawn((3, 40), dtype=jnp.bfloat16)
-    close(np.asarray(softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
-    assert dtypes.audit(softmax, x) == ()
-    np.testing.assert_array_equal(softmax(x, jnp.zeros((3, 40), bool)), 0)
+    close(np.asarray(ops.softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
+    assert dtypes.audit(ops.softmax, x) == ()
+    np.testing.assert_array_equal(ops.softmax(x, jnp.zeros((3, 40), bool)), 0)
 
 
 @pytest.mark.parametrize(
@@ -395,28 +388,30 @@ def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
     shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):
-        inspect.unwrap(attention)(**arrays, **options)
+        inspect.unwrap(ops.attention)(**arrays, **options)
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: MultiHeadAttention(4, kv_heads=3), "4 heads are no multiple of 3 kv_heads"),
-        (lambda: MultiHeadAttention(0), "heads is 0, but must be a whole number of at least 1"),
-        (lambda: MultiHeadAttention(4, cache=8), "pass causal=True"),
-        (lambda: MultiHeadAttention(4, relative=RelativeBias(2)), "does not have the 4 heads"),
-        (lambda: MultiHeadAttention(4, window=0), "window is 0"),
-        (lambda: Attention(dropout=0.1, implementation="chunked"), "chunked drops no weights"),
-        (lambda: Attention(implementation="flash"), "must be cudnn, xla, chunked or None"),
-        (lambda: MultiHeadAttention(3).init(RNG, jnp.ones((1, 2, 8))), "width 8 does not divide into 3 heads"),
-        (lambda: MultiHeadAttention(2).init(RNG, jnp.ones((2, 8))), r"x is \(2, 8\), but must be"),
-        (lambda: MultiHeadAttention(2).init(RNG, {"y": jnp.ones((1, 2, 8))}), "but has y"),
-        (lambda: MultiHeadAttention(2).init(RNG, (jnp.ones((1, 2, 8)),)), "is none of these"),
+        (lambda: nn.MultiHeadAttention(4, kv_heads=3), "4 heads are no multiple of 3 kv_heads"),
+        (lambda: nn.MultiHeadAttention(0), "heads is 0, but must be a whole number of at least 1"),
+        (lambda: nn.MultiHeadAttention(4, cache=8), "pass causal=True"),
+        (lambda: nn.MultiHeadAttention(4, relative=nn.RelativeBias(2)), "does not have the 4 heads"),
+        (lambda: nn.MultiHeadAttention(4, window=0), "window is 0"),
+        (lambda: nn.Attention(dropout=0.1, implementation="chunked"), "chunked drops no weights"),
+        (lambda: nn.Attention(implementation="flash"), "must be cudnn, xla, chunked or None"),
+        (lambda: nn.MultiHeadAttention(3).init(RNG, jnp.ones((1, 2, 8))), "width 8 does not divide into 3 heads"),
+        (lambda: nn.MultiHeadAttention(2).init(RNG, jnp.ones((2, 8))), r"x is \(2, 8\), but must be"),
+        (lambda: nn.MultiHeadAttention(2).init(RNG, {"y": jnp.ones((1, 2, 8))}), "but has y"),
+        (lambda: nn.MultiHeadAttention(2).init(RNG, (jnp.ones((1, 2, 8)),)), "is none of these"),
         (
-            lambda: MultiHeadAttention(2, causal=True, cache=4).init(RNG, (jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)))),
+            lambda: nn.MultiHeadAttention(2, causal=True, cache=4).init(
+                RNG, (jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)))
+            ),
             "with a cache the input is x alone",
         ),
-        (lambda: Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "has too little"),
+        (lambda: nn.Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "has too little"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused_in_words(build, words):

@@ -10,29 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlax
-from mlax import dtypes
-from mlax.nn._conv import Conv
-from mlax.nn._conv_transpose import ConvTranspose
-from mlax.nn._patches import Patches
+from mlax import dtypes, nn, ops
 from mlax.ops._conv_chunked import by_chunks
 from mlax.ops._layout import layout_of
-from mlax.ops._pad import pad
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
 CONVS = {
-    "conv_line": Conv(4, 3, strides=2, padding=1),
-    "conv_plane": Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)),
-    "conv_groups": Conv(6, 3, padding=2, groups=2),
-    "conv_depthwise": Conv(6, (3, 1), padding="VALID", groups="depthwise"),
-    "conv_volume": Conv(3, (2, 3, 2), strides=(1, 2, 2), padding=(0, 1, 1)),
-    "conv_empty": Conv(3, 2, padding=0),
-    "transpose_line": ConvTranspose(4, 4, strides=3, padding=1, output_padding=2),
-    "transpose_plane": ConvTranspose(4, (3, 2), strides=(2, 1), padding=1, dilation=(1, 2)),
-    "transpose_groups": ConvTranspose(6, 3, strides=2, padding=1, output_padding=1, groups=2),
-    "transpose_volume": ConvTranspose(3, 2, strides=2, padding="VALID"),
-    "transpose_one": ConvTranspose(4, 2, strides=2, padding="VALID"),
+    "conv_line": nn.Conv(4, 3, strides=2, padding=1),
+    "conv_plane": nn.Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)),
+    "conv_groups": nn.Conv(6, 3, padding=2, groups=2),
+    "conv_depthwise": nn.Conv(6, (3, 1), padding="VALID", groups="depthwise"),
+    "conv_volume": nn.Conv(3, (2, 3, 2), strides=(1, 2, 2), padding=(0, 1, 1)),
+    "conv_empty": nn.Conv(3, 2, padding=0),
+    "transpose_line": nn.ConvTranspose(4, 4, strides=3, padding=1, output_padding=2),
+    "transpose_plane": nn.ConvTranspose(4, (3, 2), strides=(2, 1), padding=1, dilation=(1, 2)),
+    "transpose_groups": nn.ConvTranspose(6, 3, strides=2, padding=1, output_padding=1, groups=2),
+    "transpose_volume": nn.ConvTranspose(3, 2, strides=2, padding="VALID"),
+    "transpose_one": nn.ConvTranspose(4, 2, strides=2, padding="VALID"),
 }
 SPELT = {3: "NWC/WIO", 4: "NHWC/HWIO", 5: "NDHWC/DHWIO"}
 
@@ -72,11 +68,11 @@ def test_outputs_and_gradients_are_those_of_pytorch_in_every_layout(case, layout
 
 
 CHUNKED = {
-    "features": (Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has numbers
-    "one place": (Conv(6, 1, strides=2, padding=0), (12, 5, 4, 16)),
-    "apart": (Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
-    "spelt": (Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),
-    "volume": (Conv(3, 2, strides=2), (8, 3, 4, 5, 16)),
+    "features": (nn.Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has numbers
+    "one place": (nn.Conv(6, 1, strides=2, padding=0), (12, 5, 4, 16)),
+    "apart": (nn.Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
+    "spelt": (nn.Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),
+    "volume": (nn.Conv(3, 2, strides=2), (8, 3, 4, 5, 16)),
 }
 
 
@@ -128,7 +124,7 @@ def test_narrow_and_sharded_convolutions_are_not_by_chunks():
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])
 def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
     case = f"pad_{mode}"
-    function = jax.jit(lambda x: pad(x, (2, 3), ((3, 0), (2, 1)), name))
+    function = jax.jit(lambda x: ops.pad(x, (2, 3), ((3, 0), (2, 1)), name))
     y, pull = jax.vjp(function, jnp.asarray(TORCH[f"{case}/x"], jnp.float32))
     np.testing.assert_allclose(y, TORCH[f"{case}/y"], rtol=1e-6)
     (d_x,) = pull(jnp.asarray(TORCH[f"{case}/weight"], jnp.float32))
@@ -136,7 +132,7 @@ def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
 
 
 def test_patches_are_those_of_pytorch_s_unfold():
-    layer = Patches((3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2), layout="channel_first")
+    layer = nn.Patches((3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2), layout="channel_first")
     y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), jnp.asarray(TORCH["unfold/x"], jnp.float32))
     np.testing.assert_allclose(y.reshape(2, 18, -1), TORCH["unfold/y"], rtol=1e-6)
     (d_x,) = pull(jnp.asarray(TORCH["unfold/weight"], jnp.float32).reshape(y.shape))
@@ -153,7 +149,7 @@ def test_a_convolution_is_the_loop_over_its_windows(data, rank):
     sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
     pads = tuple(zip(draw(0, 2), draw(0, 2), strict=True))
     x = np.random.default_rng(0).normal(size=(2, *sizes, 2 * groups)).astype(np.float32)
-    layer = Conv(3 * groups, window, strides=strides, padding=pads, dilation=dilation, groups=groups)
+    layer = nn.Conv(3 * groups, window, strides=strides, padding=pads, dilation=dilation, groups=groups)
     trainables, _ = layer.init(RNG, x)
     want = loops.conv(x, np.asarray(trainables["kernel"]), 0, strides, pads, dilation, groups)
     np.testing.assert_allclose(layer.fwd(x, trainables)[0], want, rtol=1e-4, atol=1e-5)
@@ -163,16 +159,16 @@ def test_a_convolution_is_the_loop_over_its_windows(data, rank):
 @given(size=st.integers(1, 7), window=st.integers(1, 4), stride=st.integers(1, 4), dilation=st.integers(1, 2))
 def test_a_same_transposed_convolution_is_the_gradient_of_a_same_convolution(size, window, stride, dilation):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
-    up = ConvTranspose(4, window, strides=stride, dilation=dilation, bias=False)
+    up = nn.ConvTranspose(4, window, strides=stride, dilation=dilation, bias=False)
     kernel = up.init(RNG, x)[0]["kernel"]
-    down = Conv(3, window, strides=stride, dilation=dilation, bias=False)
+    down = nn.Conv(3, window, strides=stride, dilation=dilation, bias=False)
     swapped = {"kernel": jnp.swapaxes(kernel, 0, -1)}
     y, pull = jax.vjp(lambda y: down.fwd(y, swapped)[0], jnp.zeros((2, size * stride, 4)))
     assert y.shape == x.shape
     np.testing.assert_allclose(up.fwd(x, {"kernel": kernel})[0], pull(jnp.asarray(x))[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+@pytest.mark.parametrize("kind", [nn.Conv, nn.ConvTranspose])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_causal_output_depends_on_nothing_after_it(kind, stride):
     layer = kind(3, 3, strides=stride, padding="CAUSAL", dilation=2)
@@ -181,16 +177,16 @@ def test_a_causal_output_depends_on_nothing_after_it(kind, stride):
     seen = jax.jacobian(lambda x: layer.fwd(x, trainables)[0].sum((0, 2)))(x)  # (windows, 1, 8, 2)
     reached = np.asarray(abs(seen).sum((1, 3)) > 0)
     for place, row in enumerate(reached):
-        now = place * stride if kind is Conv else place // stride
-        assert row[now] or kind is ConvTranspose
+        now = place * stride if kind is nn.Conv else place // stride
+        assert row[now] or kind is nn.ConvTranspose
         assert not row[now + 1 :].any()
-    assert len(reached) == (8 // stride if kind is Conv else 8 * stride)
+    assert len(reached) == (8 // stride if kind is nn.Conv else 8 * stride)
 
 
 def test_same_keeps_the_size_and_divides_it_by_the_stride_rounded_up():
     for size, stride, window in [(7, 1, 4), (7, 2, 3), (8, 3, 5), (1, 2, 3), (5, 4, 1)]:
         x = jax.ShapeDtypeStruct((2, size, 3), jnp.float32)
-        layer = Conv(4, window, strides=stride)
+        layer = nn.Conv(4, window, strides=stride)
         y, _ = jax.eval_shape(layer.fwd, x, layer.init(RNG, x)[0])
         assert y.shape == (2, -(-size // stride), 4)
 
@@ -198,9 +194,9 @@ def test_same_keeps_the_size_and_divides_it_by_the_stride_rounded_up():
 @pytest.mark.parametrize("layout", ["channel_last", "channel_first"])
 def test_a_linear_on_patches_is_a_convolution(layout):
     x = jax.random.normal(RNG, (2, 6, 6, 3) if layout == "channel_last" else (2, 3, 6, 6))
-    layer = Conv(4, 3, strides=2, dilation=2, layout=layout)
+    layer = nn.Conv(4, 3, strides=2, dilation=2, layout=layout)
     trainables, _ = layer.init(RNG, x)
-    cut = Patches(3, strides=2, padding="SAME", dilation=2, layout=layout).fwd(x, None)[0]
+    cut = nn.Patches(3, strides=2, padding="SAME", dilation=2, layout=layout).fwd(x, None)[0]
     channel = -1 if layout == "channel_last" else 1
     product = jnp.moveaxis(cut, channel, -1) @ trainables["kernel"].reshape(4, -1).T
     np.testing.assert_allclose(layer.fwd(x, trainables)[0], jnp.moveaxis(product, -1, channel), rtol=1e-4, atol=1e-5)
@@ -209,13 +205,13 @@ def test_a_linear_on_patches_is_a_convolution(layout):
 def test_the_kernel_is_drawn_by_its_fan_in_every_layout():
     shapes = {"channel_last": (1, 9, 9, 64), "channel_first": (1, 64, 9, 9), "NHWC/HWIO": (1, 9, 9, 64)}
     for layout, shape in shapes.items():
-        kernel = Conv(128, 3, groups=2, layout=layout).init(RNG, jnp.zeros(shape))[0]["kernel"]
+        kernel = nn.Conv(128, 3, groups=2, layout=layout).init(RNG, jnp.zeros(shape))[0]["kernel"]
         assert abs(float(kernel.std()) * (9 * 32) ** 0.5 - 1) < 0.05
 
 
 def test_accum_dtype_adds_up_wide_forward_and_backward_and_returns_the_input_s_dtype():
     x = jnp.full((1, 4, 1024), 1.0, jnp.bfloat16)
-    layer = Conv(1, 1, kernel_init=mlax.Ones(), accum_dtype="float32")
+    layer = nn.Conv(1, 1, kernel_init=mlax.Ones(), accum_dtype="float32")
     trainables, _ = layer.init(RNG, x)
     y, _ = layer.fwd(x, trainables)
     assert y.dtype == jnp.bfloat16 and (y == 1024).all()
@@ -227,7 +223,7 @@ def test_accum_dtype_adds_up_wide_forward_and_backward_and_returns_the_input_s_d
 
 def test_param_dtype_keeps_the_weights_wide():
     x = jnp.ones((2, 5, 3), jnp.bfloat16)
-    layer = Conv(4, 3, param_dtype="float32")
+    layer = nn.Conv(4, 3, param_dtype="float32")
     trainables, _ = layer.init(RNG, x)
     assert trainables["kernel"].dtype == jnp.float32
     assert layer.fwd(x, trainables)[0].dtype == jnp.bfloat16
@@ -237,36 +233,40 @@ def test_param_dtype_keeps_the_weights_wide():
     ("layer", "shape", "words"),
     [
         (
-            Conv(8, (3, 3)),
+            nn.Conv(8, (3, 3)),
             (4, 32, 3),
             r"Conv\(8, \(3, 3\)\): window has 2 axes but the input \(4, 32, 3\) has 1 spatial "
             r"axis; pass window=\(3,\)\.",
         ),
         (
-            Conv(8, 3, strides=(1, 2, 3)),
+            nn.Conv(8, 3, strides=(1, 2, 3)),
             (4, 8, 8, 3),
             r"strides has 3 axes .* has 2 spatial axes; pass strides=\(1, 2\)",
         ),
-        (Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, padding="),
-        (Conv(8, 3, padding="same"), (4, 8, 3), "padding is 'same', but must be 'SAME', 'VALID', 'CAUSAL'"),
-        (Conv(8, 3, padding=-1), (4, 8, 3), "0 or more"),
-        (Conv(8, 5, padding="VALID"), (4, 3, 3), "window covers 5 places but the input .* has 3, and 0 of padding"),
-        (Conv(8, 3, padding="VALID", dilation=4), (4, 8, 3), "window covers 9 places"),
-        (Conv(8, 3, groups=3), (4, 8, 4), "groups is 3, but must be .* divides the 4 channels .* and the 8 features"),
-        (Conv(8, 3, groups="depthwise"), (4, 8, 3), "divides the 3 channels of the input and the 8 features"),
-        (Conv(8, 3, groups=0), (4, 8, 3), "groups is 0"),
-        (Conv(8, 0), (4, 8, 3), "window is 0, but must be whole numbers, 1 or more"),
-        (Conv(8, 3, strides=0), (4, 8, 3), "strides is 0"),
-        (Conv(8, 3), (4, 3), "needs a batch axis, spatial axes and a channel axis"),
-        (Conv(8, 3, layout="NHHC"), (4, 8, 8, 3), "layout is 'NHHC', but must be 'channel_last'"),
-        (Conv(8, 3, layout="NHWC/HWI"), (4, 8, 8, 3), "layout is 'NHWC/HWI'"),
-        (Conv(8, 3, layout="NHWC"), (4, 8, 3), "'NHWC' has 4 axes but the input .* has 3"),
-        (Conv(8, 3, pad_with="mirror"), (4, 8, 3), "pad_with is 'mirror', but must be one of zeros, circular"),
-        (Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* gives 1 places"),
-        (ConvTranspose(8, 3, padding=4), (4, 2, 3), "cuts off all of axis 1 of the output"),
-        (ConvTranspose(8, 3, output_padding=(1, 1)), (4, 2, 3), "output_padding has 2 axes"),
-        (ConvTranspose(8, 3, groups=3), (4, 2, 4), "groups is 3"),
-        (Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 places"),
+        (nn.Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, padding="),
+        (nn.Conv(8, 3, padding="same"), (4, 8, 3), "padding is 'same', but must be 'SAME', 'VALID', 'CAUSAL'"),
+        (nn.Conv(8, 3, padding=-1), (4, 8, 3), "0 or more"),
+        (nn.Conv(8, 5, padding="VALID"), (4, 3, 3), "window covers 5 places but the input .* has 3, and 0 of padding"),
+        (nn.Conv(8, 3, padding="VALID", dilation=4), (4, 8, 3), "window covers 9 places"),
+        (
+            nn.Conv(8, 3, groups=3),
+            (4, 8, 4),
+            "groups is 3, but must be .* divides the 4 channels .* and the 8 features",
+        ),
+        (nn.Conv(8, 3, groups="depthwise"), (4, 8, 3), "divides the 3 channels of the input and the 8 features"),
+        (nn.Conv(8, 3, groups=0), (4, 8, 3), "groups is 0"),
+        (nn.Conv(8, 0), (4, 8, 3), "window is 0, but must be whole numbers, 1 or more"),
+        (nn.Conv(8, 3, strides=0), (4, 8, 3), "strides is 0"),
+        (nn.Conv(8, 3), (4, 3), "needs a batch axis, spatial axes and a channel axis"),
+        (nn.Conv(8, 3, layout="NHHC"), (4, 8, 8, 3), "layout is 'NHHC', but must be 'channel_last'"),
+        (nn.Conv(8, 3, layout="NHWC/HWI"), (4, 8, 8, 3), "layout is 'NHWC/HWI'"),
+        (nn.Conv(8, 3, layout="NHWC"), (4, 8, 3), "'NHWC' has 4 axes but the input .* has 3"),
+        (nn.Conv(8, 3, pad_with="mirror"), (4, 8, 3), "pad_with is 'mirror', but must be one of zeros, circular"),
+        (nn.Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* gives 1 places"),
+        (nn.ConvTranspose(8, 3, padding=4), (4, 2, 3), "cuts off all of axis 1 of the output"),
+        (nn.ConvTranspose(8, 3, output_padding=(1, 1)), (4, 2, 3), "output_padding has 2 axes"),
+        (nn.ConvTranspose(8, 3, groups=3), (4, 2, 4), "groups is 3"),
+        (nn.Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 places"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
     assert str(caught.value).startswith(f"{layer}: ")
 
 
-@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+@pytest.mark.parametrize("kind", [nn.Conv, nn.ConvTranspose])
 def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind):
     last, first = jnp.ones((2, 8, 9, 3)), jnp.ones((2, 3, 8, 9))
     for layer, x, other, words in (
@@ -292,6 +292,6 @@ def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind)
 
 @pytest.mark.parametrize("features", [0, -1, 2.0])
 def test_features_that_cannot_be_are_refused(features):
-    for kind in (Conv, ConvTranspose):
+    for kind in (nn.Conv, nn.ConvTranspose):
         with pytest.raises((TypeError, ValueError), match=r"features is .* but must be a whole number of at least 1"):
             kind(features, 3)

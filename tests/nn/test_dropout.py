@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlax import nn, ops
-from mlax.nn._alpha_dropout import AlphaDropout
-from mlax.nn._channel_dropout import ChannelDropout
-from mlax.nn._path_dropout import PathDropout
 
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "norms.npz")
-KINDS = [nn.Dropout, ChannelDropout, PathDropout, AlphaDropout]
+KINDS = [nn.Dropout, nn.ChannelDropout, nn.PathDropout, nn.AlphaDropout]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,9 +69,9 @@ def test_all_that_share_a_place_along_the_axes_go_together(shape, axes, seed):
 @pytest.mark.parametrize(
     "kind, shape, own",
     [
-        (ChannelDropout, (200, 3, 2, 100), (0, 3)),
-        (lambda rate: ChannelDropout(rate, axis=1), (200, 100, 3, 2), (0, 1)),
-        (PathDropout, (20_000, 3, 2), (0,)),
+        (nn.ChannelDropout, (200, 3, 2, 100), (0, 3)),
+        (lambda rate: nn.ChannelDropout(rate, axis=1), (200, 100, 3, 2), (0, 1)),
+        (nn.PathDropout, (20_000, 3, 2), (0,)),
     ],
     ids=["channels last", "channels first", "paths"],
 )
@@ -89,7 +86,7 @@ def test_whole_channels_and_whole_paths_go_at_the_rate(kind, shape, own, rate):
     assert len(np.unique(dropped.reshape(len(dropped), -1).mean(1))) > 1  # each example has draws of its own
 
 
-@pytest.mark.parametrize("kind", [nn.Dropout, ChannelDropout, PathDropout])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.ChannelDropout, nn.PathDropout])
 def test_the_gradient_is_the_factor_of_each_element(kind):
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (6, 2, 5)), jnp.float32)
     y, back = jax.vjp(lambda x: kind(0.5).fwd(x, None, rng=RNG)[0], x)
@@ -99,14 +96,14 @@ def test_the_gradient_is_the_factor_of_each_element(kind):
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_alpha_dropout_gives_the_two_values_of_pytorchs(rate):
     for x in (0, 1):
-        y, _ = AlphaDropout(rate).fwd(jnp.full((1000,), float(x)), None, rng=RNG)
+        y, _ = nn.AlphaDropout(rate).fwd(jnp.full((1000,), float(x)), None, rng=RNG)
         np.testing.assert_allclose(np.unique(y), TORCH[f"alpha_dropout {rate}/of_{x}"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_alpha_dropout_keeps_mean_0_and_variance_1(rate):
     x = jax.random.normal(RNG, (400, 500))
-    y, _ = AlphaDropout(rate).fwd(x, None, rng=jax.random.key(1))
+    y, _ = nn.AlphaDropout(rate).fwd(x, None, rng=jax.random.key(1))
     _, counts = np.unique(y, return_counts=True)
     assert abs(float(y.mean())) < 0.02
     assert abs(float(y.var()) - 1) < 0.02
@@ -115,9 +112,9 @@ def test_alpha_dropout_keeps_mean_0_and_variance_1(rate):
 
 def test_channels_and_paths_need_axes_to_lie_along():
     for layer, shape, words in [
-        (ChannelDropout(0.5), (), "has no axis -1"),
-        (ChannelDropout(0.5), (3,), "is its batch axis"),
-        (PathDropout(0.5), (), "is a scalar but needs a batch axis"),
+        (nn.ChannelDropout(0.5), (), "has no axis -1"),
+        (nn.ChannelDropout(0.5), (3,), "is its batch axis"),
+        (nn.PathDropout(0.5), (), "is a scalar but needs a batch axis"),
     ]:
         with pytest.raises(ValueError, match=words):
             layer.init(RNG, jnp.ones(shape))

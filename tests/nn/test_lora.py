@@ -7,8 +7,6 @@ import pytest
 
 import mlax
 from mlax import nn
-from mlax.nn._lora import LoRA, merge_lora
-from mlax.nn._mlp import MLP
 from tests.layers import Block
 from tests.references.experts import agrees_with_torch
 
@@ -17,23 +15,23 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 
 
 def test_outputs_and_gradients_are_those_of_torch():
-    agrees_with_torch("lora", LoRA(nn.Linear(5), rank=2, alpha=4.0))
+    agrees_with_torch("lora", nn.LoRA(nn.Linear(5), rank=2, alpha=4.0))
 
 
 def test_it_begins_as_the_plain_linear_with_the_same_weights():
     plain, _ = nn.Linear(5).init(RNG, X)
-    trainables, _ = LoRA(nn.Linear(5), rank=2).init(RNG, X)
+    trainables, _ = nn.LoRA(nn.Linear(5), rank=2).init(RNG, X)
     jax.tree.map(np.testing.assert_array_equal, plain, {name: trainables[name] for name in plain})
-    np.testing.assert_array_equal(LoRA(nn.Linear(5), rank=2).fwd(X, trainables)[0], nn.Linear(5).fwd(X, plain)[0])
+    np.testing.assert_array_equal(nn.LoRA(nn.Linear(5), rank=2).fwd(X, trainables)[0], nn.Linear(5).fwd(X, plain)[0])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_merged_equals_unmerged(bias):
     with jax.enable_x64(True):
         x = jnp.asarray(X, jnp.float64)
-        layer = LoRA(nn.Linear(5, bias=bias), rank=3, alpha=7.0, up_init=mlax.Normal(1.0))
+        layer = nn.LoRA(nn.Linear(5, bias=bias), rank=3, alpha=7.0, up_init=mlax.Normal(1.0))
         trainables, _ = layer.init(RNG, x)
-        merged = merge_lora(layer, trainables)
+        merged = nn.merge_lora(layer, trainables)
         assert "lora" not in merged and merged.keys() == nn.Linear(5, bias=bias).init(RNG, x)[0].keys()
         got, _ = nn.Linear(5, bias=bias).fwd(x, merged)
         np.testing.assert_allclose(got, layer.fwd(x, trainables)[0], rtol=1e-13, atol=1e-13)
@@ -45,7 +43,7 @@ MODEL = mlax.Series(embed=nn.Linear(6), blocks=mlax.Repeat(mlax.Remat(Block(6, d
 
 def with_lora(model):
     for path in ("blocks/up", "head"):
-        model = mlax.replace(model, path, LoRA(mlax.get(model, path), rank=2, alpha=4.0))
+        model = mlax.replace(model, path, nn.LoRA(mlax.get(model, path), rank=2, alpha=4.0))
     return model
 
 
@@ -72,7 +70,7 @@ def test_parts_of_a_model_are_tuned_and_merged_by_path():
     assert last < 0.7 * first
 
     tuned = mlax.merge(live, pretrained)
-    merged = merge_lora(model, tuned)
+    merged = nn.merge_lora(model, tuned)
     assert set(mlax.paths(merged)) == set(mlax.paths(pretrained))
     np.testing.assert_allclose(MODEL.fwd(X, merged, state)[0], model.fwd(X, tuned, state)[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(merged["embed"]["kernel"], pretrained["embed"]["kernel"])
@@ -81,11 +79,11 @@ def test_parts_of_a_model_are_tuned_and_merged_by_path():
 def test_surgery_reaches_the_linear_inside():
     model = mlax.override(with_lora(MODEL), nn.Linear, accum_dtype="float32")
     assert mlax.get(model, "head").layer.accum_dtype == "float32"
-    assert mlax.override(with_lora(MODEL), LoRA, alpha=8.0) != with_lora(MODEL)
+    assert mlax.override(with_lora(MODEL), nn.LoRA, alpha=8.0) != with_lora(MODEL)
 
 
 def test_weights_may_be_stored_in_another_dtype():
-    layer = LoRA(nn.Linear(5, param_dtype="float32"), rank=2)
+    layer = nn.LoRA(nn.Linear(5, param_dtype="float32"), rank=2)
     trainables, _ = layer.init(RNG, X.astype(jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(trainables)} == {jnp.dtype("float32")}
     assert layer.fwd(X.astype(jnp.bfloat16), trainables)[0].dtype == jnp.bfloat16
@@ -93,12 +91,12 @@ def test_weights_may_be_stored_in_another_dtype():
 
 def test_mistakes_are_named():
     with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is no Linear; LoRA goes around each Linear inside"):
-        LoRA(MLP((3,)), rank=2)
+        nn.LoRA(nn.MLP((3,)), rank=2)
     with pytest.raises(ValueError, match="rank is 0, but must be a whole number of at least 1"):
-        LoRA(nn.Linear(5), rank=0)
+        nn.LoRA(nn.Linear(5), rank=0)
     with pytest.raises(ValueError, match=r"the rank 6 is above that of any 6 x 5 matrix; pass at most 5"):
-        LoRA(nn.Linear(5), rank=6).init(RNG, X)
+        nn.LoRA(nn.Linear(5), rank=6).init(RNG, X)
     with pytest.raises(ValueError, match=r"there is no LoRA in Linear\(5\)"):
-        merge_lora(nn.Linear(5), nn.Linear(5).init(RNG, X)[0])
+        nn.merge_lora(nn.Linear(5), nn.Linear(5).init(RNG, X)[0])
     with pytest.raises(ValueError, match=r"trainables lacks lora/(up, lora/down|down, lora/up)"):
-        LoRA(nn.Linear(5), rank=2).fwd(X, nn.Linear(5).init(RNG, X)[0] | {"lora": {}})
+        nn.LoRA(nn.Linear(5), rank=2).fwd(X, nn.Linear(5).init(RNG, X)[0] | {"lora": {}})

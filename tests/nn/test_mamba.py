@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlax
-from mlax import dtypes
-from mlax.nn._mamba import Mamba
-from mlax.ops._selective_scan import causal_filter, selective_scan
+from mlax import dtypes, nn, ops
 from tests.references.experts import agrees_with_torch, cases
 
 RNG = jax.random.key(0)
@@ -24,7 +22,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("case", cases("mamba"))
 def test_outputs_and_gradients_are_those_of_torch(case, decode):
     _, _, window, rank = case.split()
-    agrees_with_torch(case, Mamba(5, states=3, window=int(window), rank=int(rank), chunk=4, decode=decode))
+    agrees_with_torch(case, nn.Mamba(5, states=3, window=int(window), rank=int(rank), chunk=4, decode=decode))
 
 
 def sequential(x, step, log_rate, write, read, skip, state):
@@ -46,7 +44,7 @@ def test_the_scan_is_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
     shapes = [(b, t, c), (b, t, c), (c, n), (b, t, n), (b, t, n), (c,), (b, c, n)]
     arrays = [drawn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     arrays[1] = np.abs(arrays[1])
-    got = jax.jit(selective_scan, static_argnames="chunk")(*arrays, chunk=chunk)
+    got = jax.jit(ops.selective_scan, static_argnames="chunk")(*arrays, chunk=chunk)
     want = sequential(*(array.astype(np.float64) for array in arrays))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
@@ -54,7 +52,7 @@ def test_the_scan_is_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
 @pytest.mark.parametrize(("t", "w", "cut"), [(6, 4, 2), (6, 1, 3), (2, 4, 1), (5, 3, 5), (0, 2, 0)])
 def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
     x, kernel, bias = (drawn(*shape) for shape in ((2, t, 3), (w, 3), (3,)))
-    run = jax.jit(causal_filter)
+    run = jax.jit(ops.causal_filter)
     whole, seen = run(x, kernel, bias)
     for i, j in np.ndindex(2, 3):
         want = np.convolve(x[i, :, j], kernel[::-1, j])[:t] + bias[j] if t else np.zeros(0)
@@ -67,7 +65,7 @@ def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
 
 def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_compilation():
     x = jnp.asarray(drawn(2, 11, 6))
-    layer, decoder = Mamba(6, states=4, chunk=4), Mamba(6, states=4, chunk=4, decode=True)
+    layer, decoder = nn.Mamba(6, states=4, chunk=4), nn.Mamba(6, states=4, chunk=4, decode=True)
     trainables, state = decoder.init(RNG, x[:, :5])
     jax.tree.map(np.testing.assert_array_equal, trainables, layer.init(RNG, x)[0])
     whole, _ = jax.jit(layer.fwd)(x, trainables)
@@ -89,7 +87,7 @@ def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_
 
 def test_no_time_sees_a_later_one():
     x = drawn(1, 9, 6)
-    layer = Mamba(6, states=4, chunk=4)
+    layer = nn.Mamba(6, states=4, chunk=4)
     trainables, _ = layer.init(RNG, x)
     fwd = jax.jit(layer.fwd)
     before, _ = fwd(x, trainables)
@@ -104,7 +102,7 @@ def test_the_states_of_all_times_are_never_held_at_once():
     @jax.jit
     @jax.grad
     def grad(x, step, log_rate, write, read, skip):
-        return selective_scan(x, step, log_rate, write, read, skip, chunk=8)[0].sum()
+        return ops.selective_scan(x, step, log_rate, write, read, skip, chunk=8)[0].sum()
 
     def temporary(t):
         shapes = [(1, t, c), (1, t, c), (c, n), (1, t, n), (1, t, n), (c,)]
@@ -117,7 +115,7 @@ def test_the_states_of_all_times_are_never_held_at_once():
 
 def test_first_steps_and_rates_are_those_of_the_paper():
     x = drawn(1, 3, 64)
-    trainables, _ = Mamba(64).init(RNG, x)
+    trainables, _ = nn.Mamba(64).init(RNG, x)
     steps = jax.nn.softplus(trainables["step"]["bias"])
     assert 0.9e-3 < steps.min() < 3e-3 and 0.05 < steps.max() < 0.11
     np.testing.assert_allclose(jnp.exp(trainables["scan"]["log_rate"][5]), np.arange(1, 17), rtol=1e-5)
@@ -125,7 +123,7 @@ def test_first_steps_and_rates_are_those_of_the_paper():
 
 
 def test_mixed_precision_keeps_the_state_wide():
-    model = dtypes.mixed_bfloat16(Mamba(6, states=4, decode=True))
+    model = dtypes.mixed_bfloat16(nn.Mamba(6, states=4, decode=True))
     trainables, state = model.init(RNG, drawn(1, 3, 6))
     y, new = jax.jit(model.fwd)(drawn(1, 3, 6), trainables, state)
     assert mlax.get(model, "scan").accum_dtype == "float32"
@@ -135,7 +133,7 @@ def test_mixed_precision_keeps_the_state_wide():
 def test_a_wide_state_is_nearer_to_the_truth():
     ones, zeros = np.ones((1, 256, 1)), np.zeros((1, 1))
     arrays = [ones, ones / 256, zeros, ones, ones, zeros[0]]  # the state is a sum of many small numbers
-    run = jax.jit(selective_scan, static_argnames=("chunk", "accum_dtype"))
+    run = jax.jit(ops.selective_scan, static_argnames=("chunk", "accum_dtype"))
     narrow, wide = (
         run(*(jnp.asarray(array, jnp.bfloat16) for array in arrays), chunk=1, accum_dtype=accum_dtype)[0]
         for accum_dtype in (None, "float32")
@@ -148,8 +146,8 @@ def test_a_wide_state_is_nearer_to_the_truth():
 
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="states is 0, but must be a whole number of at least 1"):
-        Mamba(6, states=0)
+        nn.Mamba(6, states=0)
     with pytest.raises(ValueError, match="rank is 0, but must be at least 1, or None"):
-        Mamba(6, rank=0)
+        nn.Mamba(6, rank=0)
     with pytest.raises(ValueError, match=r"the shape \(3, 6\), but must be \(b, t, d\)"):
-        Mamba(6).init(RNG, jnp.ones((3, 6)))
+        nn.Mamba(6).init(RNG, jnp.ones((3, 6)))

@@ -11,10 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.nn._flatten import Flatten, Reshape
-from mlax.nn._glu import GLU
-from mlax.nn._mlp import MLP
-from mlax.ops._activations import quick_gelu, snake, soft_cap, squared_relu
 from tests.references.experts import agrees_with_torch, cases
 
 RNG = jax.random.key(0)
@@ -23,28 +19,28 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @pytest.mark.parametrize("case", cases("mlp"))
 def test_an_mlp_is_that_of_torch(case):
-    agrees_with_torch(case, MLP((9, 4)))
+    agrees_with_torch(case, nn.MLP((9, 4)))
 
 
 @pytest.mark.parametrize("case", cases("glu"))
 def test_each_kind_of_glu_is_that_of_torch(case):
-    agrees_with_torch(case, GLU(4, activation=getattr(jax.nn, case.split()[1])))
+    agrees_with_torch(case, nn.GLU(4, activation=getattr(jax.nn, case.split()[1])))
 
 
 def test_an_mlp_of_one_width_is_a_linear_and_its_parts_can_be_edited():
     x = jnp.ones((2, 3))
-    layer = MLP((4,))
+    layer = nn.MLP((4,))
     trainables, _ = layer.init(RNG, x)
     np.testing.assert_array_equal(layer.fwd(x, trainables)[0], nn.Linear(4).fwd(x, trainables["linear_0"])[0])
-    edited = mlax.override(MLP((4, 2)), nn.Linear, kernel_init=mlax.Zeros())
+    edited = mlax.override(nn.MLP((4, 2)), nn.Linear, kernel_init=mlax.Zeros())
     assert not any(leaf.any() for leaf in jax.tree.leaves(edited.init(RNG, x)[0]))
 
 
 REFERENCES = {
-    "squared_relu": (squared_relu, lambda x: np.maximum(x, 0) ** 2),
-    "quick_gelu": (quick_gelu, lambda x: x / (1 + np.exp(-1.702 * x))),
-    "snake": (lambda x: snake(x, 2.5), lambda x: x + np.sin(2.5 * x) ** 2 / 2.5),
-    "soft_cap": (lambda x: soft_cap(x, 3.0), lambda x: 3 * np.tanh(x / 3)),
+    "squared_relu": (ops.squared_relu, lambda x: np.maximum(x, 0) ** 2),
+    "quick_gelu": (ops.quick_gelu, lambda x: x / (1 + np.exp(-1.702 * x))),
+    "snake": (lambda x: ops.snake(x, 2.5), lambda x: x + np.sin(2.5 * x) ** 2 / 2.5),
+    "soft_cap": (lambda x: ops.soft_cap(x, 3.0), lambda x: 3 * np.tanh(x / 3)),
 }
 
 
@@ -68,26 +64,29 @@ def test_activations_are_their_formulas_in_one_dtype(name, dtype):
 @given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), b=st.integers(0, 3))
 def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
     x = np.arange(b * int(np.prod(shape)), dtype=np.float32).reshape(b, *shape)
-    flat, _ = Flatten().fwd(x, None)
+    flat, _ = nn.Flatten().fwd(x, None)
     np.testing.assert_array_equal(flat, x.reshape(b, int(np.prod(shape))))
-    back, _ = Reshape(tuple(shape)).fwd(flat, None)
+    back, _ = nn.Reshape(tuple(shape)).fwd(flat, None)
     np.testing.assert_array_equal(back, x)
-    open_, _ = Reshape((1, -1)).fwd(x, None)
+    open_, _ = nn.Reshape((1, -1)).fwd(x, None)
     np.testing.assert_array_equal(open_[:, 0], flat)
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: MLP(()), "must be a tuple of whole numbers"),
-        (lambda: MLP((3, 2.0)), "must be a tuple of whole numbers"),
-        (lambda: MLP((3,), activation="relu"), "activation is 'relu', but must be a function"),
-        (lambda: GLU(3, activation=None), "activation is None, but must be a function"),
-        (lambda: Reshape(3), "must be a tuple of whole numbers"),
-        (lambda: Reshape((-1, -1)), "one of them at most left open by -1"),
-        (lambda: Reshape((4, 2)).init(RNG, jnp.ones((2, 3, 3))), r"\(3, 3\), which is 9 numbers.*do not fill \(4, 2\)"),
-        (lambda: Reshape((4, -1)).init(RNG, jnp.ones((2, 3, 3))), r"do not fill \(4, -1\)"),
-        (lambda: Flatten().init(RNG, jnp.ones(())), "needs a batch axis"),
+        (lambda: nn.MLP(()), "must be a tuple of whole numbers"),
+        (lambda: nn.MLP((3, 2.0)), "must be a tuple of whole numbers"),
+        (lambda: nn.MLP((3,), activation="relu"), "activation is 'relu', but must be a function"),
+        (lambda: nn.GLU(3, activation=None), "activation is None, but must be a function"),
+        (lambda: nn.Reshape(3), "must be a tuple of whole numbers"),
+        (lambda: nn.Reshape((-1, -1)), "one of them at most left open by -1"),
+        (
+            lambda: nn.Reshape((4, 2)).init(RNG, jnp.ones((2, 3, 3))),
+            r"\(3, 3\), which is 9 numbers.*do not fill \(4, 2\)",
+        ),
+        (lambda: nn.Reshape((4, -1)).init(RNG, jnp.ones((2, 3, 3))), r"do not fill \(4, -1\)"),
+        (lambda: nn.Flatten().init(RNG, jnp.ones(())), "needs a batch axis"),
     ],
 )
 def test_mistakes_are_named(build, words):

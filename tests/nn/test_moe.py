@@ -10,10 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import dtypes, nn
-from mlax.nn._mlp import MLP
-from mlax.nn._moe import MoE
-from mlax.ops._moe import combine, dispatch, expert_capacity, expert_places, route
+from mlax import dtypes, nn, ops
+from mlax.ops._moe import expert_capacity, expert_places
 from tests.catalogue.experts import linear_expert, moe
 from tests.layers import Block
 from tests.references.experts import agrees_with_torch
@@ -31,11 +29,11 @@ def flat(trainables):
 
 @pytest.mark.parametrize(("case", "k", "factor"), [("moe 1 2", 1, 1.0), ("moe 2 3", 2, 0.75), ("moe 3 8", 3, 1.3)])
 def test_outputs_losses_and_gradients_are_those_of_torch(case, k, factor):
-    agrees_with_torch(case, MoE(nn.Linear(5), 4, k=k, capacity_factor=factor))
+    agrees_with_torch(case, nn.MoE(nn.Linear(5), 4, k=k, capacity_factor=factor))
 
 
 def test_without_a_limit_no_token_is_dropped_and_torch_agrees():
-    agrees_with_torch("moe 3 8", MoE(nn.Linear(5), 4, k=3, capacity_factor=None))
+    agrees_with_torch("moe 3 8", nn.MoE(nn.Linear(5), 4, k=3, capacity_factor=None))
 
 
 @settings(max_examples=6, deadline=None)
@@ -47,7 +45,7 @@ def test_without_a_limit_no_token_is_dropped_and_torch_agrees():
 )
 def test_any_sizes_agree_with_a_loop_over_tokens(sizes, choice, factor, renormalize):
     experts, k = choice
-    layer = MoE(nn.Linear(3), experts, k=k, capacity_factor=factor, renormalize=renormalize)
+    layer = nn.MoE(nn.Linear(3), experts, k=k, capacity_factor=factor, renormalize=renormalize)
     x = drawn(*sizes)
     trainables, _ = layer.init(RNG, x)
     (y, losses), _ = jax.jit(layer.fwd)(x, trainables)
@@ -61,7 +59,7 @@ def test_any_sizes_agree_with_a_loop_over_tokens(sizes, choice, factor, renormal
 
 def test_room_for_all_is_the_same_as_no_limit():
     x = drawn(2, 9, 6)
-    limited, unlimited = (MoE(MLP((8, 6)), 3, k=2, capacity_factor=factor) for factor in (3.0, None))
+    limited, unlimited = (nn.MoE(nn.MLP((8, 6)), 3, k=2, capacity_factor=factor) for factor in (3.0, None))
     trainables, _ = limited.init(RNG, x)
     a, b = (jax.jit(layer.fwd)(x, trainables)[0] for layer in (limited, unlimited))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
@@ -69,7 +67,7 @@ def test_room_for_all_is_the_same_as_no_limit():
 
 def test_no_token_sees_a_later_one():
     x = drawn(1, 12, 6)
-    layer = MoE(nn.Linear(4), 3, k=2, capacity_factor=0.5)
+    layer = nn.MoE(nn.Linear(4), 3, k=2, capacity_factor=0.5)
     trainables, _ = layer.init(RNG, x)
     fwd = jax.jit(layer.fwd)
     (before, _), _ = fwd(x, trainables)
@@ -83,30 +81,30 @@ def test_a_dropped_token_gets_nothing_and_the_first_ones_stay():
     place = expert_places(expert, 3, 2)
     assert place[0, :, 0].tolist() == [0, 1, 6, 6, 6]
     x = jnp.asarray(drawn(1, 5, 4))
-    sent = dispatch(x, place, 6)
+    sent = ops.dispatch(x, place, 6)
     np.testing.assert_array_equal(sent[0, :2], x[0, :2])
     np.testing.assert_array_equal(sent[0, 2:], 0)
-    back = combine(sent, place, jnp.full((1, 5, 1), 0.5))
+    back = ops.combine(sent, place, jnp.full((1, 5, 1), 0.5))
     np.testing.assert_array_equal(back[0, :2], x[0, :2] / 2)
     np.testing.assert_array_equal(back[0, 2:], 0)
 
 
 def test_the_balance_loss_is_one_when_even_and_the_number_of_experts_when_one_gets_all():
-    even = route(30.0 * jnp.tile(jnp.eye(4), (1, 3, 1)), 1)
+    even = ops.route(30.0 * jnp.tile(jnp.eye(4), (1, 3, 1)), 1)
     np.testing.assert_allclose(even.balance, 1.0, rtol=1e-5)
-    one = route(30.0 * jnp.broadcast_to(jnp.eye(4)[2], (1, 12, 4)), 1)
+    one = ops.route(30.0 * jnp.broadcast_to(jnp.eye(4)[2], (1, 12, 4)), 1)
     np.testing.assert_allclose(one.balance, 4.0, rtol=1e-5)
-    np.testing.assert_allclose(route(jnp.zeros((1, 3, 4)), 1).z, np.log(4) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(ops.route(jnp.zeros((1, 3, 4)), 1).z, np.log(4) ** 2, rtol=1e-5)
 
 
 def test_large_logits_stay_finite_in_float16():
-    routes = route(jnp.asarray([[[200.0, -200.0, 190.0]]], jnp.float16), 2)
+    routes = ops.route(jnp.asarray([[[200.0, -200.0, 190.0]]], jnp.float16), 2)
     assert all(jnp.isfinite(leaf).all() for leaf in (routes.gate, routes.balance, routes.z))
 
 
 def test_training_the_balance_loss_evens_out_the_experts():
     x = drawn(4, 32, 6) + 1.0
-    layer = MoE(nn.Linear(6), 4, k=1, capacity_factor=None)
+    layer = nn.MoE(nn.Linear(6), 4, k=1, capacity_factor=None)
     trainables, _ = layer.init(RNG, x)
 
     @jax.jit
@@ -126,7 +124,7 @@ def test_training_the_balance_loss_evens_out_the_experts():
 
 def test_noise_needs_a_key_and_only_while_training():
     x = drawn(2, 5, 6)
-    layer = MoE(nn.Linear(4), 3, noise=0.2)
+    layer = nn.MoE(nn.Linear(4), 3, noise=0.2)
     trainables, _ = layer.init(RNG, x)
     with pytest.raises(ValueError, match=r"no key to draw noise by; pass rng=") as caught:
         layer.fwd(x, trainables)
@@ -139,19 +137,19 @@ def test_noise_needs_a_key_and_only_while_training():
 
 def test_the_router_alone_widens_to_accum_dtype():
     x = jnp.asarray(drawn(2, 8, 6), jnp.bfloat16)
-    layer = MoE(nn.Linear(4), 3, accum_dtype="float32")
+    layer = nn.MoE(nn.Linear(4), 3, accum_dtype="float32")
     trainables, _ = layer.init(RNG, x)
     (y, losses), _ = jax.jit(layer.fwd)(x, trainables)
     assert y.dtype == jnp.bfloat16 and losses["balance"].dtype == losses["z"].dtype == jnp.float32
     departures = dtypes.audit(lambda w, x: layer.fwd(x, w)[0][0], trainables, x, dtype="bfloat16")
     assert not [found for found in departures if found.path.startswith("experts")]
-    mixed = dtypes.mixed_bfloat16(mlax.Series(moe=MoE(nn.Linear(4), 3)))
+    mixed = dtypes.mixed_bfloat16(mlax.Series(moe=nn.MoE(nn.Linear(4), 3)))
     assert mlax.get(mixed, "moe").accum_dtype == mlax.get(mixed, "moe/router").accum_dtype == "float32"
 
 
 def test_experts_may_have_state_and_keys_of_their_own():
     x = drawn(2, 5, 6)
-    layer = MoE(Block(6), 3)
+    layer = nn.MoE(Block(6), 3)
     variables = layer.init(RNG, x)
     _, state = jax.jit(layer.fwd)(x, *variables, rng=RNG)
     assert state["experts"]["count"]["calls"].tolist() == [1, 1, 1]
@@ -160,7 +158,7 @@ def test_experts_may_have_state_and_keys_of_their_own():
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_rows_on_eight_devices_give_the_same_numbers(kind):
     x = jnp.asarray(drawn(8, 6, 4))
-    layer = MoE(nn.Linear(5), 3)
+    layer = nn.MoE(nn.Linear(5), 3)
     trainables, _ = layer.init(RNG, x)
 
     def loss(trainables, x):
@@ -179,12 +177,12 @@ def test_rows_on_eight_devices_give_the_same_numbers(kind):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: MoE(nn.Linear(3), 2, k=3), r"k=3 of 2 experts; k must be from 1 to 2"),
-        (lambda: MoE(nn.Linear(3), 2, k=0), r"k must be from 1 to 2"),
-        (lambda: MoE(nn.Linear(3), 2, capacity_factor=0.0), r"must be above 0, or None"),
-        (lambda: MoE(nn.Linear(3), 2, noise=1.0), r"noise is 1.0"),
-        (lambda: MoE(nn.Linear(3), 4).init(RNG, jnp.ones((2, 3))), r"must be \(b, ..., d\).*x\[None\]"),
-        (lambda: MoE(mlax.F(jnp.transpose), 4).init(RNG, jnp.ones((2, 3, 4))), r"may change the last axis only"),
+        (lambda: nn.MoE(nn.Linear(3), 2, k=3), r"k=3 of 2 experts; k must be from 1 to 2"),
+        (lambda: nn.MoE(nn.Linear(3), 2, k=0), r"k must be from 1 to 2"),
+        (lambda: nn.MoE(nn.Linear(3), 2, capacity_factor=0.0), r"must be above 0, or None"),
+        (lambda: nn.MoE(nn.Linear(3), 2, noise=1.0), r"noise is 1.0"),
+        (lambda: nn.MoE(nn.Linear(3), 4).init(RNG, jnp.ones((2, 3))), r"must be \(b, ..., d\).*x\[None\]"),
+        (lambda: nn.MoE(mlax.F(jnp.transpose), 4).init(RNG, jnp.ones((2, 3, 4))), r"may change the last axis only"),
     ],
 )
 def test_mistakes_are_named(build, words):
@@ -194,4 +192,4 @@ def test_mistakes_are_named(build, words):
 
 def test_an_expert_that_is_no_layer_is_refused():
     with pytest.raises(TypeError, match="must be a layer"):
-        MoE(jnp.tanh, 2)
+        nn.MoE(jnp.tanh, 2)

@@ -15,15 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.nn._batch_norm import BatchNorm
-from mlax.nn._group_norm import GroupNorm
-from mlax.nn._instance_norm import InstanceNorm
-from mlax.nn._rms_norm import RMSNorm
-from mlax.nn._spectral_norm import SpectralNorm
-from mlax.nn._weight_norm import WeightNorm
-from mlax.ops._batch_norm import batch_norm, batch_statistics
-from mlax.ops._group_norm import group_norm
-from mlax.ops._rms_norm import rms_norm
 
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "norms.npz")
@@ -63,10 +54,10 @@ def noise(*shape, seed=0, mean=0.0, std=1.0, dtype=np.float32):
 @pytest.mark.parametrize(
     "case, layer",
     [
-        ("flat", BatchNorm()),
-        ("image", BatchNorm(axis=1, momentum=0.3, eps=1e-3)),
-        ("narrow", BatchNorm(axis=-2)),
-        ("volume", BatchNorm(axis=1)),
+        ("flat", nn.BatchNorm()),
+        ("image", nn.BatchNorm(axis=1, momentum=0.3, eps=1e-3)),
+        ("narrow", nn.BatchNorm(axis=-2)),
+        ("volume", nn.BatchNorm(axis=1)),
     ],
 )
 def test_batch_norm_is_pytorchs_step_by_step(case, layer):
@@ -90,14 +81,14 @@ def test_batch_norm_is_pytorchs_step_by_step(case, layer):
     [
         ("layer_norm", nn.LayerNorm()),
         ("layer_norm two axes", nn.LayerNorm(axes=(-2, -1), eps=1e-3)),
-        ("rms_norm", RMSNorm()),
-        ("rms_norm two axes", RMSNorm(axes=(-2, -1), eps=1e-3)),
-        ("group_norm 1", GroupNorm(1, axis=1)),
-        ("group_norm 2", GroupNorm(2, axis=-3, eps=1e-3)),
-        ("group_norm 3 flat", GroupNorm(3)),
-        ("group_norm 6", GroupNorm(6, axis=1)),
-        ("instance_norm line", InstanceNorm(axis=1)),
-        ("instance_norm image", InstanceNorm(axis=1, eps=1e-3)),
+        ("rms_norm", nn.RMSNorm()),
+        ("rms_norm two axes", nn.RMSNorm(axes=(-2, -1), eps=1e-3)),
+        ("group_norm 1", nn.GroupNorm(1, axis=1)),
+        ("group_norm 2", nn.GroupNorm(2, axis=-3, eps=1e-3)),
+        ("group_norm 3 flat", nn.GroupNorm(3)),
+        ("group_norm 6", nn.GroupNorm(6, axis=1)),
+        ("instance_norm line", nn.InstanceNorm(axis=1)),
+        ("instance_norm image", nn.InstanceNorm(axis=1, eps=1e-3)),
     ],
 )
 def test_norms_of_an_example_are_pytorchs(case, layer):
@@ -137,9 +128,9 @@ def transposed(kernel):
 @pytest.mark.parametrize(
     "case, layer",
     [
-        ("linear", WeightNorm(nn.Linear(5))),
-        ("linear inputs", WeightNorm(nn.Linear(5), axis=0)),
-        ("conv", WeightNorm(Convolve(4, (2, 3)), axis=0)),
+        ("linear", nn.WeightNorm(nn.Linear(5))),
+        ("linear inputs", nn.WeightNorm(nn.Linear(5), axis=0)),
+        ("conv", nn.WeightNorm(Convolve(4, (2, 3)), axis=0)),
     ],
 )
 def test_weight_norm_is_pytorchs(case, layer):
@@ -156,9 +147,9 @@ def test_weight_norm_is_pytorchs(case, layer):
 @pytest.mark.parametrize(
     "case, layer, steps",
     [
-        ("linear", SpectralNorm(nn.Linear(5)), 3),
-        ("linear twice", SpectralNorm(nn.Linear(5), iterations=2), 3),
-        ("conv", SpectralNorm(Convolve(4, (2, 3)), axis=0), 2),
+        ("linear", nn.SpectralNorm(nn.Linear(5)), 3),
+        ("linear twice", nn.SpectralNorm(nn.Linear(5), iterations=2), 3),
+        ("conv", nn.SpectralNorm(Convolve(4, (2, 3)), axis=0), 2),
     ],
 )
 def test_spectral_norm_is_pytorchs_step_by_step(case, layer, steps):
@@ -191,9 +182,9 @@ def test_batch_statistics_are_those_of_each_channel(shape, axis, data):
 
     @jax.jit
     def both(x):
-        mean, var, count = batch_statistics(x, axis=axis)
+        mean, var, count = ops.batch_statistics(x, axis=axis)
         assert count == x.size // shape[axis]
-        return mean, var, batch_norm(x, mean, var, axis=axis)
+        return mean, var, ops.batch_norm(x, mean, var, axis=axis)
 
     mean, var, y = map(np.asarray, both(x))
     for channel in range(shape[axis]):
@@ -213,7 +204,7 @@ def test_batch_statistics_are_those_of_each_channel(shape, axis, data):
 def test_group_norm_is_a_loop_over_examples_and_groups(shape, groups, size, axis):
     axis = min(axis, len(shape))
     x = noise(*shape[:axis], groups * size, *shape[axis:])
-    y = np.asarray(jax.jit(functools.partial(group_norm, groups=groups, axis=axis))(x))
+    y = np.asarray(jax.jit(functools.partial(ops.group_norm, groups=groups, axis=axis))(x))
     for example in range(shape[0]):
         for group in range(groups):
             where = (example, *[slice(None)] * (axis - 1), slice(group * size, (group + 1) * size))
@@ -221,7 +212,9 @@ def test_group_norm_is_a_loop_over_examples_and_groups(shape, groups, size, axis
             close(y[where], (values - values.mean()) / np.sqrt(values.var() + 1e-5), 1e-3)
 
 
-@pytest.mark.parametrize("layer", [BatchNorm(), RMSNorm(), GroupNorm(2), InstanceNorm(), nn.LayerNorm()], ids=repr)
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.InstanceNorm(), nn.LayerNorm()], ids=repr
+)
 def test_an_empty_batch_stays_empty_and_spoils_no_state(layer):
     x = jnp.zeros((0, 3, 4))
     trainables, state = layer.init(RNG, x)
@@ -230,7 +223,9 @@ def test_an_empty_batch_stays_empty_and_spoils_no_state(layer):
     jax.tree.map(np.testing.assert_array_equal, new, state)
 
 
-@pytest.mark.parametrize("layer", [BatchNorm(), GroupNorm(4), InstanceNorm(), nn.LayerNorm(axes=(-2,))], ids=repr)
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm(), nn.GroupNorm(4), nn.InstanceNorm(), nn.LayerNorm(axes=(-2,))], ids=repr
+)
 def test_a_single_value_becomes_the_shift(layer):
     x = noise(1, 1, 4)
     trainables, state = layer.init(RNG, x)
@@ -239,7 +234,9 @@ def test_a_single_value_becomes_the_shift(layer):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
 
 
-@pytest.mark.parametrize("layer", [BatchNorm(), RMSNorm(), GroupNorm(2), InstanceNorm(), nn.LayerNorm()], ids=repr)
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.InstanceNorm(), nn.LayerNorm()], ids=repr
+)
 def test_norms_differentiate_forward_and_twice(layer):
     with jax.enable_x64(True):
         x = noise(3, 2, 4, dtype=np.float64)
@@ -264,7 +261,7 @@ def test_norms_differentiate_forward_and_twice(layer):
 
 
 def test_a_corrected_batch_norm_forgets_what_it_started_from():
-    layer = BatchNorm(corrected=True, momentum=0.2)
+    layer = nn.BatchNorm(corrected=True, momentum=0.2)
     trainables, state = layer.init(RNG, noise(6, 3))
     sums, weight = np.zeros((2, 3)), 0.0
     for step in range(5):
@@ -279,17 +276,17 @@ def test_a_corrected_batch_norm_forgets_what_it_started_from():
 
 
 def test_the_weight_of_a_first_step_is_not_rounded_to_a_narrow_dtype():
-    layer = BatchNorm(corrected=True, momentum=0.001)  # 1 - 0.001 is 1 in bfloat16
+    layer = nn.BatchNorm(corrected=True, momentum=0.001)  # 1 - 0.001 is 1 in bfloat16
     x = noise(64, 3, mean=2.0, dtype=jnp.bfloat16)
     trainables, state = layer.init(RNG, x)
     for _ in range(3):
         _, state = layer.fwd(x, trainables, state)
-    mean, _, _ = batch_statistics(x)
+    mean, _, _ = ops.batch_statistics(x)
     np.testing.assert_array_equal(state["mean"], mean)
 
 
 def test_a_frozen_batch_norm_trains_by_its_running_statistics():
-    layer, x = BatchNorm(frozen=True), noise(6, 3)
+    layer, x = nn.BatchNorm(frozen=True), noise(6, 3)
     trainables, state = layer.init(RNG, x)
     state = {"mean": state["mean"] + 2.0, "var": state["var"] * 4.0}
     y, new = layer.fwd(x, trainables, state)
@@ -299,14 +296,14 @@ def test_a_frozen_batch_norm_trains_by_its_running_statistics():
 
 
 def test_the_state_carries_no_gradient():
-    layer, x = BatchNorm(), noise(6, 3)
+    layer, x = nn.BatchNorm(), noise(6, 3)
     trainables, state = layer.init(RNG, x)
     grad = jax.grad(lambda x: sum(leaf.sum() for leaf in jax.tree.leaves(layer.fwd(x, trainables, state)[1])))(x)
     np.testing.assert_array_equal(grad, 0)
 
 
 def test_the_state_can_be_carried_through_a_scan():
-    layer, xs = BatchNorm(corrected=True, accum_dtype="float32"), noise(4, 6, 3, dtype=jnp.bfloat16)
+    layer, xs = nn.BatchNorm(corrected=True, accum_dtype="float32"), noise(4, 6, 3, dtype=jnp.bfloat16)
     trainables, state = layer.init(RNG, xs[0])
     scanned, _ = lax.scan(lambda state, x: layer.fwd(x, trainables, state)[::-1], state, xs)
     for x in xs:
@@ -320,7 +317,7 @@ def test_the_state_can_be_carried_through_a_scan():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_sharded_batch_has_the_statistics_of_the_whole(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    layer, x = BatchNorm(), noise(16, 3, 4) + jnp.arange(16.0)[:, None, None]
+    layer, x = nn.BatchNorm(), noise(16, 3, 4) + jnp.arange(16.0)[:, None, None]
     trainables, state = layer.init(RNG, x)
     g = noise(*x.shape, seed=1)
     whole = differentiated(layer, x, trainables, state, g)
@@ -346,19 +343,19 @@ def over_devices(layer, x, trainables, state):
 
 def test_under_shard_map_a_named_axis_gives_the_statistics_of_the_whole():
     x = noise(16, 3, 4) + jnp.arange(16.0)[:, None, None]
-    trainables, state = BatchNorm().init(RNG, x)
-    whole, moved = BatchNorm().fwd(x, trainables, state)
-    y, new = over_devices(BatchNorm(axis_name="data"), x, trainables, state)
+    trainables, state = nn.BatchNorm().init(RNG, x)
+    whole, moved = nn.BatchNorm().fwd(x, trainables, state)
+    y, new = over_devices(nn.BatchNorm(axis_name="data"), x, trainables, state)
     close(y, whole)
     for name in ("mean", "var"):
         close(new[name], np.stack([moved[name]] * 8))
-    alone, _ = over_devices(BatchNorm(), x, trainables, state)
+    alone, _ = over_devices(nn.BatchNorm(), x, trainables, state)
     assert np.abs(np.asarray(alone - whole)).max() > 0.1
 
 
 def test_under_shard_map_the_gradients_of_the_parts_add_up_to_those_of_the_whole():
     x, g = noise(16, 3, 4) + jnp.arange(16.0)[:, None, None], noise(16, 3, 4, seed=1)
-    layer = BatchNorm(axis_name="data")
+    layer = nn.BatchNorm(axis_name="data")
     trainables, state = layer.init(RNG, x)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     fwd = jax.shard_map(
@@ -368,22 +365,22 @@ def test_under_shard_map_the_gradients_of_the_parts_add_up_to_those_of_the_whole
         out_specs=(P("data"), P()),
     )
     grads = jax.jit(jax.grad(lambda t, x: (fwd(x, t, state)[0] * g).sum(), (0, 1)))(trainables, x)
-    whole = jax.grad(lambda t, x: (BatchNorm().fwd(x, t, state)[0] * g).sum(), (0, 1))(trainables, x)
+    whole = jax.grad(lambda t, x: (nn.BatchNorm().fwd(x, t, state)[0] * g).sum(), (0, 1))(trainables, x)
     jax.tree.map(close, grads, whole)
 
 
 def test_under_vmap_a_named_axis_gives_the_statistics_of_the_whole():
     x = noise(4, 5, 3)
-    trainables, state = BatchNorm().init(RNG, x)
-    layer = BatchNorm(axis_name="parts")
+    trainables, state = nn.BatchNorm().init(RNG, x)
+    layer = nn.BatchNorm(axis_name="parts")
     y, new = jax.vmap(lambda x: layer.fwd(x, trainables, state), axis_name="parts", out_axes=(0, None))(x)
-    whole, moved = BatchNorm().fwd(x, trainables, state)
+    whole, moved = nn.BatchNorm().fwd(x, trainables, state)
     close(y, whole)
     jax.tree.map(close, new, moved)
 
 
 def test_an_axis_name_that_is_not_there_says_what_to_do():
-    layer, x = BatchNorm(axis_name="data"), noise(4, 3)
+    layer, x = nn.BatchNorm(axis_name="data"), noise(4, 3)
     trainables, state = layer.init(RNG, x)
     layer.fwd(x, trainables, state, inference_mode=True)
     with pytest.raises(NameError, match="no axis is named so here; call fwd under a shard_map"):
@@ -394,7 +391,7 @@ def test_an_axis_name_that_is_not_there_says_what_to_do():
 
 
 @pytest.mark.parametrize("std", [1e-3, 1.0, 5e3])
-@pytest.mark.parametrize("norm", [ops.layer_norm, rms_norm])
+@pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm])
 def test_float16_squares_neither_overflow_nor_vanish(norm, std):
     x = noise(3, 4096, std=std, dtype=np.float16)
     y = jax.jit(norm)(x)
@@ -408,13 +405,13 @@ def test_float16_squares_neither_overflow_nor_vanish(norm, std):
 
 def test_a_float16_mean_of_more_numbers_than_float16_counts_is_right():
     x = noise(100_000, 2, mean=3.0, dtype=np.float16)
-    mean, var, _ = batch_statistics(x)
+    mean, var, _ = ops.batch_statistics(x)
     close(mean, np.asarray(x, np.float64).mean(0), 5e-3)
     close(var, np.asarray(x, np.float64).var(0), 5e-3)
 
 
 def test_mixed_precision_keeps_the_running_statistics_in_float32():
-    model = dtypes.mixed_bfloat16(mlax.Series(up=nn.Linear(8), norm=BatchNorm(), down=SpectralNorm(nn.Linear(3))))
+    model = dtypes.mixed_bfloat16(mlax.Series(up=nn.Linear(8), norm=nn.BatchNorm(), down=nn.SpectralNorm(nn.Linear(3))))
     x = noise(16, 4)
     trainables, state = model.init(RNG, x)
     y, new = jax.jit(model.fwd)(x, trainables, state)
@@ -424,7 +421,7 @@ def test_mixed_precision_keeps_the_running_statistics_in_float32():
     np.testing.assert_allclose(new["norm"]["mean"], 0.1 * hidden.mean(0), atol=2e-3)
 
 
-@pytest.mark.parametrize("layer", [BatchNorm(), SpectralNorm(nn.Linear(3))], ids=repr)
+@pytest.mark.parametrize("layer", [nn.BatchNorm(), nn.SpectralNorm(nn.Linear(3))], ids=repr)
 def test_state_of_another_dtype_is_refused_with_both_named(layer):
     x = noise(16, 4)
     trainables, state = layer.init(RNG, x)
@@ -436,10 +433,10 @@ def test_state_of_another_dtype_is_refused_with_both_named(layer):
 
 
 def test_wrapped_layers_start_as_the_layer_inside():
-    model = mlax.Series(up=nn.Linear(5), norm=BatchNorm(), down=nn.Linear(2, bias=False))
+    model = mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm(), down=nn.Linear(2, bias=False))
     x = noise(4, 6)
     plain, plain_state = model.init(RNG, x)
-    weight = WeightNorm(model)
+    weight = nn.WeightNorm(model)
     trainables, state = weight.init(RNG, x)
     assert set(mlax.paths(trainables)) == {
         "up/bias",
@@ -457,7 +454,7 @@ def test_wrapped_layers_start_as_the_layer_inside():
 
 
 def test_spectral_norm_keeps_the_state_of_the_layer_inside():
-    model = SpectralNorm(mlax.Series(up=nn.Linear(5), norm=BatchNorm()))
+    model = nn.SpectralNorm(mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm()))
     x = noise(4, 6)
     trainables, state = model.init(RNG, x)
     _, new = model.fwd(x, trainables, state)
@@ -467,7 +464,7 @@ def test_spectral_norm_keeps_the_state_of_the_layer_inside():
 
 @pytest.mark.parametrize("shape", [(6, 5), (3, 40), (1, 4), (7, 1)])
 def test_the_largest_singular_value_becomes_1_with_training(shape):
-    layer = SpectralNorm(nn.Linear(shape[1], bias=False))
+    layer = nn.SpectralNorm(nn.Linear(shape[1], bias=False))
     x = jnp.eye(shape[0])
     trainables, state = layer.init(RNG, x)
     fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
@@ -478,7 +475,7 @@ def test_the_largest_singular_value_becomes_1_with_training(shape):
         np.testing.assert_allclose(np.linalg.norm(vector), 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrapper", [WeightNorm, SpectralNorm])
+@pytest.mark.parametrize("wrapper", [nn.WeightNorm, nn.SpectralNorm])
 def test_a_wrapped_layer_can_be_repeated(wrapper):
     model = mlax.Repeat(wrapper(nn.Linear(4)), 3)
     x = noise(2, 4)
@@ -494,7 +491,7 @@ def test_a_wrapped_layer_can_be_repeated(wrapper):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
     x = noise(2, 4, dtype=dtype)
-    layer = SpectralNorm(nn.Linear(3, kernel_init=mlax.Zeros()))
+    layer = nn.SpectralNorm(nn.Linear(3, kernel_init=mlax.Zeros()))
     _, state = layer.init(RNG, x)
     assert not any(np.isnan(np.asarray(leaf, np.float32)).any() for leaf in jax.tree.leaves(state))
 
@@ -505,18 +502,18 @@ def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
 @pytest.mark.parametrize(
     "build, shape, words",
     [
-        (lambda: GroupNorm(0), None, "groups is 0, but must be at least 1"),
-        (lambda: GroupNorm(4), (2, 3, 6), r"the 6 channels of the input \(2, 3, 6\) do not divide into 4 groups"),
-        (lambda: GroupNorm(2, axis=0), (2, 6), "is its batch axis"),
-        (lambda: GroupNorm(2, axis=2), (2, 6), "has no axis 2"),
-        (lambda: BatchNorm(axis=-2), (2, 6), "is its batch axis"),
-        (lambda: BatchNorm(axis=3), (2, 6), "has no axis 3"),
-        (lambda: BatchNorm(momentum=0.0), None, "pass frozen=True"),
-        (lambda: InstanceNorm(), (2, 6), "leaves no axis to take statistics over"),
-        (lambda: WeightNorm(nn.LayerNorm()), (2, 6), "no leaf of the layer is called 'kernel'; it has scale, shift"),
-        (lambda: WeightNorm(nn.Linear(3), axis=2), (2, 6), r"kernel has the shape \(6, 3\), which has no axis 2"),
-        (lambda: SpectralNorm(nn.Dropout()), (2, 6), "it has none"),
-        (lambda: SpectralNorm(nn.Linear(3), iterations=0), None, "both must be at least 1"),
+        (lambda: nn.GroupNorm(0), None, "groups is 0, but must be at least 1"),
+        (lambda: nn.GroupNorm(4), (2, 3, 6), r"the 6 channels of the input \(2, 3, 6\) do not divide into 4 groups"),
+        (lambda: nn.GroupNorm(2, axis=0), (2, 6), "is its batch axis"),
+        (lambda: nn.GroupNorm(2, axis=2), (2, 6), "has no axis 2"),
+        (lambda: nn.BatchNorm(axis=-2), (2, 6), "is its batch axis"),
+        (lambda: nn.BatchNorm(axis=3), (2, 6), "has no axis 3"),
+        (lambda: nn.BatchNorm(momentum=0.0), None, "pass frozen=True"),
+        (lambda: nn.InstanceNorm(), (2, 6), "leaves no axis to take statistics over"),
+        (lambda: nn.WeightNorm(nn.LayerNorm()), (2, 6), "no leaf of the layer is called 'kernel'; it has scale, shift"),
+        (lambda: nn.WeightNorm(nn.Linear(3), axis=2), (2, 6), r"kernel has the shape \(6, 3\), which has no axis 2"),
+        (lambda: nn.SpectralNorm(nn.Dropout()), (2, 6), "it has none"),
+        (lambda: nn.SpectralNorm(nn.Linear(3), iterations=0), None, "both must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(build, shape, words):
@@ -528,6 +525,6 @@ def test_a_wrapper_names_the_variables_that_it_lacks():
     x = noise(2, 6)
     plain, _ = nn.Linear(3).init(RNG, x)
     with pytest.raises(ValueError, match="trainables lacks kernel/direction, kernel/magnitude"):
-        WeightNorm(nn.Linear(3)).fwd(x, plain)
+        nn.WeightNorm(nn.Linear(3)).fwd(x, plain)
     with pytest.raises(ValueError, match="non_trainables lacks kernel/left, kernel/right"):
-        SpectralNorm(nn.Linear(3)).fwd(x, plain)
+        nn.SpectralNorm(nn.Linear(3)).fwd(x, plain)

@@ -13,33 +13,32 @@ from hypothesis import strategies as st
 from jax import lax
 
 import mlax
-from mlax.nn._global_pool import AdaptivePool, GlobalPool
-from mlax.nn._pool import MaxPool, MeanPool, Pool, SumPool
+from mlax import nn
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
 TORCH = np.load(Path(__file__).parents[1] / "references" / "conv.npz")
 POOLS = {
-    "max_line": MaxPool(3, strides=2, padding=1),
-    "max_plane": MaxPool(2),
-    "max_overlap": MaxPool(3, strides=(2, 1), padding=1),
-    "max_dilated": MaxPool((3, 2), strides=1, dilation=(2, 3)),
-    "max_ceil": MaxPool(3, strides=2, ceil=True),
-    "max_volume": MaxPool((2, 1, 3), strides=(2, 1, 2)),
-    "max_wide": MaxPool(34, strides=3, padding=17),
-    "max_apart": MaxPool(36),
-    "max_empty": MaxPool(2),
-    "mean_line": MeanPool(3, strides=2, padding=1),
-    "mean_plane": MeanPool((3, 2), padding=1, count_padding=True),
-    "mean_ceil": MeanPool(3, strides=2, padding=1, ceil=True, count_padding=True),
-    "mean_volume": MeanPool(2, strides=1),
-    "mean_wide": MeanPool(34, strides=3),
-    "adaptive_mean": AdaptivePool((3, 2)),
-    "adaptive_even": AdaptivePool((3, 2)),
-    "adaptive_larger": AdaptivePool((5, None)),
-    "adaptive_max": AdaptivePool((3, 4), by="max"),
-    "adaptive_max_line": AdaptivePool(4, by="max"),
-    "adaptive_max_volume": AdaptivePool((2, 3, 1), by="max"),
+    "max_line": nn.MaxPool(3, strides=2, padding=1),
+    "max_plane": nn.MaxPool(2),
+    "max_overlap": nn.MaxPool(3, strides=(2, 1), padding=1),
+    "max_dilated": nn.MaxPool((3, 2), strides=1, dilation=(2, 3)),
+    "max_ceil": nn.MaxPool(3, strides=2, ceil=True),
+    "max_volume": nn.MaxPool((2, 1, 3), strides=(2, 1, 2)),
+    "max_wide": nn.MaxPool(34, strides=3, padding=17),
+    "max_apart": nn.MaxPool(36),
+    "max_empty": nn.MaxPool(2),
+    "mean_line": nn.MeanPool(3, strides=2, padding=1),
+    "mean_plane": nn.MeanPool((3, 2), padding=1, count_padding=True),
+    "mean_ceil": nn.MeanPool(3, strides=2, padding=1, ceil=True, count_padding=True),
+    "mean_volume": nn.MeanPool(2, strides=1),
+    "mean_wide": nn.MeanPool(34, strides=3),
+    "adaptive_mean": nn.AdaptivePool((3, 2)),
+    "adaptive_even": nn.AdaptivePool((3, 2)),
+    "adaptive_larger": nn.AdaptivePool((5, None)),
+    "adaptive_max": nn.AdaptivePool((3, 4), by="max"),
+    "adaptive_max_line": nn.AdaptivePool(4, by="max"),
+    "adaptive_max_volume": nn.AdaptivePool((2, 3, 1), by="max"),
 }
 
 
@@ -72,11 +71,11 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
     sizes = tuple((k - 1) * d + 1 + more for k, d, more in zip(window, dilation, draw(0, 3), strict=True))
     x = np.random.default_rng(0).normal(size=(2, *sizes, 2)).astype(np.float32)
     for layer, reduce, fill in (
-        (MaxPool(window, strides=strides, padding=pads, dilation=dilation), np.max, -math.inf),
-        (SumPool(window, strides=strides, padding=pads, dilation=dilation), np.sum, 0.0),
-        (MeanPool(window, strides=strides, padding=pads, dilation=dilation), np.nanmean, math.nan),
-        (MeanPool(window, strides=strides, padding=pads, dilation=dilation, count_padding=True), np.mean, 0.0),
-        (Pool(lax.mul, 1.0, window, strides=strides, padding=pads, dilation=dilation), np.prod, 1.0),
+        (nn.MaxPool(window, strides=strides, padding=pads, dilation=dilation), np.max, -math.inf),
+        (nn.SumPool(window, strides=strides, padding=pads, dilation=dilation), np.sum, 0.0),
+        (nn.MeanPool(window, strides=strides, padding=pads, dilation=dilation), np.nanmean, math.nan),
+        (nn.MeanPool(window, strides=strides, padding=pads, dilation=dilation, count_padding=True), np.mean, 0.0),
+        (nn.Pool(lax.mul, 1.0, window, strides=strides, padding=pads, dilation=dilation), np.prod, 1.0),
     ):
         want = loops.pool(x, reduce, window, strides, pads, dilation, fill)
         np.testing.assert_allclose(jax.jit(layer.fwd)(x, None)[0], want, rtol=1e-4, atol=1e-5)
@@ -87,12 +86,14 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
 def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride, extra):
     x = np.random.default_rng(0).integers(0, 3, (1, window + extra, 1)).astype(np.float32)
     cuts = loops.cut(x, (window,), (stride,), [(0, 0)])[0, ..., 0]  # (windows, window)
-    y, d_x = pulled(MaxPool(window, strides=stride), x, np.arange(1, len(cuts) + 1, dtype=np.float32).reshape(1, -1, 1))
+    y, d_x = pulled(
+        nn.MaxPool(window, strides=stride), x, np.arange(1, len(cuts) + 1, dtype=np.float32).reshape(1, -1, 1)
+    )
     np.testing.assert_array_equal(y[0, :, 0], cuts.max(1))
     want = np.zeros(window + extra)
     np.add.at(want, np.arange(len(cuts)) * stride + cuts.argmax(1), np.arange(1.0, len(cuts) + 1))
     np.testing.assert_array_equal(d_x[0, :, 0], want)
-    total, _ = jax.jit(SumPool(window, strides=stride).fwd)(x, None)
+    total, _ = jax.jit(nn.SumPool(window, strides=stride).fwd)(x, None)
     np.testing.assert_array_equal(total[0, :, 0], cuts.sum(1))
 
 
@@ -102,7 +103,7 @@ def test_adaptive_bins_are_the_loop_over_pytorch_s_bins(size, bins):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
         want = loops.adaptive(x, reduce, (bins,))
-        np.testing.assert_allclose(jax.jit(AdaptivePool(bins, by=by).fwd)(x, None)[0], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(nn.AdaptivePool(bins, by=by).fwd)(x, None)[0], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last", "HWNC"])
@@ -111,12 +112,13 @@ def test_global_pooling_reduces_all_places(layout):
     axes = {"channel_first": (2, 3), "channel_last": (1, 2), "HWNC": (0, 1)}[layout]
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
         for keep in (False, True):
-            y, _ = GlobalPool(by=by, keep_axes=keep, layout=layout).fwd(x, None)
+            y, _ = nn.GlobalPool(by=by, keep_axes=keep, layout=layout).fwd(x, None)
             np.testing.assert_allclose(y, reduce(x, axis=axes, keepdims=keep), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "layer", [MaxPool((3, 4)), MaxPool((3, 4), strides=(1, 1)), GlobalPool(by="max"), AdaptivePool(1, by="max")]
+    "layer",
+    [nn.MaxPool((3, 4)), nn.MaxPool((3, 4), strides=(1, 1)), nn.GlobalPool(by="max"), nn.AdaptivePool(1, by="max")],
 )
 def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
     x = jnp.zeros((1, 3, 4, 1)).at[0, 1:, 1:3].set(2.0)
@@ -127,11 +129,11 @@ def test_the_gradient_of_equal_elements_goes_to_the_first(layer):
 @pytest.mark.parametrize(
     "layer",
     [
-        MaxPool(2),
-        MaxPool(2, strides=1),
-        MaxPool(20, strides=1, padding=9),
-        GlobalPool(by="max"),
-        AdaptivePool(3, by="max"),
+        nn.MaxPool(2),
+        nn.MaxPool(2, strides=1),
+        nn.MaxPool(20, strides=1, padding=9),
+        nn.GlobalPool(by="max"),
+        nn.AdaptivePool(3, by="max"),
     ],
 )
 def test_a_nan_is_the_largest(layer):
@@ -142,7 +144,7 @@ def test_a_nan_is_the_largest(layer):
 
 def test_forward_mode_and_second_derivatives_work():
     x = jax.random.normal(RNG, (1, 6, 2))
-    for layer in (MaxPool(3, strides=2, padding=1), GlobalPool(by="max"), Pool(jnp.logaddexp, -math.inf, 2)):
+    for layer in (nn.MaxPool(3, strides=2, padding=1), nn.GlobalPool(by="max"), nn.Pool(jnp.logaddexp, -math.inf, 2)):
 
         @jax.jit
         def function(x):
@@ -156,7 +158,7 @@ def test_forward_mode_and_second_derivatives_work():
 
 def test_accum_dtype_adds_up_wide():
     x = jnp.full((1, 64, 64, 1), 1.0 + 2**-7, jnp.bfloat16)
-    for layer in (GlobalPool(accum_dtype="float32"), MeanPool(64, accum_dtype="float32")):
+    for layer in (nn.GlobalPool(accum_dtype="float32"), nn.MeanPool(64, accum_dtype="float32")):
         y, _ = jax.jit(layer.fwd)(x, None)
         assert y.dtype == jnp.bfloat16 and (y == x[0, 0, 0, 0]).all()
 
@@ -164,14 +166,18 @@ def test_accum_dtype_adds_up_wide():
 @pytest.mark.parametrize(
     ("layer", "shape", "words"),
     [
-        (MaxPool((2, 2)), (4, 32, 3), r"MaxPool\(\(2, 2\)\): window has 2 axes .* 1 spatial axis; pass window=\(2,\)"),
-        (MaxPool(3), (4, 2, 2, 3), "window covers 3 places but the input .* has 2"),
-        (MeanPool(2, padding=2), (4, 5, 3), "a window holds nothing but padding"),
-        (SumPool(2, padding="FULL"), (4, 5, 3), "padding is 'FULL'"),
-        (Pool(lax.add, 0.0, 2, layout="CHW"), (4, 5, 3), "layout is 'CHW'"),
-        (GlobalPool(), (4, 5), "needs a batch axis"),
-        (AdaptivePool((2, 2)), (4, 5, 3), r"size has 2 numbers .* 1 spatial axes; pass size=\(2,\)"),
-        (AdaptivePool(0), (4, 5, 3), "size is 0, but must be whole numbers"),
+        (
+            nn.MaxPool((2, 2)),
+            (4, 32, 3),
+            r"MaxPool\(\(2, 2\)\): window has 2 axes .* 1 spatial axis; pass window=\(2,\)",
+        ),
+        (nn.MaxPool(3), (4, 2, 2, 3), "window covers 3 places but the input .* has 2"),
+        (nn.MeanPool(2, padding=2), (4, 5, 3), "a window holds nothing but padding"),
+        (nn.SumPool(2, padding="FULL"), (4, 5, 3), "padding is 'FULL'"),
+        (nn.Pool(lax.add, 0.0, 2, layout="CHW"), (4, 5, 3), "layout is 'CHW'"),
+        (nn.GlobalPool(), (4, 5), "needs a batch axis"),
+        (nn.AdaptivePool((2, 2)), (4, 5, 3), r"size has 2 numbers .* 1 spatial axes; pass size=\(2,\)"),
+        (nn.AdaptivePool(0), (4, 5, 3), "size is 0, but must be whole numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
@@ -180,7 +186,7 @@ def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
     assert str(caught.value).startswith(f"{layer}: ")
 
 
-@pytest.mark.parametrize("kind", [GlobalPool, functools.partial(AdaptivePool, 2)])
+@pytest.mark.parametrize("kind", [nn.GlobalPool, functools.partial(nn.AdaptivePool, 2)])
 def test_a_reduction_that_is_none_is_refused(kind):
     with pytest.raises(ValueError, match="by is 'median', but must be one of mean, max, sum"):
         kind(by="median")

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn
-from mlax.nn._positions import LearnedPositions, SinusoidalPositions
-from mlax.nn._relative_bias import RelativeBias
-from mlax.nn._rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary
-from mlax.ops._alibi import alibi, alibi_slopes
-from mlax.ops._attend import attend
-from mlax.ops._attention import attention
-from mlax.ops._positions import sinusoids, waves
-from mlax.ops._relative_bias import relative_buckets
-from mlax.ops._rotary import rotary, rotary_frequencies
+from mlax import nn, ops
+from mlax.ops._positions import waves
 from tests.catalogue import FLOATS
 from tests.catalogue.attention import frequencies, llama3, rotate
 
@@ -33,7 +25,7 @@ def drawn(*shape):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_waves_are_exact_in_every_dtype_a_million_positions_away(dtype):
     with jax.enable_x64(dtype == "float64"):
-        found = waves(jnp.asarray(FAR), rotary_frequencies(16), jnp.dtype(dtype))
+        found = waves(jnp.asarray(FAR), ops.rotary_frequencies(16), jnp.dtype(dtype))
         angles = np.asarray(FAR)[:, None] * frequencies(16)
         for wave, want in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
             error = np.abs(np.asarray(wave, np.float64) - want).max()
@@ -49,7 +41,7 @@ def test_rotary_products_depend_on_the_distance_only():
     q, k = drawn(1, 1, 1, 8), drawn(1, 1, 1, 8) + 1
 
     def score(i, j):
-        return (rotary(q, jnp.asarray([i])) * rotary(k, jnp.asarray([j]))).sum()
+        return (ops.rotary(q, jnp.asarray([i])) * ops.rotary(k, jnp.asarray([j]))).sum()
 
     np.testing.assert_allclose(score(5, 3), score(50_005, 50_003), rtol=1e-5)
     assert abs(float(score(5, 3) - score(5, 4))) > 1e-3
@@ -58,56 +50,56 @@ def test_rotary_products_depend_on_the_distance_only():
 def test_rotary_pairs_halves_or_neighbours():
     x = drawn(2, 5, 3, 8)
     order = np.asarray([0, 2, 4, 6, 1, 3, 5, 7])
-    np.testing.assert_allclose(rotary(x[..., order]), rotary(x, interleaved=True)[..., order], rtol=1e-6)
-    np.testing.assert_allclose(rotary(x), rotate(np.asarray(x, np.float64), frequencies(8)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ops.rotary(x[..., order]), ops.rotary(x, interleaved=True)[..., order], rtol=1e-6)
+    np.testing.assert_allclose(ops.rotary(x), rotate(np.asarray(x, np.float64), frequencies(8)), rtol=1e-5, atol=1e-6)
 
 
 def test_each_row_may_have_positions_of_its_own():
     x = drawn(2, 3, 1, 4)
     positions = jnp.asarray([[0, 1, 2], [7, 8, 9]])
-    y, _ = Rotary().fwd((x, positions), None)
-    np.testing.assert_allclose(y[1:], rotary(x[1:], positions[1]), rtol=1e-6)
-    np.testing.assert_allclose(y[:1], rotary(x[:1]), rtol=1e-6)
+    y, _ = nn.Rotary().fwd((x, positions), None)
+    np.testing.assert_allclose(y[1:], ops.rotary(x[1:], positions[1]), rtol=1e-6)
+    np.testing.assert_allclose(y[:1], ops.rotary(x[:1]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"factor": 32.0}, {"factor": 4.0, "low": 2.0, "high": 8.0, "length": 512}])
 def test_llama_3_frequencies_are_those_of_its_definition(options):
-    found = Llama3Scaling(**options).frequencies(128, 500_000.0)
+    found = nn.Llama3Scaling(**options).frequencies(128, 500_000.0)
     want = llama3(frequencies(128, 500_000.0), **options)
     np.testing.assert_allclose(found, want, rtol=1e-12)
     assert len({round(float(ratio), 6) for ratio in np.asarray(found) / frequencies(128, 500_000.0)}) > 2
 
 
 def test_scalings_divide_what_they_say():
-    plain = np.asarray(rotary_frequencies(64))
-    np.testing.assert_allclose(LinearScaling(4.0).frequencies(64, 10_000.0), plain / 4)
-    ntk = np.asarray(NTKScaling(4.0).frequencies(64, 10_000.0))
+    plain = np.asarray(ops.rotary_frequencies(64))
+    np.testing.assert_allclose(nn.LinearScaling(4.0).frequencies(64, 10_000.0), plain / 4)
+    ntk = np.asarray(nn.NTKScaling(4.0).frequencies(64, 10_000.0))
     np.testing.assert_allclose([plain[0] / ntk[0], plain[-1] / ntk[-1]], [1, 4], rtol=1e-12)
 
 
 def test_slopes_are_the_published_ones():
-    np.testing.assert_allclose(alibi_slopes(8), [1 / 2**i for i in range(1, 9)])
-    np.testing.assert_allclose(alibi_slopes(12)[8:], [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
-    np.testing.assert_allclose(alibi_slopes(3), [2**-4, 2**-8, 2**-2])
-    np.testing.assert_allclose(alibi_slopes(1), [2**-8])
+    np.testing.assert_allclose(ops.alibi_slopes(8), [1 / 2**i for i in range(1, 9)])
+    np.testing.assert_allclose(ops.alibi_slopes(12)[8:], [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    np.testing.assert_allclose(ops.alibi_slopes(3), [2**-4, 2**-8, 2**-2])
+    np.testing.assert_allclose(ops.alibi_slopes(1), [2**-8])
 
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
 def test_alibi_inside_of_attention_is_its_bias(kernel):
     q, k = drawn(2, 4, 3, 5), drawn(2, 6, 3, 5)
-    bias = alibi(3, jnp.arange(4), jnp.arange(6), jnp.float32)
-    inside = attention(q, k, k, alibi=True, implementation=kernel)
-    np.testing.assert_allclose(inside, attention(q, k, k, bias=bias), rtol=1e-5, atol=1e-6)
+    bias = ops.alibi(3, jnp.arange(4), jnp.arange(6), jnp.float32)
+    inside = ops.attention(q, k, k, alibi=True, implementation=kernel)
+    np.testing.assert_allclose(inside, ops.attention(q, k, k, bias=bias), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "bidirectional"), [("both", True), ("one", False)])
 def test_buckets_are_those_of_torch(name, bidirectional):
     with np.load(Path(__file__).parents[1] / "references" / "attention.npz") as file:
         want = file[f"buckets/{name}"]
-    np.testing.assert_array_equal(relative_buckets(jnp.arange(-300, 301), 32, bidirectional=bidirectional), want)
+    np.testing.assert_array_equal(ops.relative_buckets(jnp.arange(-300, 301), 32, bidirectional=bidirectional), want)
 
 
-@pytest.mark.parametrize("layer", [LearnedPositions(8, decoding=True), SinusoidalPositions(decoding=True)])
+@pytest.mark.parametrize("layer", [nn.LearnedPositions(8, decoding=True), nn.SinusoidalPositions(decoding=True)])
 def test_decoding_goes_on_where_it_was(layer):
     x = drawn(2, 8, 4)
     trainables, state = layer.init(RNG, x)
@@ -119,7 +111,7 @@ def test_decoding_goes_on_where_it_was(layer):
 
 
 def test_a_learned_position_that_does_not_exist_shows():
-    layer = LearnedPositions(4)
+    layer = nn.LearnedPositions(4)
     with pytest.raises(ValueError, match="is 5 long; pass a length of at least that"):
         layer.init(RNG, drawn(1, 5, 2))
     trainables, _ = layer.init(RNG, drawn(1, 2, 2))
@@ -128,7 +120,7 @@ def test_a_learned_position_that_does_not_exist_shows():
 
 
 def test_sinusoids_are_sines_and_cosines_in_turn():
-    table = sinusoids(jnp.arange(3), 4, jnp.float32)
+    table = ops.sinusoids(jnp.arange(3), 4, jnp.float32)
     want = [[np.sin(p), np.cos(p), np.sin(p / 100), np.cos(p / 100)] for p in range(3)]
     np.testing.assert_allclose(table, want, atol=1e-6)
 
@@ -143,7 +135,7 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
     assert mlax.paths(trainables) == ("embed/table",)
 
     def by_hand(table):
-        return attend(table[tokens], table)
+        return ops.attend(table[tokens], table)
 
     table = trainables["embed"]["table"]
     np.testing.assert_allclose(model.fwd(tokens, trainables)[0], by_hand(table), rtol=1e-5)
@@ -155,16 +147,16 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: Rotary(width=3), "width is 3, but must be an even number"),
-        (lambda: Rotary().init(RNG, drawn(1, 2, 1, 5)), "heads of width 5, which is odd"),
-        (lambda: Rotary(width=8).init(RNG, drawn(1, 2, 1, 6)), "heads of width 6 only"),
-        (lambda: Rotary().init(RNG, drawn(1, 2, 6)), "must be .batch, time, heads, width."),
-        (lambda: SinusoidalPositions().init(RNG, drawn(1, 2, 5)), "is 5 wide, but the width must be even"),
-        (lambda: LearnedPositions(4).init(RNG, drawn(2, 5)), "must be .batch, time, width."),
-        (lambda: inspect.unwrap(attend)(drawn(2, 3), drawn(5, 4)), "widths must be equal"),
-        (lambda: relative_buckets(jnp.arange(3), 5), "an even number of at least 4"),
-        (lambda: relative_buckets(jnp.arange(3), 32, farthest=8), "farthest is 8, but must be above 8"),
-        (lambda: rotary_frequencies(7), "the width is 7, but must be even"),
+        (lambda: nn.Rotary(width=3), "width is 3, but must be an even number"),
+        (lambda: nn.Rotary().init(RNG, drawn(1, 2, 1, 5)), "heads of width 5, which is odd"),
+        (lambda: nn.Rotary(width=8).init(RNG, drawn(1, 2, 1, 6)), "heads of width 6 only"),
+        (lambda: nn.Rotary().init(RNG, drawn(1, 2, 6)), "must be .batch, time, heads, width."),
+        (lambda: nn.SinusoidalPositions().init(RNG, drawn(1, 2, 5)), "is 5 wide, but the width must be even"),
+        (lambda: nn.LearnedPositions(4).init(RNG, drawn(2, 5)), "must be .batch, time, width."),
+        (lambda: inspect.unwrap(ops.attend)(drawn(2, 3), drawn(5, 4)), "widths must be equal"),
+        (lambda: ops.relative_buckets(jnp.arange(3), 5), "an even number of at least 4"),
+        (lambda: ops.relative_buckets(jnp.arange(3), 32, farthest=8), "farthest is 8, but must be above 8"),
+        (lambda: ops.rotary_frequencies(7), "the width is 7, but must be even"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(build, words):
@@ -174,4 +166,4 @@ def test_what_cannot_be_is_refused_in_words(build, words):
 
 def test_relative_bias_refuses_what_are_no_positions():
     with pytest.raises(TypeError, match="must be a pair of whole numbers"):
-        RelativeBias(2).init(RNG, drawn(2, 3))
+        nn.RelativeBias(2).init(RNG, drawn(2, 3))
