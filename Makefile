@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up everything they need in .venv; nothing else has to be run first.
+# `make demo` and `make test` install everything they need into .venv first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/
 
 .PHONY: help demo test thorough faults docs guide lint matrix bench references clean
 
-help:  ## what can be made
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and predictions in runs/digits
@@ -15,14 +15,14 @@ demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and
 test: $(VENV)/.ready lint  ## check style and types, then run all tests
 	$(RUN)pytest -n 2 --dist worksteal
 
-thorough: $(VENV)/.ready  ## run all tests, every row of the catalogue in every dtype, and Orbax and Grain
+thorough: $(VENV)/.ready  ## run all tests, with every row of the catalogue in every dtype, and with Orbax and Grain
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[test,orbax,grain]'
 	$(RUN)pytest -n 2 --dist worksteal --thorough
 
-faults: $(VENV)/.ready  ## kill, stop, corrupt, fill up and resize trainings, and count what survives
+faults: $(VENV)/.ready  ## inject faults into training runs (kill, stop, corrupt, fill the disk, resize), and count the survivors
 	$(RUN)python -m tests.faults
 
-docs: $(VENV)/.docs  ## build the documentation into site/; read it with: python3 -m http.server -d site
+docs: $(VENV)/.docs  ## build the documentation into site/; view it with: python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
 
 lint: $(VENV)/.ready
@@ -30,23 +30,23 @@ lint: $(VENV)/.ready
 	$(RUN)ruff format --check .
 	$(RUN)pyright
 
-matrix:  ## run the tests on every Python of 3.11 to 3.13 that is here
+matrix:  ## run the tests with every installed Python from 3.11 to 3.13
 	@bash scripts/matrix
 
-LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, for a GPU
-bench: $(VENV)/.ready  ## measure mlax beside Flax NNX, Equinox and Haiku
+LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, need a GPU
+bench: $(VENV)/.ready  ## benchmark mlax against Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
 	@for file in $(filter-out benchmarks/side_by_side.py $(LARGE),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
-guide: $(VENV)/.docs  ## run the pages of docs/jax and write what they show; `make guide CHECK=--check` only compares
+guide: $(VENV)/.docs  ## execute the pages of docs/jax and write their outputs; `make guide CHECK=--check` only compares
 	$(RUN)python scripts/guide.py $(CHECK)
 
-references:  ## make the reference files of the tests anew, with PyTorch in an environment of its own
+references:  ## regenerate the reference files of the tests, with PyTorch in a separate environment
 	$(PYTHON) -m venv .venv-references
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
 	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
 
-clean:  ## remove the environments and what was made
+clean:  ## remove the environments and all generated files
 	rm -rf .venv .venv-* runs site .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Run one page of the guide, cell by cell, as a notebook would: what `guide.py` starts for each page."""
+"""Execute one page of the guide cell by cell, as a notebook does; `guide.py` starts this for each page."""
 
 import ast
 import base64
@@ -23,8 +23,8 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def main(source: Path, digest: str) -> None:
-    """Run every cell, and leave the notebook in the folder that this was started in."""
-    here, text = Path.cwd(), source.read_text()
+    """Execute every cell, and write the notebook to the working directory."""
+    folder, text = Path.cwd(), source.read_text()
     notebook = jupytext.reads(text, fmt="py:percent")
     scope, position, count = {"__name__": "__main__"}, 0, 0
     set_style()
@@ -36,20 +36,20 @@ def main(source: Path, digest: str) -> None:
         count += 1
         cell["execution_count"] = count
         line = text.count("\n", 0, position)
-        cell["outputs"] = outputs(cell.source, scope, source.name, line, set(cell.metadata.get("tags", ())), count)
-    made = {"source": digest, "jax": jax.__version__, "python": platform.python_version(), "cpu": cpu()}
-    notebook["metadata"] = {"kernelspec": KERNEL, "language_info": {"name": "python"}, "mlax": made}
-    (here / "notebook.json").write_text(json.dumps(notebook))
+        cell["outputs"] = execute(cell.source, scope, source.name, line, set(cell.metadata.get("tags", ())), count)
+    metadata = {"source": digest, "jax": jax.__version__, "python": platform.python_version(), "cpu": cpu()}
+    notebook["metadata"] = {"kernelspec": KERNEL, "language_info": {"name": "python"}, "mlax": metadata}
+    (folder / "notebook.json").write_text(json.dumps(notebook))
 
 
 def cpu() -> str:
-    """The processor's own name."""
+    """The model name of the processor."""
     found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found.group(1) if found else platform.processor()
 
 
 def set_style() -> None:
-    """Figures that are legible on a light page and on a dark one."""
+    """Make figures legible on light and dark pages."""
     matplotlib.rcParams.update(
         {
             "figure.figsize": (7.2, 3.4),
@@ -67,12 +67,12 @@ def set_style() -> None:
     )
 
 
-def outputs(code: str, scope: dict[str, Any], name: str, line: int, marks: set[str], count: int) -> list[dict]:
-    """Run one cell as a notebook would, and give what it printed, drew, evaluated to or raised."""
+def execute(code: str, scope: dict[str, Any], name: str, line: int, tags: set[str], count: int) -> list[dict]:
+    """Execute one cell as a notebook does, and return its outputs: what it printed, drew, evaluated to or raised."""
     tree = ast.increment_lineno(ast.parse(code), line)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None  # what a notebook shows
-    said, value, error = io.StringIO(), None, None
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None  # a notebook shows its value
+    printed, value, error = io.StringIO(), None, None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, category, *_: print(f"{category.__name__}: {message}")
         try:
@@ -81,52 +81,56 @@ def outputs(code: str, scope: dict[str, Any], name: str, line: int, marks: set[s
                 value = eval(compile(ast.Expression(last.value), name, "eval"), scope)
             jax.effects_barrier()
         except Exception as raised:
-            if "raises-exception" not in marks:
-                print(said.getvalue(), file=sys.__stdout__)
+            if "raises-exception" not in tags:
+                print(printed.getvalue(), file=sys.__stdout__)
                 raise
             error = raised
-    if (error is None) == ("raises-exception" in marks):
-        raise RuntimeError(f"{name}, line {line + 1}: the cell was to raise an error and did not.")
-    found: list[dict] = []
-    if said.getvalue():
-        found.append({"output_type": "stream", "name": "stdout", "text": plain(said.getvalue())})
+    if (error is None) == ("raises-exception" in tags):
+        raise RuntimeError(f"{name}, line {line + 1}: the cell is tagged raises-exception but raised no error.")
+    outputs: list[dict] = []
+    if printed.getvalue():
+        outputs.append({"output_type": "stream", "name": "stdout", "text": anonymize(printed.getvalue())})
     figures = [pyplot.figure(number) for number in pyplot.get_fignums()]
     for figure in figures:
-        found.append(
-            {"output_type": "display_data", "data": {"image/png": png(figure)}, "metadata": {"alt": alt(figure)}}
+        outputs.append(
+            {
+                "output_type": "display_data",
+                "data": {"image/png": encode_png(figure)},
+                "metadata": {"alt": alt_text(figure)},
+            }
         )
         pyplot.close(figure)
     if error is not None:
         notes = [note for note in getattr(error, "__notes__", ()) if "JAX has removed its internal frames" not in note]
-        words = plain("\n".join([str(error).rstrip(), *notes]))
+        message = anonymize("\n".join([str(error).rstrip(), *notes]))
         kind = type(error).__name__
-        found.append({"output_type": "error", "ename": kind, "evalue": words, "traceback": [f"{kind}: {words}"]})
+        outputs.append({"output_type": "error", "ename": kind, "evalue": message, "traceback": [f"{kind}: {message}"]})
     elif value is not None and not figures:
-        data = {"text/plain": plain(repr(value))}
-        found.append({"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": count})
-    return found
+        data = {"text/plain": anonymize(repr(value))}
+        outputs.append({"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": count})
+    return outputs
 
 
-def plain(text: str) -> str:
-    """Without what is only of this machine: folders and addresses."""
+def anonymize(text: str) -> str:
+    """Remove what is specific to this machine: paths and addresses."""
     text = re.sub(r"/[^\s'\"]*/(?:site-packages|lib/python3\.\d+)/", "", text)
     text = text.replace(f"{ROOT}/", "")
     return re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
 
 
-def alt(figure: Any) -> str:
-    """What a figure says in words: its titles, or else what is written in it."""
+def alt_text(figure: Any) -> str:
+    """The alternative text of a figure: its titles, or else the text in it."""
     titles = [figure.get_suptitle(), *(axes.get_title(loc=loc) for axes in figure.axes for loc in ("center", "left"))]
-    written = [text.get_text() for axes in figure.axes for text in axes.texts]
-    words = "; ".join(filter(None, titles)) or ", ".join(filter(None, written))
-    return re.sub(r"[\s\[\]]+", " ", words).strip()
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    description = "; ".join(filter(None, titles)) or ", ".join(filter(None, texts))
+    return re.sub(r"[\s\[\]]+", " ", description).strip()
 
 
-def png(figure: Any) -> str:
-    """The figure in at most 96 colours, which is a third of the bytes."""
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, dpi=150)
-    Image.open(drawn).convert("RGB").quantize(96).save(small, "PNG", optimize=True)
+def encode_png(figure: Any) -> str:
+    """The figure as a PNG in base64, in at most 96 colours, a third of the bytes."""
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, dpi=150)
+    Image.open(full).convert("RGB").quantize(96).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 

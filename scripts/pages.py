@@ -1,6 +1,6 @@
-"""The pages of the site that nobody writes: the reference, by room, and the files that other pages link to.
+"""The generated pages of the site: the API reference, one page per room, and the source files that pages link to.
 
-mkdocs calls the functions `on_...`. The rest needs no mkdocs, so that tests can ask it which pages there will be.
+MkDocs calls the `on_...` hooks. The rest does not need MkDocs, so that tests can use it.
 """
 
 import importlib
@@ -15,13 +15,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BROUGHT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # pages that lie elsewhere
+ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # kept in the root
 FENCED = re.compile(r"^(?P<indent> *)```.*?^(?P=indent)```[ ]*$", re.S | re.M)
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:href|src)=\"([^\"]+)\"", re.M)
 
 
 def rooms() -> dict[str, Any]:
-    """The rooms by the name of their page: `mlax` is `core`, whose names are the package's own."""
+    """The rooms by the name of their page; `core` is on the page `mlax`, which exports its names."""
     package = importlib.import_module("mlax")
     found = {name: getattr(package, name) for name in package.__all__}
     modules = {name: value for name, value in found.items() if inspect.ismodule(value)}
@@ -29,99 +29,97 @@ def rooms() -> dict[str, Any]:
 
 
 def reference() -> dict[str, str]:
-    """The pages of the reference, by where they are."""
-    pages = {f"reference/{name}.md": _room(name, room) for name, room in rooms().items()}
+    """The pages of the reference, by path."""
+    pages = {f"reference/{name}.md": _room_page(name, room) for name, room in rooms().items()}
     return {**pages, "reference/command.md": _command()}
 
 
-def spoken_of() -> dict[str, str]:
-    """How pages speak of each public name, `nn.Linear` or `mlax.Series`, and its place in the reference."""
+def reference_names() -> dict[str, str]:
+    """Map each public name as pages write it, `nn.Linear` or `mlax.Series`, to its anchor in the reference."""
     return {f"{page}.{name}": f"{room.__name__}.{name}" for page, room in rooms().items() for name in room.__all__}
 
 
 def source_page(path: str) -> str:
-    """The page that shows a file of the repository."""
+    """The path of the page that shows a file of the repository."""
     return f"source/{path}.md"
 
 
 def links(markdown: str) -> Iterator[str]:
-    """Where the links of a page lead, code left out."""
+    """The link targets of a page, except in code blocks."""
     for groups in LINK.findall(FENCED.sub("", markdown)):
         yield next(filter(None, groups))
 
 
-def led(target: str, file: str) -> str:
-    """The file that a link in another leads to, both by their paths in the repository; "" for a link elsewhere."""
+def resolve_link(target: str, file: str) -> str:
+    """The repository path that a link in `file` points to; "" if it points outside the repository."""
     path = target.partition("#")[0]
     if re.match(r"[a-z]+:", target) or not path:
         return ""
     return posixpath.normpath(posixpath.join(posixpath.dirname(file), path))
 
 
-def origin(page: str) -> str:
-    """The path in the repository of what a page is made of."""
-    return BROUGHT.get(page, f"docs/{page}")
+def source_path(page: str) -> str:
+    """The repository path of the source of a page."""
+    return ROOT_PAGES.get(page, f"docs/{page}")
 
 
-def rewritten(markdown: str, page: str) -> str:
-    """The page with links to files of the repository made links to the pages that show them."""
-    own = {file: name for name, file in BROUGHT.items()}
+def rewrite_links(markdown: str, page: str) -> str:
+    """Point links to repository files at the pages that show them."""
+    root_pages = {file: name for name, file in ROOT_PAGES.items()}
 
-    def changed(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         target = next(filter(None, match.groups()))
         _, mark, anchor = target.partition("#")
-        file = led(target, origin(page))
-        if not file or (origin(page).startswith("docs/") and file.startswith("docs/")):
+        file = resolve_link(target, source_path(page))
+        if not file or (source_path(page).startswith("docs/") and file.startswith("docs/")):
             return match[0]
-        to = own.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else source_page(file))
+        to = root_pages.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else source_page(file))
         return match[0].replace(target, posixpath.relpath(to, posixpath.dirname(page) or ".") + mark + anchor)
 
-    return _outside_of_code(markdown, lambda text: LINK.sub(changed, text))
+    return _map_outside_code(markdown, lambda text: LINK.sub(rewrite, text))
 
 
-def crossed(markdown: str, names: dict[str, str]) -> str:
-    """The page with each public name that it speaks of, as in `nn.Linear`, made a link to the reference."""
+def link_names(markdown: str, names: dict[str, str]) -> str:
+    """Link each public name in inline code, such as `nn.Linear`, to the reference."""
+    pattern = re.compile(r"(?<![\[`])`(?P<code>(?P<name>[a-z]+\.\w+)(?:\([^`]*\))?)`(?![\]`])")
 
-    def linked(match: re.Match[str]) -> str:
+    def link(match: re.Match[str]) -> str:
         name = match["name"]
         return f"[`{match['code']}`][{names[name]}]" if name in names else match[0]
 
-    spoken = re.compile(r"(?<![\[`])`(?P<code>(?P<name>[a-z]+\.\w+)(?:\([^`]*\))?)`(?![\]`])")
-    return _outside_of_code(markdown, lambda text: "\n".join(_line(line, spoken, linked) for line in text.split("\n")))
+    def link_line(line: str) -> str:
+        if line.startswith("#"):
+            return line
+        parts = re.split(r"(\[[^\]]*\]\([^)]*\))", line)  # every other part is a link already
+        return "".join(part if i % 2 else pattern.sub(link, part) for i, part in enumerate(parts))
+
+    return _map_outside_code(markdown, lambda text: "\n".join(map(link_line, text.split("\n"))))
 
 
-def spaced(markdown: str) -> str:
-    """The page with an empty line before each list: GitHub needs none, the site does."""
-    return _outside_of_code(markdown, lambda text: re.sub(r"^((?!- |  )\S.*)\n(?=- )", r"\1\n\n", text, flags=re.M))
+def space_lists(markdown: str) -> str:
+    """Insert an empty line before each list: GitHub does not need it, the site does."""
+    return _map_outside_code(markdown, lambda text: re.sub(r"^((?!- |  )\S.*)\n(?=- )", r"\1\n\n", text, flags=re.M))
 
 
-def _line(line: str, spoken: re.Pattern[str], linked: Callable[[re.Match[str]], str]) -> str:
-    """The line with its names linked, except where they are in a heading or in a link already."""
-    if line.startswith("#"):
-        return line
-    parts = re.split(r"(\[[^\]]*\]\([^)]*\))", line)
-    return "".join(part if place % 2 else spoken.sub(linked, part) for place, part in enumerate(parts))
-
-
-def _outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
-    kept, at = [], 0
+def _map_outside_code(markdown: str, change: Callable[[str], str]) -> str:
+    parts, end = [], 0
     for block in FENCED.finditer(markdown):
-        kept += [change(markdown[at : block.start()]), block[0]]
-        at = block.end()
-    return "".join([*kept, change(markdown[at:])])
+        parts += [change(markdown[end : block.start()]), block[0]]
+        end = block.end()
+    return "".join([*parts, change(markdown[end:])])
 
 
-def _room(page: str, room: Any) -> str:
+def _room_page(page: str, room: Any) -> str:
     text = f"# {page if page == 'mlax' else f'mlax.{page}'}\n\n{room.__doc__}\n"
-    for title, names in _grouped(room).items():
+    for title, names in _group_names(room).items():
         rows = [f"| [`{name}`][{room.__name__}.{name}] | {_first_sentence(room, name)} |" for name in names]
         text += "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *rows, ""])
         text += "".join(f"\n::: {room.__name__}.{name}\n" for name in names)
     return text
 
 
-def _grouped(room: Any) -> dict[str, list[str]]:
-    """The names of a room: those of each room inside of it, then classes, functions and the rest."""
+def _group_names(room: Any) -> dict[str, list[str]]:
+    """The public names of a room under headings: one per nested room, then classes, functions and types."""
     groups: dict[str, list[str]] = {"Classes": [], "Functions": [], "Types": []}
     for name in room.__all__:
         value = getattr(room, name)
@@ -143,16 +141,16 @@ def _first_sentence(room: Any, name: str) -> str:
 
 
 def _command() -> str:
-    lines = ["# The command `mlax`", importlib.import_module("mlax.cli").__doc__ or ""]
+    lines = ["# The `mlax` command", importlib.import_module("mlax.cli").__doc__ or ""]
     for command in ("", "demo", "train", "launch", "doctor", "plot"):
-        words = [*([command] if command else []), "--help"]
-        shown = subprocess.run([sys.executable, "-m", "mlax", *words], capture_output=True, text=True, check=True)
-        lines += [f"## mlax {command}" if command else "", f"```text\n{shown.stdout.strip()}\n```"]
+        args = [*([command] if command else []), "--help"]
+        process = subprocess.run([sys.executable, "-m", "mlax", *args], capture_output=True, text=True, check=True)
+        lines += [f"## mlax {command}" if command else "", f"```text\n{process.stdout.strip()}\n```"]
     return "\n\n".join([*lines, "## From Python", "::: mlax.cli.main"])
 
 
-def _shown(path: str) -> str:
-    """The page of a file of the repository."""
+def _file_page(path: str) -> str:
+    """A page that shows a file of the repository, or the listing of a directory."""
     language = {"py": "python", "sh": "bash", "toml": "toml", "yaml": "yaml", "md": "markdown"}
     file = ROOT / path
     text = file.read_text() if file.is_file() else "\n".join(sorted(each.name for each in file.iterdir()))
@@ -161,68 +159,68 @@ def _shown(path: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Keep of the table of contents what is there; a name with a star stands for all pages that it matches."""
-    config.nav = _present(config.nav)
+    """Drop missing pages from the navigation, and expand entries with a `*`."""
+    config.nav = _filter_nav(config.nav)
     return config
 
 
-def _present(nav: list[Any]) -> list[Any]:
-    made = {*BROUGHT, *(f"reference/{name}.md" for name in [*rooms(), "command"])}
-    kept: list[Any] = []
+def _filter_nav(nav: list[Any]) -> list[Any]:
+    generated = {*ROOT_PAGES, *(f"reference/{name}.md" for name in [*rooms(), "command"])}
+    entries: list[Any] = []
     for entry in nav:
         if isinstance(entry, str) and "*" in entry:
-            kept += _matching(entry)
+            entries += _glob_pages(entry)
         elif isinstance(entry, str):
-            kept += [entry] if entry in made or (DOCS / entry).is_file() else []
+            entries += [entry] if entry in generated or (DOCS / entry).is_file() else []
         else:
-            ((title, below),) = entry.items()
-            inner = _present(below if isinstance(below, list) else [below])
-            kept += [{title: inner if isinstance(below, list) else inner[0]}] if inner else []
-    return kept
+            ((title, children),) = entry.items()
+            inner = _filter_nav(children if isinstance(children, list) else [children])
+            entries += [{title: inner if isinstance(children, list) else inner[0]}] if inner else []
+    return entries
 
 
-def _matching(pattern: str) -> list[str]:
-    """The pages that match, in the order in which the first page of their folder links to them, then by name."""
+def _glob_pages(pattern: str) -> list[str]:
+    """The pages that match: an index first, then the pages in the order of its links, then the rest by name."""
     found = {file.relative_to(DOCS).as_posix() for file in DOCS.glob(pattern)}
     first = [page for page in sorted(found) if Path(page).stem in ("index", "README")]
-    targets = [led(target, origin(page)) for page in first for target in links((DOCS / page).read_text())]
+    targets = [resolve_link(target, source_path(page)) for page in first for target in links((DOCS / page).read_text())]
     linked = [target.removeprefix("docs/") for target in targets]
     return [page for page in dict.fromkeys([*first, *linked, *sorted(found)]) if page in found]
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     from mkdocs.structure.files import File
 
-    pages = {**reference(), **{page: (ROOT / file).read_text() for page, file in BROUGHT.items()}}
+    pages = {**reference(), **{page: (ROOT / file).read_text() for page, file in ROOT_PAGES.items()}}
     texts = {file.src_uri: Path(file.abs_src_path).read_text() for file in files.documentation_pages()}
     for page, text in {**texts, **pages}.items():
-        files_led = {led(target, origin(page)) for target in links(text)} - {"", *BROUGHT.values()}
-        shown = {path for path in files_led if not path.startswith("docs/") and (ROOT / path).exists()}
-        pages |= {source_page(path): _shown(path) for path in shown}
+        targets = {resolve_link(target, source_path(page)) for target in links(text)} - {"", *ROOT_PAGES.values()}
+        sources = {path for path in targets if not path.startswith("docs/") and (ROOT / path).exists()}
+        pages |= {source_page(path): _file_page(path) for path in sources}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead the links of a page to other pages."""
+    """Resolve the links of a page to pages of the site."""
     uri = page.file.src_uri
     if uri.startswith(("reference/", "source/")):
         return markdown
-    return crossed(rewritten(spaced(markdown), uri), spoken_of())
+    return link_names(rewrite_links(space_lists(markdown), uri), reference_names())
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Refuse a page that loads something from elsewhere: the site is read without a network too."""
-    if loaded := loaded_from_elsewhere(output):
+    """Reject pages that load external resources: the site must work offline."""
+    if url := external_resource(output):
         from mkdocs.exceptions import PluginError
 
-        raise PluginError(f"{page.file.src_uri} loads {loaded}; keep what a page needs under docs/.")
+        raise PluginError(f"{page.file.src_uri} loads {url}; pages must be self-contained, so store it under docs/.")
     return output
 
 
-def loaded_from_elsewhere(html: str) -> str:
-    """The first thing that a page loads by another address than the site's own; a link to click on is none."""
+def external_resource(html: str) -> str:
+    """The first external URL that a page loads, or ""; hyperlinks do not count."""
     found = re.search(r"<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=\"((?:https?:)?//[^\"]+)", html)
     return found[1] if found else ""

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Jit the widest region
+# # Jit the whole training step
 #
-# A training step has pieces: the loss, its gradient, the update of the optimizer, a few numbers to watch. Where should
-# `jit` go? Around all of it, and once. This page measures what each narrower choice costs.
+# `jax.jit` should wrap the whole training step: the loss, its gradient, the optimizer update and the metrics, compiled
+# as one program. This page measures what it costs to jit less than that.
 
 # %%
 import timeit
@@ -42,11 +42,11 @@ def norm(grads):
 
 
 # %% [markdown]
-# The step itself takes its pieces as arguments, so that we can put `jit` wherever we like.
+# The step takes its parts as arguments, so that each can be jitted separately.
 
 
 # %%
-def step_of(gradients, norm, update):
+def make_step(gradients, norm, update):
     def step(trainables, state, batch):
         value, grads = gradients(trainables, batch)
         size = norm(grads)
@@ -56,55 +56,55 @@ def step_of(gradients, norm, update):
     return step
 
 
-def only_the_loss(trainables, batch):
+def jit_loss_only(trainables, batch):
     return jax.value_and_grad(jax.jit(loss))(trainables, batch)
 
 
-plain = step_of(gradients, norm, optimizer.update)
-ways = {
+plain = make_step(gradients, norm, optimizer.update)
+variants = {
     "no jit": plain,
-    "jit of the loss": step_of(only_the_loss, norm, optimizer.update),
-    "jit of each piece": step_of(jax.jit(gradients), jax.jit(norm), jax.jit(optimizer.update)),
-    "jit of the step": jax.jit(plain),
-    "and donated": jax.jit(plain, donate_argnums=(0, 1)),
+    "jit the loss": make_step(jit_loss_only, norm, optimizer.update),
+    "jit each part": make_step(jax.jit(gradients), jax.jit(norm), jax.jit(optimizer.update)),
+    "jit the step": jax.jit(plain),
+    "and donate": jax.jit(plain, donate_argnums=(0, 1)),
 }
 
 
 # %% [markdown]
-# All of them compute the same.
+# All of them compute the same result.
 
 # %%
-for name, step in ways.items():
-    copies = jax.tree.map(jnp.copy, (trainables, state))  # the last one uses up what it is given
+for name, step in variants.items():
+    copies = jax.tree.map(jnp.copy, (trainables, state))  # the last variant donates its arguments
     *_, metrics = step(*copies, batch)
     print(f"{name:18} loss {metrics['loss']:.4f}  norm {metrics['norm']:.4f}")
 
 # %% [markdown]
-# They do not take the same time. A loop hands each result to the next call, as training does.
+# They do not take the same time. The loop passes each result to the next call, as training does.
 
 
 # %% tags=["measured"]
 def milliseconds(step, steps):
-    carried = jax.tree.map(jnp.copy, (trainables, state))
+    carry = jax.tree.map(jnp.copy, (trainables, state))
 
     def loop():
-        nonlocal carried
+        nonlocal carry
         for _ in range(steps):
-            *carried, metrics = step(*carried, batch)
+            *carry, metrics = step(*carry, batch)
         jax.block_until_ready(metrics)
 
     return 1e3 * min(timeit.repeat(loop, number=1, repeat=3)) / steps
 
 
-times = dict.fromkeys(ways, float("inf"))
-for _ in range(4):  # all of them in turn, so that they see the same machine
-    for name, step in ways.items():
-        times[name] = min(times[name], milliseconds(step, 3 if name in ("no jit", "jit of the loss") else 50))
+times = dict.fromkeys(variants, float("inf"))
+for _ in range(4):  # interleaved, so that a change in load affects all of them
+    for name, step in variants.items():
+        times[name] = min(times[name], milliseconds(step, 3 if name in ("no jit", "jit the loss") else 50))
 for name, time in times.items():
-    print(f"{name:18} {time:7.2f} ms a step")
-assert times["no jit"] > 5 * times["jit of the step"]
-assert times["jit of the loss"] > 2 * times["jit of the step"]
-assert times["and donated"] < times["jit of each piece"]
+    print(f"{name:18} {time:7.2f} ms per step")
+assert times["no jit"] > 5 * times["jit the step"]
+assert times["jit the loss"] > 2 * times["jit the step"]
+assert times["and donate"] < times["jit each part"]
 
 # %% tags=["drawing"]
 from matplotlib import pyplot as plt
@@ -112,27 +112,27 @@ from matplotlib import pyplot as plt
 figure, axes = plt.subplots(figsize=(7.2, 2.4))
 bars = axes.barh(list(times), list(times.values()), color=["#BBBBBB", "#BBBBBB", "#4477AA", "#228833", "#228833"])
 axes.bar_label(bars, fmt="%.2f", padding=3)
-axes.set(xscale="log", xlabel="milliseconds a step", xlim=(None, 3 * max(times.values())))
+axes.set(xscale="log", xlabel="milliseconds per step", xlim=(None, 3 * max(times.values())))
 axes.invert_yaxis()
 axes.grid(visible=False, axis="y")
-axes.set_title("The same training step, with jit around more and more of it", fontsize=10)
+axes.set_title("The same training step, with more and more of it inside jit", fontsize=10)
 
 # %% [markdown]
-# **The loss alone is the classic mistake.** The forward pass is compiled, and so is its gradient, since the derivative
-# of a jitted function is jitted. But the optimizer is most of the *operations* of a step, a dozen for each leaf of the
-# weights, and they run one by one.
+# **Jitting only the loss is the classic mistake.** The forward pass is compiled, and so is its gradient, since the
+# derivative of a jitted function is jitted. But most of the *operations* of a step belong to the optimizer, a dozen for
+# each leaf of the weights, and they are dispatched one by one.
 #
-# **Each piece alone is nearly right.** What is left to lose: the gradients go to memory at the end of one program and
-# come back at the start of the next, since XLA cannot fuse across calls, and each call has its own price, a little for
-# each array it is handed.
+# **Jitting each part separately is nearly right.** What it still loses: the gradients are written to memory by one
+# program and read back by the next, since XLA cannot fuse across calls, and each call has its own dispatch overhead,
+# which grows with the number of arrays passed.
 #
-# **The whole step** leaves one call, and it can be donated (page 7): the new weights and the new state of the optimizer
-# are written over the old ones, and nothing is allocated.
+# **Jitting the whole step** leaves a single call, and its arguments can be donated (page 7): the new weights and
+# optimizer state overwrite the old ones, and nothing new is allocated for them.
 #
-# ## Wider still: many steps a call
+# ## Several steps per call with `lax.scan`
 #
-# When a step is short, even one call is a cost: Python has to come back for each step, and flatten and check every
-# leaf. `lax.scan` puts many steps into one program. The batches get a leading axis, the metrics come back with one.
+# `lax.scan` runs several training steps in one program. When a step is short, even one call per step is too many:
+# Python dispatches each one, and flattens and checks every leaf. The batches get a leading axis, and so do the metrics.
 
 
 # %%
@@ -140,25 +140,25 @@ tiny = mlax.Series(up=nn.Linear(8), relu=mlax.F(jax.nn.relu), mix=nn.Linear(8), 
 first = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
 
 
-def short(carried, batch):
-    trainables, state = carried
+def short_step(carry, batch):
+    trainables, state = carry
     value, grads = jax.value_and_grad(lambda w: jnp.mean((tiny.fwd(batch["x"], w)[0] - batch["y"]) ** 2))(trainables)
     return optimizer.update(grads, state, trainables), value
 
 
-def many(carried, batches):
-    return jax.lax.scan(short, carried, batches)
+def scan_steps(carry, batches):
+    return jax.lax.scan(short_step, carry, batches)
 
 
 # %% tags=["measured"]
 def microseconds(step, batch, calls, steps):
     weights, _ = tiny.init(jax.random.key(2), first["x"])
-    carried = (weights, optimizer.init(weights))
+    carry = (weights, optimizer.init(weights))
 
     def loop():
-        nonlocal carried
+        nonlocal carry
         for _ in range(calls):
-            carried, value = step(carried, batch)
+            carry, value = step(carry, batch)
         jax.block_until_ready(value)
 
     loop()
@@ -166,26 +166,26 @@ def microseconds(step, batch, calls, steps):
 
 
 stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 20), first)
-single = microseconds(jax.jit(short, donate_argnums=0), first, calls=100, steps=100)
-scanned = microseconds(jax.jit(many, donate_argnums=0), stacked, calls=5, steps=100)
-print(f"one step a call: {single:.0f} microseconds a step; twenty a call: {scanned:.0f}")
+single = microseconds(jax.jit(short_step, donate_argnums=0), first, calls=100, steps=100)
+scanned = microseconds(jax.jit(scan_steps, donate_argnums=0), stacked, calls=5, steps=100)
+print(f"one step per call: {single:.0f} microseconds per step; twenty per call: {scanned:.0f}")
 assert scanned < single
 
 # %% [markdown]
-# This is what `train.step(objective, optimizer, many=20)` does, with `feed.stream(stacked=20)` to bring the batches. On
-# a GPU, where the arithmetic of a small step takes microseconds, it is the difference between a busy device and an idle
-# one.
+# `train.step(objective, optimizer, many=20)` does this, fed by `feed.stream(stacked=20)`. On a GPU, where the
+# arithmetic of a small step takes microseconds, it is the difference between a busy device and an idle one.
 #
-# ## What must stay outside
+# ## What stays outside jit
 #
-# - **Reading data** and everything else that touches the world: files, sockets, the clock.
-# - **Printing and logging.** Return the numbers and read them now and then: reading waits for the device (page 13).
+# - **Input and output**: files, sockets, the clock.
+# - **Printing and logging.** Return the metrics and read them only occasionally: reading waits for the device (page
+#   13).
 # - **Decisions about the program itself**: how many layers, training or inference. They are Python values, known while
-#   tracing, and each one gives another program.
+#   tracing, and each one gives a different program.
 #
-# ## What I would have wished to know
+# ## Good to know
 #
-# - `jit` inside of `jit` is harmless: the inner one becomes part of the outer program. So jit library functions freely,
-#   and the step once more.
-# - A method of a class that keeps its weights in `self` cannot be jitted whole without tricks. That is why in mlax the
-#   weights are arguments and results: *step(state, batch) -> state, metrics* is a function that `jit` understands.
+# - `jit` inside `jit` is harmless: the inner function becomes part of the outer program. So jit library functions
+#   freely, and the step once more.
+# - A method of a class that stores its weights in `self` cannot be jitted directly. That is why weights are arguments
+#   and results in mlax: *step(state, batch) -> state, metrics* is a function that `jit` understands.

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # What Python does under tracing
+# # Control flow
 #
-# Python runs once, while tracing, and decides which program there will be. The program decides nothing by itself unless
-# it is told to by `cond`, `switch`, `scan`, `fori_loop` or `while_loop`. This page shows the difference for prints,
-# conditionals and loops, and measures which loop to use.
+# Control flow written in Python, `if`, `for` and `while`, runs once, while tracing, and decides which program is
+# compiled. For control flow inside the compiled program use `lax.cond`, `switch`, `scan`, `fori_loop` or `while_loop`.
+# This page shows the difference for prints, conditionals and loops, and measures which loop to use.
 
 # %%
 import time
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 # %% [markdown]
-# ## Prints
+# ## Printing with `jax.debug.print`
 #
-# `print` speaks while tracing, of tracers. `jax.debug.print` is an operation of the program, and speaks on each run,
-# of values.
+# `jax.debug.print` is an operation of the compiled program and prints values on every run. Python's `print` runs while
+# tracing and prints tracers.
 
 
 # %%
@@ -34,19 +34,19 @@ for value in (1.0, 2.0, 3.0):
 # %% [markdown]
 # ## Conditionals
 #
-# An `if` on a shape, a dtype or a Python flag is fine: it picks one program, and costs nothing when that runs. An `if`
-# on a *value* is an error (page 8 shows it), since there is no value yet. The three replacements differ in what they
-# compute:
+# Conditionals on a shape, a dtype or a Python flag can be plain `if` statements: they select one program at trace time
+# and cost nothing when it runs. An `if` on a *value* is an error (page 8 shows it), since there is no value yet. The
+# three replacements differ in what they compute:
 #
 # | | computes | use it for |
 # |---|---|---|
 # | `jnp.where(p, a, b)` | both, then picks for each element | elementwise choices |
-# | `lax.cond(p, f, g, x)` | one of the two, for the whole array | rare, dear branches |
-# | `lax.switch(i, [f, g, h], x)` | one of many | the same, more of them |
+# | `lax.cond(p, f, g, x)` | one of the two, for the whole array | rare, expensive branches |
+# | `lax.switch(i, [f, g, h], x)` | one of many | the same, with more branches |
 
 
 # %%
-def dear(x):
+def expensive(x):
     for _ in range(50):
         x = jnp.sin(x @ x)
     return x
@@ -56,8 +56,8 @@ def cheap(x):
     return x
 
 
-by_where = jax.jit(lambda p, x: jnp.where(p, dear(x), cheap(x)))
-by_cond = jax.jit(lambda p, x: lax.cond(p, dear, cheap, x))
+by_where = jax.jit(lambda p, x: jnp.where(p, expensive(x), cheap(x)))
+by_cond = jax.jit(lambda p, x: lax.cond(p, expensive, cheap, x))
 by_vmap = jax.jit(jax.vmap(by_cond))
 
 
@@ -70,39 +70,39 @@ x = jnp.full((128, 128), 0.01)
 four = jnp.stack([x] * 4)
 where, cond = milliseconds(lambda: by_where(False, x)), milliseconds(lambda: by_cond(False, x))
 mapped = milliseconds(lambda: by_vmap(jnp.zeros(4, bool), four)) / 4
-print(f"the branch is not taken: where {where:.2f} ms, cond {cond:.2f} ms, cond under vmap {mapped:.2f} ms an example")
+print(f"cheap branch chosen: where {where:.2f} ms, cond {cond:.2f} ms, cond under vmap {mapped:.2f} ms per example")
 assert cond < where / 5
 assert mapped > cond * 5
 
 # %% [markdown]
-# The last number is the surprise: **under `vmap` a `cond` becomes a `where`.** Different examples may need different
-# branches, so both are computed, for all of them. The jaxpr says so:
+# The last time may be surprising: **under `vmap` a `cond` becomes a `where`.** Different examples may need different
+# branches, so both branches are computed for all of them. The jaxpr shows it:
 
 
 # %% tags=["version"]
-def names(function, *args):
+def primitives(function, *args):
     return [equation.primitive.name for equation in jax.make_jaxpr(function)(*args).jaxpr.eqns]
 
 
 one = lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)
-single, several = names(one, True, 1.0), names(jax.vmap(one), jnp.array([True, False]), jnp.ones(2))
+single, several = primitives(one, True, 1.0), primitives(jax.vmap(one), jnp.array([True, False]), jnp.ones(2))
 print("for one example:", *single)
 print("for many:       ", *several)
 assert "cond" in single and {"sin", "cos", "select_n"} < set(several)
 
 # %% [markdown]
-# ## Loops
+# ## Loops: `for`, `scan`, `fori_loop`, `while_loop`
 #
-# A Python loop is *unrolled*: the program holds its body as many times as it ran. The others hold it once.
+# A Python loop is *unrolled*: the program contains one copy of the body per iteration. The `lax` loops contain it once.
 #
-# | | number of rounds | gradient | collects results |
+# | | number of iterations | gradient | collects results |
 # |---|---|---|---|
-# | Python `for` | fixed while tracing | yes | yes |
-# | `lax.scan` | fixed while tracing | yes | yes, stacked |
-# | `lax.fori_loop` | may be an array | only if it is fixed | no |
+# | Python `for` | fixed at trace time | yes | yes |
+# | `lax.scan` | fixed at trace time | yes | yes, stacked |
+# | `lax.fori_loop` | may be an array | forward mode; reverse only if fixed | no |
 # | `lax.while_loop` | until a condition fails | forward mode only | no |
 #
-# Take a recurrent network, the same small product again and again, 8 to 128 times.
+# As an example, take a recurrent network, one small matrix product per step, over 8 to 128 steps.
 
 # %%
 kernel = jax.random.normal(jax.random.key(0), (64, 64)) / 8
@@ -113,13 +113,13 @@ def cell(h, x):
     return jnp.tanh(h @ kernel + x)
 
 
-def unrolled(h, xs):
+def unroll_loop(h, xs):
     for x in xs:
         h = cell(h, x)
     return h
 
 
-def scanned(h, xs, unroll=1):
+def scan_loop(h, xs, unroll=1):
     return lax.scan(lambda h, x: (cell(h, x), None), h, xs, unroll=unroll)[0]
 
 
@@ -127,32 +127,32 @@ def fori(h, xs):
     return lax.fori_loop(0, len(xs), lambda i, h: cell(h, xs[i]), h)
 
 
-def until(h, xs):
+def while_loop(h, xs):
     return lax.while_loop(lambda c: c[0] < len(xs), lambda c: (c[0] + 1, cell(c[1], xs[c[0]])), (0, h))[1]
 
 
 # %% tags=["version"]
 h = jnp.zeros((16, 64))
-loops = {"Python for": unrolled, "scan": scanned, "fori_loop": fori, "while_loop": until}
+loops = {"Python for": unroll_loop, "scan": scan_loop, "fori_loop": fori, "while_loop": while_loop}
 for name, loop in loops.items():
     lines = str(jax.make_jaxpr(loop)(h, inputs)).count("\n")
-    assert jnp.allclose(loop(h, inputs), unrolled(h, inputs), atol=1e-5)
+    assert jnp.allclose(loop(h, inputs), unroll_loop(h, inputs), atol=1e-5)
     print(f"{name:11} {lines:4} lines of jaxpr")
 
 # %% tags=["measured"]
-rounds = (8, 32, 128)
-loops["scan, unroll=8"] = lambda h, xs: scanned(h, xs, unroll=8)
+iterations = (8, 32, 128)
+loops["scan, unroll=8"] = lambda h, xs: scan_loop(h, xs, unroll=8)
 compile_s, run_ms = {}, {}
 for name, loop in loops.items():
     compile_s[name], run_ms[name] = [], []
-    for n in rounds:
+    for n in iterations:
         gradient = jax.jit(jax.grad(lambda h, xs: loop(h, xs).sum())) if name != "while_loop" else jax.jit(loop)
-        began = time.perf_counter()
+        start = time.perf_counter()
         compiled = gradient.lower(h, inputs[:n]).compile()
-        compile_s[name].append(time.perf_counter() - began)
+        compile_s[name].append(time.perf_counter() - start)
         run_ms[name].append(milliseconds(lambda: compiled(h, inputs[:n])))
 
-print(f"{'n = 128':15} {'compile':>9} {'run':>11}   (loop and gradient; while_loop has the loop alone)")
+print(f"{'n = 128':15} {'compile':>9} {'run':>11}   (gradient of the loop; while_loop: the loop alone)")
 for name in loops:
     print(f"{name:15} {compile_s[name][-1]:7.2f} s {run_ms[name][-1]:8.2f} ms")
 assert compile_s["Python for"][-1] > 5 * compile_s["scan"][-1]
@@ -163,59 +163,61 @@ from matplotlib import pyplot as plt
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.2))
 for (name, seconds), marker in zip(compile_s.items(), "osv^D", strict=True):
-    left.loglog(rounds, seconds, marker=marker, label=name)
-    right.loglog(rounds, run_ms[name], marker=marker, label=name + " (no gradient)" * (name == "while_loop"))
-left.set(title="compiling, seconds", xlabel="rounds", xticks=rounds, xticklabels=rounds)
-right.set(title="running, milliseconds", xlabel="rounds", xticks=rounds, xticklabels=rounds)
+    left.loglog(iterations, seconds, marker=marker, label=name)
+    right.loglog(iterations, run_ms[name], marker=marker, label=name + " (no gradient)" * (name == "while_loop"))
+left.set(title="compile time, seconds", xlabel="iterations", xticks=iterations, xticklabels=iterations)
+right.set(title="run time, milliseconds", xlabel="iterations", xticks=iterations, xticklabels=iterations)
 for axes in (left, right):
     axes.minorticks_off()
     axes.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
 right.legend(frameon=False, fontsize=8)
 
 # %% [markdown]
-# **Compiling an unrolled loop grows with the number of rounds, of a scan it does not.** How much an unrolled one gains
-# when it runs depends on the body and the device: little for matrix products like these, more for short bodies, and
-# more on a GPU, where each round of a scan launches its kernels anew. `unroll=8` puts eight bodies into one round,
-# compiles in between, and may run faster or, as it can on a CPU, slower: measure it.
+# **The compile time of an unrolled loop grows with the number of iterations; that of a scan does not.** How much faster
+# an unrolled loop runs depends on the body and the device: little for matrix products like these, more for short
+# bodies, and more on a GPU, where each iteration of a scan launches its kernels again. `unroll=8` puts eight copies of
+# the body into one iteration, compiles in between, and may run faster or, as it can on a CPU, slower: measure it.
 #
-# So: `scan` by default. Unroll what has few rounds, or what you have measured. In mlax that is one word, over the same
-# weights: `mlax.Repeat(block, 12, mode="scan")` or `mode="unroll"`.
+# So use `scan` by default. Unroll loops with few iterations, or where a measurement says so. In mlax that is one
+# argument, over the same weights: `mlax.Repeat(block, 12, mode="scan")` or `mode="unroll"`.
 #
-# ## A gradient through `while_loop`
+# ## Reverse-mode gradients of `while_loop`
 #
-# There is none in reverse: the number of rounds is not known, so nobody knows how much to keep for the way back.
+# `lax.while_loop` has no reverse-mode derivative: the number of iterations is unknown, and so is the number of
+# residuals to store for the backward pass.
 
 # %% tags=["raises-exception", "version"]
-jax.grad(lambda h: until(h, inputs).sum())(h)
+jax.grad(lambda h: while_loop(h, inputs).sum())(h)
 
 # %% [markdown]
-# The cure is a bound that is known: a `scan` of the largest number of rounds, in which finished ones change nothing.
+# The fix is a static bound: a `scan` over the maximum number of iterations, in which the ones after convergence change
+# nothing.
 
 
 # %%
-def newton_root(a, rounds=20):
-    """The square root of `a`, by steps that stop when they are small: differentiable, as `while_loop` is not."""
+def newton_root(a, iterations=20):
+    """The square root of `a` by Newton's method with early stopping: differentiable, unlike a `while_loop`."""
 
-    def step(carried, _):
-        x, done = carried
+    def step(carry, _):
+        x, done = carry
         new = 0.5 * (x + a / x)
         return (jnp.where(done, x, new), done | (jnp.abs(new - x) < 1e-6)), ~done
 
-    (x, _), active = lax.scan(step, (a, False), length=rounds)
+    (x, _), active = lax.scan(step, (a, False), length=iterations)
     return x, active.sum()
 
 
 (root, used), slope = newton_root(2.0), jax.grad(lambda a: newton_root(a)[0])(2.0)
-print(f"root {root:.5f} in {used} rounds; slope {slope:.5f}, by the book {0.5 / 2**0.5:.5f}")
+print(f"root {root:.5f} in {used} iterations; gradient {slope:.5f}, analytically {0.5 / 2**0.5:.5f}")
 
 # %% [markdown]
-# ## What I would have wished to know
+# ## Good to know
 #
-# - A `print` in the body of a `scan` speaks once, since the body is traced once.
-# - A `scan` wants the carry to keep its shape and dtype from round to round. If it complains, the first value of the
-#   carry is usually what is wrong.
-# - An index that is out of range does not raise, since a program cannot. Reading takes the last element, writing does
-#   nothing, and an off-by-one in a loop is silent:
+# - A `print` in the body of a `scan` runs once, since the body is traced once.
+# - The carry of a `scan` must keep its shape and dtype from step to step. If JAX complains, the initial carry is
+#   usually what is wrong.
+# - An out-of-bounds index does not raise, since a compiled program cannot. Reading returns the last element, writing
+#   does nothing, and an off-by-one error in a loop is silent:
 
 # %%
 x = jnp.arange(3.0)

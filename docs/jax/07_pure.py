@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Pytrees, pure functions, and updates in place that are not
+# # Pytrees and pure functions
 #
-# JAX's transformations want functions whose results depend on their arguments alone. This page shows how to hand over a
-# whole model as one argument, how to change arrays that cannot be changed, and what happens to everything that a
-# function reads without being given it.
+# Pytrees and pure functions are what JAX's transformations work on: nested containers of arrays, and functions whose
+# results depend only on their arguments. This page shows how to pass a whole model as one argument, how to update
+# immutable arrays, and what happens to values that a function reads from outside.
 
 # %%
 import timeit
@@ -19,7 +19,7 @@ from mlax import nn
 # ## Pytrees
 #
 # A pytree is any nesting of dicts, lists, tuples, named tuples and `None`, with arrays as its leaves. Every
-# transformation takes them and gives them back. `jax.tree.map` is the one function to know.
+# transformation accepts and returns pytrees. `jax.tree.map` is the one function to know.
 
 # %%
 model = mlax.Series(up=nn.Linear(4), relu=mlax.F(jax.nn.relu), head=nn.Linear(2))
@@ -28,13 +28,13 @@ print(jax.tree.map(jnp.shape, trainables))
 print(non_trainables)
 
 # %%
-slower = jax.tree.map(lambda w, g: w - 0.1 * g, trainables, trainables)  # two trees of the same form, leaf by leaf
+shifted = jax.tree.map(lambda w, g: w - 0.1 * g, trainables, trainables)  # leaf by leaf; equal structures
 total = jax.tree.reduce(lambda sum, w: sum + w.size, trainables, 0)
 leaves, structure = jax.tree.flatten(trainables)
-print(total, "numbers in", len(leaves), "leaves of", structure)
+print(total, "elements in", len(leaves), "leaves of", structure)
 
 # %% [markdown]
-# Leaves have addresses. mlax writes them as paths, and takes patterns over them.
+# Every leaf has a path. mlax writes paths with slashes, and selects leaves by patterns.
 
 # %% tags=["version"]
 for path, leaf in jax.tree_util.tree_leaves_with_path(trainables):
@@ -44,19 +44,19 @@ print("with mlax:", mlax.paths(mlax.select(trainables, "**/kernel")))
 # %% [markdown]
 # Three surprises, each of which has cost somebody an afternoon:
 #
-# - **Dicts are sorted by key.** The order in which you put things in is not the order of the leaves.
-# - **`None` is an empty tree, not a leaf.** `tree.map` passes over it. That is why a layer of mlax without state has
-#   `None` there: a compiled program has no argument for it.
-# - **A class of your own is one leaf**, and not an array, until it is registered
-#   (`jax.tree_util.register_dataclass`). Descriptions in mlax are not registered on purpose: they hold no arrays.
+# - **Dicts are sorted by key.** The leaves are not in insertion order.
+# - **`None` is an empty pytree, not a leaf.** `tree.map` skips it. That is why an mlax layer without state returns
+#   `None`: the compiled program has no argument for it.
+# - **An instance of your own class is a single leaf**, and not a valid array, until the class is registered
+#   (`jax.tree_util.register_dataclass`). mlax layers are deliberately not registered: they contain no arrays.
 
 # %%
 print(jax.tree.leaves({"b": 1, "a": 2}), jax.tree.leaves({"x": None, "y": 3}))
 
 # %% [markdown]
-# ## Updates in place that are not
+# ## In-place updates and buffer donation
 #
-# A JAX array cannot be changed. `.at[...]` makes a new one in which something is different.
+# In-place updates do not exist in JAX: arrays are immutable, and `.at[...]` returns an updated copy.
 
 # %%
 x = jnp.zeros(5)
@@ -64,8 +64,9 @@ y = x.at[2].set(7.0).at[-1].add(1.0)
 print(x, y)
 
 # %% [markdown]
-# That sounds like a copy for each element. Op by op it is. Under `jit` XLA sees that the old array is not needed any
-# more, and writes into it. Donation extends this to the arguments: the caller promises not to use them again.
+# That sounds like a full copy for each update, and eagerly it is. Under `jit`, XLA reuses the memory of an intermediate
+# array that is not needed any more, and updates it in place. Buffer donation extends this to arguments: the caller
+# promises not to use them again.
 
 # %% tags=["measured"]
 table = jnp.zeros((1000, 10000))  # 40 MB
@@ -79,18 +80,18 @@ def milliseconds(call):
     return 1e3 * min(timeit.repeat(call, number=3, repeat=5)) / 3
 
 
-copied = jax.jit(set_row)
+copying = jax.jit(set_row)
 in_place = jax.jit(set_row, donate_argnums=0)
-copy_ms = milliseconds(lambda: copied(table, 3).block_until_ready())
+copy_ms = milliseconds(lambda: copying(table, 3).block_until_ready())
 
 
-def donate():
+def set_donated():
     global table
     table = in_place(table, 3).block_until_ready()
 
 
-donated_ms = milliseconds(donate)
-print(f"one row of 1,000: as a copy {copy_ms:.2f} ms, into the donated array {donated_ms:.2f} ms")
+donated_ms = milliseconds(set_donated)
+print(f"one row of 1,000: into a copy {copy_ms:.2f} ms, into the donated array {donated_ms:.2f} ms")
 assert donated_ms < copy_ms / 5
 
 # %% tags=["drawing"]
@@ -101,27 +102,27 @@ axes.set(xlim=(0, 10), ylim=(0, 4.2))
 axes.axis("off")
 
 
-def buffer(x, y, words, colour):
+def draw_buffer(x, y, words, colour):
     axes.add_patch(plt.Rectangle((x, y), 2.2, 1.2, facecolor=colour, edgecolor="#555555"))
     axes.text(x + 1.1, y + 0.6, words, ha="center", va="center", fontsize=9)
 
 
-for y, title in ((2.6, "plain: two buffers"), (0.4, "donated: one buffer")):
+for y, title in ((2.6, "not donated: two buffers"), (0.4, "donated: one buffer")):
     axes.text(0, y + 0.6, title, va="center", weight="bold", fontsize=9)
-    buffer(3, y, "state", "#BBCCEE")
+    draw_buffer(3, y, "state", "#BBCCEE")
     axes.annotate("", (7.1, y + 0.6), (5.3, y + 0.6), arrowprops={"arrowstyle": "-|>", "color": "#555555"})
     axes.text(6.2, y + 0.8, "step", ha="center", fontsize=9)
-buffer(7.2, 2.6, "new state", "#CCDDAA")
-buffer(7.2, 0.4, "new state,\nin the same place", "#CCDDAA")
+draw_buffer(7.2, 2.6, "new state", "#CCDDAA")
+draw_buffer(7.2, 0.4, "new state,\nin the same buffer", "#CCDDAA")
 axes.plot([3, 5.2], [0.4, 1.6], color="#CC3311")
 
 # %% [markdown]
-# A donated array is gone. JAX says so when it is touched (page 8). In a training step donate the whole state: weights,
-# optimizer and all, since the next step uses the new one only. `train.step` does this for you.
+# A donated array is deleted; using it again raises an error (page 8). In a training step donate the whole state,
+# weights and optimizer state, since the next step uses only the new one. `train.step` does this for you.
 #
-# ## Hidden arguments
+# ## Captured values (closures and globals)
 #
-# A traced function is read once. What it reads from outside, it reads *then*.
+# Values that a function captures from outside, globals or closure variables, are read while it is traced, once.
 
 # %%
 rate = 0.1
@@ -134,56 +135,56 @@ def step(w):
 
 print(step(jnp.float32(1.0)))
 rate = 100.0
-print(step(jnp.float32(1.0)), "though the rate is now", rate)
-print(step(jnp.ones(1)), "since a new shape traces again")
+print(step(jnp.float32(1.0)), "although the rate is now", rate)
+print(step(jnp.ones(1)), "since a new shape is traced again")
 
 # %% [markdown]
-# The second line is the trap: the program still holds 0.1. The third one is worse: a new shape, a new trace, and the
-# same function now uses another rate. Nothing warns you. **Whatever may change is an argument.**
+# The second line is the trap: the compiled program still contains 0.1. The third is worse: a new shape means a new
+# trace, and the same function now uses another rate. Nothing warns you. **Whatever may change must be an argument.**
 #
-# Arrays from outside have a second price. They become constants of the program: they are compiled into it, and a second
-# copy of them may lie in memory as long as the program lives.
+# Capturing arrays has a second cost. They become constants of the program: they are compiled into it, and may occupy
+# memory a second time for as long as the program lives.
 
 # %%
 weights = jnp.ones((64, 64))
 as_closure = jax.make_jaxpr(lambda x: x @ weights)(jnp.ones(64))
 as_argument = jax.make_jaxpr(lambda x, weights: x @ weights)(jnp.ones(64), weights)
-print("constants held by the closure: ", [const.shape for const in as_closure.consts])
-print("constants held by the function:", [const.shape for const in as_argument.consts])
+print("constants of the closure: ", [const.shape for const in as_closure.consts])
+print("constants of the function:", [const.shape for const in as_argument.consts])
 
 # %% [markdown]
-# A NumPy array from outside is even printed into the text of the program, number by number, for the compiler to read:
+# A captured NumPy array is even written out, element by element, in the StableHLO text that the compiler parses:
 
 # %%
 big = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
-closed = jax.jit(lambda x: x + (big * x).sum()).lower(1.0)
-given = jax.jit(lambda x, big: x + (big * x).sum()).lower(1.0, big)
-inside, outside = len(closed.as_text()), len(given.as_text())
-print(f"text of the program: {inside:,} characters with the array inside, {outside:,} without")
-assert inside > 100 * outside
+closure = jax.jit(lambda x: x + (big * x).sum()).lower(1.0)
+argument = jax.jit(lambda x, big: x + (big * x).sum()).lower(1.0, big)
+captured, passed = len(closure.as_text()), len(argument.as_text())
+print(f"StableHLO text: {captured:,} characters with the array captured, {passed:,} with it passed as an argument")
+assert captured > 100 * passed
 
 # %% [markdown]
-# ## Effects that vanish
+# ## Side effects
 #
-# The other direction leaks too. Whatever a function does besides returning, it does while tracing, once.
+# Side effects of a jitted function happen while it is traced, once, and not when the compiled program runs.
 
 # %%
 history = []
 
 
 @jax.jit
-def logged(x):
-    history.append(x)  # a tracer, which is of no use afterwards
+def append(x):
+    history.append(x)  # a tracer, useless afterwards
     return x + 1
 
 
 for _ in range(3):
-    logged(jnp.ones(2))
+    append(jnp.ones(2))
 print(len(history), "entry, a", type(history[0]).__name__)
 
 # %% [markdown]
-# So state comes in as an argument and goes out as a result. A running mean, as BatchNorm keeps one, is the standard
-# case; in mlax all such state is `non_trainables`:
+# So state is passed in as an argument and returned as a result. The running statistics of BatchNorm are the standard
+# case; in mlax all such state is in `non_trainables`:
 
 # %%
 norm = nn.BatchNorm()
@@ -195,10 +196,10 @@ for _ in range(500):
 print({name: [f"{value:.1f}" for value in leaf] for name, leaf in non_trainables.items()})
 
 # %% [markdown]
-# ## What I would have wished to know
+# ## Good to know
 #
-# - Purity is about *arrays and traced values*. Python objects that never change, such as a model description, may come
-#   from anywhere: closures, globals, `self`.
-# - `functools.partial(f, config)` is a fine way to fix Python values; for arrays it is a closure like any other.
-# - Two leaves of one tree may be the same array. Donating such a tree fails, since one buffer cannot be given away
-#   twice.
+# - Purity concerns *arrays and traced values*. Python objects that never change, such as an mlax layer, may come from
+#   anywhere: closures, globals, `self`.
+# - `functools.partial(f, config)` is a fine way to bind Python values; an array bound like this is captured as in any
+#   closure.
+# - Two leaves of one pytree may be the same array. Donating such a tree fails, since a buffer cannot be donated twice.

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Errors that beginners meet
+# # Common errors
 #
-# Each one is provoked here, shown as JAX says it, and cured. They all come from page 2: while tracing, arrays have no
-# values.
+# These are the errors that beginners in JAX meet most often, each with its message, its cause and its fix. Most follow
+# from page 2: while tracing, arrays have no values.
 
 # %%
 import jax
@@ -27,10 +27,10 @@ def shrink(x):
 shrink(jnp.array([1.0, 4.0]))
 
 # %% [markdown]
-# **Cause.** `if` asks for True or False, and the tracer cannot say. Also hidden in `and`, `or`, `not`, `assert`,
-# `max(a, b)`, `while`, and in `x in (...)`.
+# **Cause.** `if` needs True or False, and a tracer has no value. The same happens in `and`, `or`, `not`, `assert`,
+# `max(a, b)`, `while` and `x in (...)`.
 #
-# **Cure.** `jnp.where` for elements, `lax.cond` for branches, `&`, `|`, `~` for logic, `jnp.maximum` for `max`.
+# **Fix.** `jnp.where` for elements, `lax.cond` for branches, `&`, `|`, `~` for logic, `jnp.maximum` for `max`.
 
 
 # %%
@@ -43,7 +43,7 @@ def shrink(x):
 shrink(jnp.array([1.0, 4.0]))
 
 # %% [markdown]
-# ## ConcretizationTypeError: a Python number was wanted
+# ## ConcretizationTypeError: `float` of a tracer
 
 
 # %% tags=["raises-exception", "version"]
@@ -55,32 +55,31 @@ def blur(x, width):
 blur(jnp.ones(3), 2)
 
 # %% [markdown]
-# **Cause.** `float`, `int`, `.item()` and `.tolist()` want a value. **Cure.** Leave the number an array: `x / width`
-# works, `width.astype(jnp.float32)` converts. Its cousins have the same cause: `TracerIntegerConversionError` (a tracer
-# as an index of a list, or in `range`) and `TracerArrayConversionError` (NumPy was called on a tracer: `np.sin(x)` for
-# `jnp.sin(x)`).
+# **Cause.** `float`, `int`, `.item()` and `.tolist()` need a concrete value. **Fix.** Keep the value an array: `x /
+# width` works, `width.astype(jnp.float32)` converts. Two related errors have the same cause:
+# `TracerIntegerConversionError` (a tracer as a list index, or in `range`) and `TracerArrayConversionError` (a NumPy
+# function called on a tracer: `np.sin(x)` instead of `jnp.sin(x)`).
 #
-# ## Shapes that depend on values
+# ## Data-dependent shapes
 
 
 # %% tags=["raises-exception", "version"]
 @jax.jit
-def padding(x, n):
+def pad(x, n):
     return jnp.concatenate([x, jnp.zeros(n)])
 
 
-padding(jnp.ones(3), 2)
+pad(jnp.ones(3), 2)
 
 # %% [markdown]
-# **Cause.** The shape of every array has to be known while tracing, and `n` is a tracer. **Cure.** If there are few
-# values of `n`, make it static, and accept a compilation for each. If there are many, pad to a fixed size and carry a
-# mask (page 4).
+# **Cause.** Every shape must be known while tracing, and `n` is a tracer. **Fix.** If `n` takes few values, make it
+# static, and accept one compilation for each. If it takes many, pad to a fixed size and carry a mask (page 4).
 
 # %%
-jax.jit(padding.__wrapped__, static_argnames="n")(jnp.ones(3), n=2)
+jax.jit(pad.__wrapped__, static_argnames="n")(jnp.ones(3), n=2)
 
 # %% [markdown]
-# ## NonConcreteBooleanIndexError: choosing elements by a mask
+# ## NonConcreteBooleanIndexError: boolean mask indexing
 
 
 # %% tags=["raises-exception", "version"]
@@ -92,8 +91,8 @@ def mean_of_positive(x):
 mean_of_positive(jnp.array([1.0, -2.0, 5.0]))
 
 # %% [markdown]
-# **Cause.** How many elements are positive is a value, so the shape of `x[x > 0]` is one. **Cure.** Keep the shape, and
-# use the mask.
+# **Cause.** The shape of `x[x > 0]` depends on how many elements are positive, which is a value. **Fix.** Keep the
+# shape, and use the mask.
 
 
 # %%
@@ -105,24 +104,24 @@ def mean_of_positive(x):
 mean_of_positive(jnp.array([1.0, -2.0, 5.0]))
 
 # %% [markdown]
-# ## UnexpectedTracerError: a leak
+# ## UnexpectedTracerError: a leaked tracer
 
 # %% tags=["raises-exception", "version"]
-kept = {}
+saved = {}
 
 
 @jax.jit
 def layer(x):
-    kept["hidden"] = jnp.tanh(x)  # for looking at later
-    return kept["hidden"].sum()
+    saved["hidden"] = jnp.tanh(x)  # to inspect later
+    return saved["hidden"].sum()
 
 
 layer(jnp.ones(3))
-kept["hidden"] + 1
+saved["hidden"] + 1
 
 # %% [markdown]
-# **Cause.** A tracer was stored outside of the function, in a global, on `self`, in a cache, and used when tracing was
-# over. **Cure.** Return it. `jax.checking_leaks()` finds where a leak was made.
+# **Cause.** A tracer was stored outside the function, in a global, on `self` or in a cache, and used after tracing had
+# finished. **Fix.** Return it. `jax.checking_leaks()` finds where a tracer was leaked.
 
 
 # %%
@@ -135,33 +134,33 @@ def layer(x):
 layer(jnp.ones(3))[1]
 
 # %% [markdown]
-# ## Static arguments that cannot be hashed
+# ## Unhashable static arguments
 
 # %% tags=["raises-exception", "version"]
 network = jax.jit(lambda x, widths: x * len(widths), static_argnames="widths")
 network(jnp.ones(2), widths=[64, 64])
 
 # %% [markdown]
-# **Cause.** A static argument is part of the key of the cache, so it has to be hashable. Lists, dicts and arrays are
-# not. **Cure.** A tuple, or a frozen dataclass. A description of mlax checks this at once, and says which field:
+# **Cause.** A static argument is part of the cache key, so it must be hashable. Lists, dicts and arrays are not.
+# **Fix.** Use a tuple or a frozen dataclass. mlax layers check this at construction, and name the field:
 
 # %% tags=["raises-exception"]
 nn.MLP([64, 64])
 
 # %% [markdown]
-# And if it was not marked as static at all:
+# Without `static_argnames` the error is:
 
 # %% tags=["raises-exception", "version"]
 jax.jit(lambda x, mode: x)(jnp.ones(2), mode="train")
 
 # %% [markdown]
-# ## Shapes that do not fit
+# ## Incompatible shapes
 
 # %% tags=["raises-exception", "version"]
 jnp.ones((8, 3)) @ jnp.ones((8, 4))
 
 # %% [markdown]
-# **Cause.** The usual ones. JAX gives the shapes but not the layer. mlax adds the path:
+# **Cause.** A wrong layer width or a missing transpose. JAX reports the shapes but not the layer. mlax adds its path:
 
 # %% tags=["raises-exception"]
 model = mlax.Series(up=nn.Linear(4), head=nn.Linear(2))
@@ -169,49 +168,49 @@ trainables, _ = model.init(jax.random.key(0), jnp.ones((8, 3)))
 model.fwd(jnp.ones((8, 5)), trainables)
 
 # %% [markdown]
-# **A worse one does not raise.** `(8, 1)` and `(8,)` broadcast to `(8, 8)`, and the loss is a mean over 64 wrong
-# differences. Look at shapes whenever a loss is learned badly for no reason.
+# **A worse mistake raises no error.** `(8, 1)` and `(8,)` broadcast to `(8, 8)`, and the loss is a mean over 64 wrong
+# differences. Check the shapes whenever a model trains badly for no apparent reason.
 
 # %%
 prediction, target = jnp.arange(8.0)[:, None], jnp.arange(8.0)
 print("should be 0:", jnp.mean((prediction - target) ** 2), "of shape", (prediction - target).shape)
 
 # %% [markdown]
-# ## Donated, and used again
+# ## Using a donated array
 
 # %% tags=["raises-exception", "version"]
 update = jax.jit(lambda state: state * 0.9, donate_argnums=0)
 state = jnp.ones(3)
-update(state)  # the result is dropped, and the old state is gone
+update(state)  # the result is discarded, and the old state is deleted
 state + 1
 
 # %% [markdown]
-# **Cause.** `state` was given away, and its memory holds the result now. **Cure.** `state = update(state)`. To keep an
-# old one, `jnp.copy` it first.
+# **Cause.** `state` was donated, and its buffer now holds the result. **Fix.** `state = update(state)`. To keep an old
+# state, `jnp.copy` it first.
 #
-# ## Gradients of the wrong thing
+# ## Gradients of non-scalars and integers
 
 # %% tags=["raises-exception", "version"]
 jax.grad(lambda w: (w * 2) ** 2)(jnp.ones(3))
 
 # %% [markdown]
-# **Cure.** A loss is one number: `.mean()`. For a function with many outputs use `jax.jacobian`, or `vmap` over `grad`
+# **Fix.** Return a scalar loss: `.mean()`. For a function with many outputs use `jax.jacobian`, or `vmap` over `grad`
 # (page 10).
 
 # %% tags=["raises-exception", "version"]
 jax.grad(lambda w: w**2)(3)
 
 # %% [markdown]
-# **Cure.** `3.0`. Integers have no derivative.
+# **Fix.** Pass `3.0`. `grad` needs floating-point inputs.
 #
-# ## A carry that changes
+# ## A scan carry that changes its type
 
 # %% tags=["raises-exception", "version"]
 jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros((), jnp.int32), jnp.ones(4))
 
 # %% [markdown]
-# **Cause.** The carry went in as an integer and came out as a float. **Cure.** Start with what you will end with:
-# float32 here. (A plain Python `0` would have been taken for a float, since its type is weak.)
+# **Cause.** The carry went in as an integer and came out as a float. **Fix.** Start with the dtype of the result,
+# float32 here. (A plain Python `0` would have been promoted to a float, since it is weakly typed.)
 #
 # ## Assigning to an array
 
@@ -220,13 +219,13 @@ x = jnp.zeros(3)
 x[0] = 1.0
 
 # %% [markdown]
-# The message is its own cure.
+# The message contains the fix.
 #
-# ## NaN hunting
+# ## Debugging NaNs
 #
-# A NaN raises nothing. It spreads until the loss is NaN, a thousand operations later. `jax.debug_nans` stops at the
-# operation that made it, by running the function again op by op. It works on what `jit` returns, so it is slow and for
-# hunting only.
+# NaNs raise no error. They propagate until the loss is NaN, a thousand operations later. `jax.debug_nans` checks the
+# outputs of every compiled function and, if it finds a NaN, runs the function again eagerly to raise an error at the
+# operation that produced it. That is slow, so use it only for debugging.
 
 
 # %% tags=["raises-exception", "version"]
@@ -240,7 +239,7 @@ with jax.debug_nans(True):
     jax.jit(entropy)(p)
 
 # %% [markdown]
-# Often the value is fine and the *gradient* is not. `where` does not help after the fact (page 4):
+# Often the value is fine and the *gradient* is not. A `where` after the operation does not help (page 4):
 
 
 # %%
@@ -256,17 +255,19 @@ for function in (late, early):
     print(f"{function.__name__:6} value {function(p):.4f}  gradient {jax.grad(function)(p)}")
 
 # %% [markdown]
-# The usual sources: `log(0)`, `0 / 0`, `sqrt` at 0 (its slope is infinite; the norm of a zero vector has one inside),
-# `exp` of large numbers, and float16 that ends at 65,504. Page 12 writes a tool that finds the first NaN with its line.
-# In training, `train.step` guards against them: a step with a loss or gradient that is not finite changes no weights,
-# and is counted.
+# The usual sources: `log(0)`, `0 / 0`, `sqrt` at 0 (its slope is infinite; the norm of a zero vector contains one),
+# `exp` of large values, and overflow of float16 beyond 65,504. Page 12 writes a tool that finds the first NaN and its
+# line. In training, `train.step` guards against NaNs: a step whose loss or gradient is not finite is skipped and
+# counted.
 #
 # ## Reading a JAX traceback
 #
-# - Read the last line, then look for *your* file: JAX hides its own frames. `JAX_TRACEBACK_FILTERING=off` shows them.
+# - Read the last line, then look for *your* file: JAX hides its internal frames. `JAX_TRACEBACK_FILTERING=off` shows
+#   them.
 # - "while tracing the function f at file:line for jit" names the function, and "depends on the value of the argument x"
-#   the argument to blame.
-# - If nothing helps, take `jit` off: `with jax.disable_jit():` runs everything op by op, with values to print.
+#   the argument responsible.
+# - If nothing else helps, disable `jit`: `with jax.disable_jit():` runs everything eagerly, with values that you can
+#   print.
 
 # %%
 with jax.disable_jit():

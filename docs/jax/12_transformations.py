@@ -1,9 +1,9 @@
 # %% [markdown]
-# # A transformation of one's own
+# # Custom transformations of jaxprs
 #
-# `grad` and `vmap` are programs that read jaxprs and write jaxprs. You can write such programs too, in a page of
-# Python. This page has three: one that counts, one that finds the first NaN, and one that changes what is computed.
-# They run on every version of JAX that mlax runs on.
+# Custom transformations are programs that read a jaxpr, as `grad` and `vmap` do, and you can write one in a page of
+# Python. This page has three: one counts FLOPs, one finds the first NaN, and one changes what is computed. They run on
+# every version of JAX that mlax supports.
 
 # %%
 import math
@@ -18,11 +18,11 @@ import mlax
 from mlax import inspect, nn
 
 # %% [markdown]
-# ## What a jaxpr is made of
+# ## The structure of a jaxpr
 #
-# Each line is an *equation*: a primitive, its settings (`params`), the variables that go in and those that come out.
-# Some equations hold a jaxpr of their own among their settings: a jitted function, the body of a loop, the branches of
-# a `cond`.
+# A jaxpr is a list of *equations*: each has a primitive, its parameters (`params`), and its input and output variables.
+# Some equations have jaxprs among their parameters: those of a jitted function, the body of a loop, the branches of a
+# `cond`.
 
 # %%
 model = mlax.Series(up=nn.Linear(8), gelu=mlax.F(jax.nn.gelu), norm=nn.LayerNorm(), head=nn.Linear(2))
@@ -41,68 +41,66 @@ print("in layer", product.source_info.name_stack)
 
 
 # %% [markdown]
-# Two helpers hide what differs between versions: in older ones a jaxpr with its constants ("closed") and one without
-# are two classes, in newer ones they are one.
+# Two helpers hide a difference between versions: in older ones, jaxprs with constants (`ClosedJaxpr`) and without are
+# two classes, in newer ones they are one.
 
 
 # %%
-def opened(jaxpr):
+def unpack(jaxpr):
     """The jaxpr itself, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def inner(equation):
-    """The jaxprs that an equation holds."""
+def nested_jaxprs(equation):
+    """The jaxprs among the parameters of an equation."""
     values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [value for value in values if hasattr(opened(value)[0], "eqns")]
+    return [value for value in values if hasattr(unpack(value)[0], "eqns")]
 
 
 # %% [markdown]
-# ## One: count without running
+# ## Counting FLOPs
 #
-# To count the arithmetic of a function nothing has to be computed: shapes are in the variables. The body of a scan
-# counts as often as it runs.
+# Counting FLOPs needs no computation: the shapes are in the variables. The body of a scan is multiplied by its length.
 
 
 # %%
 def flops(jaxpr, by=None, times=1, layer=""):
-    """Multiplications and additions of all matrix products, by layer."""
+    """The floating-point operations of all matrix products, by layer."""
     by = Counter() if by is None else by
-    for equation in opened(jaxpr)[0].eqns:
-        here = layer or str(equation.source_info.name_stack)
+    for equation in unpack(jaxpr)[0].eqns:
+        name = layer or str(equation.source_info.name_stack)
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left = equation.invars[0].aval.shape
-            by[here] += times * 2 * equation.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
-        for each in inner(equation):
-            flops(each, by, times * equation.params.get("length", 1), here)
+            by[name] += times * 2 * equation.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
+        for nested in nested_jaxprs(equation):
+            flops(nested, by, times * equation.params.get("length", 1), name)
     return by
 
 
-counted = flops(jaxpr)
-print(dict(counted))
-assert sum(counted.values()) == inspect.flops(jaxpr)  # mlax's own says the same
+counts = flops(jaxpr)
+print(dict(counts))
+assert sum(counts.values()) == inspect.flops(jaxpr)  # mlax's own function agrees
 
 # %% [markdown]
-# XLA's own count, `compiled.cost_analysis()`, takes the body of a scan once, however often it runs. This one does not:
+# XLA's count, `compiled.cost_analysis()`, includes the body of a scan once, however often it runs. This one does not:
 
 
 # %%
-def looped(x):
+def scan_products(x):
     return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=10)[0]
 
 
 square = jnp.eye(64)
-by_xla = jax.jit(looped).lower(square).compile().cost_analysis()["flops"]
-by_us = flops(jax.make_jaxpr(looped)(square)).total()
-print(f"by us {by_us:,}, which is 10 x 2 x 64³; XLA says less: {by_xla < by_us / 5}")
+by_xla = jax.jit(scan_products).lower(square).compile().cost_analysis()["flops"]
+by_us = flops(jax.make_jaxpr(scan_products)(square)).total()
+print(f"our count {by_us:,}, which is 10 x 2 x 64³; XLA's count is lower: {by_xla < by_us / 5}")
 
 # %% [markdown]
-# ## Two: an interpreter
+# ## A jaxpr interpreter
 #
-# Now with values. An interpreter walks over the equations, keeps the value of each variable in a dict, and asks `bind`
-# to do what the equation says. That is all there is to it. `rule` is where we come in: it sees each equation with its
-# inputs.
+# A jaxpr interpreter walks over the equations, stores the value of each variable in a dict, and evaluates each equation
+# with `bind`. That is all there is to it. `rule` is the hook: it is called with each equation and its inputs.
 
 
 # %%
@@ -110,14 +108,14 @@ STEP_INTO = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call",
 
 
 def run(equation, inputs):
-    """What the equation says."""
+    """Evaluate the equation."""
     results = equation.primitive.bind(*inputs, **equation.params)
     return results if equation.primitive.multiple_results else [results]
 
 
 def interpret(jaxpr, args, rule=run):
     """Evaluate a jaxpr, equation by equation."""
-    jaxpr, consts = opened(jaxpr)
+    jaxpr, consts = unpack(jaxpr)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(variable):
@@ -126,7 +124,7 @@ def interpret(jaxpr, args, rule=run):
     for equation in jaxpr.eqns:
         inputs = [read(variable) for variable in equation.invars]
         if equation.primitive.name in STEP_INTO:
-            results = interpret(inner(equation)[0], inputs, rule)
+            results = interpret(nested_jaxprs(equation)[0], inputs, rule)
         else:
             results = rule(equation, inputs)
         values.update(zip(equation.outvars, results, strict=True))
@@ -134,7 +132,7 @@ def interpret(jaxpr, args, rule=run):
 
 
 def with_rule(rule, function):
-    """`function`, traced when it is called, and interpreted by a rule of ours."""
+    """`function`, traced when it is called and interpreted with a custom rule."""
 
     def interpreted(*args):
         jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -144,31 +142,31 @@ def with_rule(rule, function):
 
 
 y = with_rule(run, forward)(trainables, x)
-print("the same as calling it:", bool(jnp.allclose(y, forward(trainables, x), atol=1e-6)))
+print("equal to calling it directly:", bool(jnp.allclose(y, forward(trainables, x), atol=1e-6)))
 
 
 # %% [markdown]
-# It steps into functions that were jitted, and takes loops and branches as one operation each. Custom derivatives are
-# stepped into as well, and so are lost: fine for looking, and a thing to know.
+# It steps into jitted functions, and treats loops and branches as one operation each. It also steps into functions with
+# custom derivatives, which loses their rules: fine for inspection, but good to know.
 #
-# A rule that looks at the results is a NaN hunter. It names the operation, the layer and the line, where the loss only
-# says `nan`.
+# A rule that checks the results finds NaNs. It reports the operation, the layer and the line, where the loss is only
+# `nan`.
 
 
 # %%
-class Found(Exception):
-    """The first operation that made a NaN from inputs without one."""
+class FirstNaN(Exception):
+    """The first operation that produced a NaN from inputs without one."""
 
 
 def first_nan(function):
-    """`function`, but it stops at the first NaN."""
+    """`function`, but raising an error at the first NaN."""
 
     def rule(equation, inputs):
         results = run(equation, inputs)
         bad = [jnp.issubdtype(r.dtype, jnp.inexact) and bool(jnp.isnan(r).any()) for r in results]
         if any(bad):
             what, where = equation.primitive.name, summarize(equation.source_info)
-            raise Found(
+            raise FirstNaN(
                 f"{what} of {', '.join(map(str, inputs))}, at {where}, in layer {equation.source_info.name_stack}"
             )
         return results
@@ -193,49 +191,48 @@ print("a good input:", first_nan(loss)(jnp.array([1.0, 2.0])), " a bad one:", lo
 first_nan(loss)(jnp.array([0.0, 3.0]))
 
 # %% [markdown]
-# The same interpreter, with a rule that only writes down, shows how a NaN spreads:
+# The same interpreter, with a rule that only records, shows how a NaN propagates:
 
 # %% tags=["drawing"]
 import numpy as np
 from matplotlib import pyplot as plt
 
-seen = []
+trace = []
 
 
-def noted(equation, inputs):
+def record(equation, inputs):
     results = run(equation, inputs)
-    seen.append((equation.primitive.name, np.asarray(results[0])))
+    trace.append((equation.primitive.name, np.asarray(results[0])))
     return results
 
 
-with_rule(noted, loss)(jnp.array([0.0, 3.0]))
+with_rule(record, loss)(jnp.array([0.0, 3.0]))
 figure, axes = plt.subplots(figsize=(7.2, 1.5))
-axes.set(xlim=(-0.6, len(seen) - 0.4), ylim=(0, 2))
+axes.set(xlim=(-0.6, len(trace) - 0.4), ylim=(0, 2))
 axes.axis("off")
-for i, (name, value) in enumerate(seen):
+for i, (name, value) in enumerate(trace):
     bad = bool(np.isnan(value).any())
     style = {"boxstyle": "round,pad=0.4", "facecolor": "#FFCCCC" if bad else "#CCDDAA", "edgecolor": "#555555"}
     axes.text(i, 1.3, name.replace("_", "\n"), ha="center", va="center", fontsize=8, bbox=style)
-    axes.text(
-        i, 0.3, "\n".join(f"{number:.2g}" for number in np.atleast_1d(value)), ha="center", va="center", fontsize=8
-    )
+    elements = "\n".join(f"{element:.2g}" for element in np.atleast_1d(value))
+    axes.text(i, 0.3, elements, ha="center", va="center", fontsize=8)
 
 # %% [markdown]
-# The function that is hunted may be anything that JAX can trace, a gradient too:
+# The function may be anything that JAX can trace, including a gradient:
 
 # %% tags=["raises-exception", "version"]
 first_nan(jax.grad(lambda x: jnp.sum(normalise(x))))(jnp.zeros(2))
 
 # %% [markdown]
-# ## Three: change what is computed
+# ## Changing what is computed
 #
-# The rule may do something else than what the equation says. This one rounds what goes into a matrix product to
-# bfloat16, whoever wrote the product, and leaves all other operations alone.
+# Changing the computation takes a rule that evaluates something other than the equation. This one rounds the inputs of
+# every matrix product to bfloat16, wherever it was written, and leaves all other operations unchanged.
 
 
 # %%
-def narrow_products(function):
-    """`function`, with what goes into every matrix product rounded to bfloat16."""
+def bfloat16_matmuls(function):
+    """`function`, with the inputs of every matrix product rounded to bfloat16."""
 
     def rule(equation, inputs):
         if equation.primitive.name != "dot_general":
@@ -245,35 +242,32 @@ def narrow_products(function):
     return with_rule(rule, function)
 
 
-exact, rounded = forward(trainables, x), narrow_products(forward)(trainables, x)
+exact, rounded = forward(trainables, x), bfloat16_matmuls(forward)(trainables, x)
 print(f"largest difference {jnp.abs(exact - rounded).max():.3f}")
 
 # %% [markdown]
-# **And now the reward.** The interpreter never looks at values itself, it only hands them on to JAX's operations. So it
-# can be traced like any other function: `jit`, `grad` and `vmap` work on the result. The dict and the loop run while
-# tracing, and are gone in the compiled program.
+# **The interpreter composes with JAX's transformations.** It never inspects values itself, it only passes them to JAX's
+# operations, so it can be traced like any other function: `jit`, `grad` and `vmap` work on the result. The dict and the
+# loop run while tracing, and are not part of the compiled program.
 
 # %%
-fast = jax.jit(narrow_products(forward))
+fast = jax.jit(bfloat16_matmuls(forward))
 assert jnp.allclose(fast(trainables, x), rounded, atol=1e-2)
-gradient = jax.jit(jax.grad(lambda trainables: narrow_products(forward)(trainables, x).sum()))(trainables)
+gradient = jax.jit(jax.grad(lambda trainables: bfloat16_matmuls(forward)(trainables, x).sum()))(trainables)
 print(jax.tree.map(jnp.shape, gradient))
-text = jax.jit(narrow_products(forward)).lower(trainables, x).as_text()
-print(
-    text.count("bf16"),
-    "mentions of bfloat16 in the program;",
-    jax.jit(forward).lower(trainables, x).as_text().count("bf16"),
-    "before",
-)
+after = jax.jit(bfloat16_matmuls(forward)).lower(trainables, x).as_text().count("bf16")
+before = jax.jit(forward).lower(trainables, x).as_text().count("bf16")
+print(f"the program mentions bfloat16 {after} times; {before} times before")
 
 # %% [markdown]
-# `first_nan` cannot be jitted, since its `bool(...)` asks for a value. That is the whole difference between the two.
+# `first_nan` cannot be jitted, since its `bool(...)` needs a concrete value. That is the only difference between the
+# two.
 #
-# ## What I would have wished to know
+# ## Good to know
 #
-# - `jax.extend.core` is the public door to these classes. `jax.core` and `jax._src` move from version to version.
-# - Names of primitives change too (`pjit` is now `jit`, `remat2` was `checkpoint`): look for jaxprs in the params, not
-#   for names, where you can.
-# - `eqn.source_info.name_stack` holds the layer; mlax puts the path of every part there, and `jax.named_scope` does it
-#   for your code.
-# - For an everyday audit take what is there: `mlax.inspect`, `mlax.dtypes.audit`. They are built like this page.
+# - `jax.extend.core` is the public module for these classes. `jax.core` and `jax._src` change from version to version.
+# - Names of primitives change too (`pjit` became `jit`, `checkpoint` became `remat2`): where you can, look for jaxprs
+#   in the params, not for names.
+# - `eqn.source_info.name_stack` holds the layer; mlax puts the path of every part there, and `jax.named_scope` does the
+#   same for your code.
+# - For everyday use there are `mlax.inspect` and `mlax.dtypes.audit`, which are built like this page.

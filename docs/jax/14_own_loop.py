@@ -1,11 +1,11 @@
 # %% [markdown]
-# # All of it together: a training loop of one's own
+# # A custom training loop
 #
-# A loop with everything that the pages before were about: one jitted region, fixed shapes, a scan, named keys, state in
-# and out, donation, no look at values on the way, and a restart that is exact to the bit. It uses layers and an
-# optimizer of mlax, and nothing of its training room but checkpoints. Of Optax it uses nothing.
+# A custom training loop that uses everything on the previous pages: one jitted function, static shapes, a scan, named
+# keys, explicit state, donation, no reads of values along the way, and a restart that is bitwise exact. It uses layers,
+# an optimizer and checkpoints from mlax, but neither `train.step` nor `train.fit`, and nothing from Optax.
 #
-# The task: 1,797 handwritten digits that come with scikit-learn.
+# The task: the 1,797 handwritten digits that come with scikit-learn.
 
 # %%
 import time
@@ -30,12 +30,12 @@ print(data[0].shape, test[0].shape)
 # %% [markdown]
 # ## The model and the state
 #
-# A model is a description. All that changes is in one named tuple: a pytree, so that every transformation takes it
-# whole (page 7).
+# The model holds no arrays. All state is in one named tuple, a pytree that every transformation accepts as one argument
+# (page 7).
 
 # %%
 EPOCHS, BATCH = 30, 64
-STEPS = len(data[1]) // BATCH  # of an epoch; the three images left over are others each time
+STEPS = len(data[1]) // BATCH  # per epoch; the three images left over differ each time
 
 model = mlax.Series(
     flat=nn.Flatten(),
@@ -53,32 +53,32 @@ optimizer = optim.AdamW(optim.WarmupCosine(4e-3, warmup=2 * STEPS, total=EPOCHS 
 
 
 class State(NamedTuple):
-    """Everything that training changes, and the key, which does not."""
+    """Everything that training changes, and the key, which it does not."""
 
     step: jax.Array  # () int32
     trainables: Any
-    non_trainables: Any  # the running means of the norms
+    non_trainables: Any  # the running statistics of the norms
     optimizer: Any
-    average: Any  # of the weights, over the last hundred steps or so: what is tested
+    average: Any  # exponential moving average of the weights, over about a hundred steps; used for evaluation
     key: jax.Array
 
 
-def begin(key):
+def init_state(key):
     trainables, non_trainables = model.init(mlax.named_key(key, "weights"), data[0][:1])
     average = jax.tree.map(jnp.copy, trainables)
     return State(jnp.int32(0), trainables, non_trainables, optimizer.init(trainables), average, key)
 
 
 # %% [markdown]
-# ## One step
+# ## The training step
 #
-# A pure function of the state and a batch. Its keys come from the number of the step, and from names (page 6): another
-# source of randomness added tomorrow changes none of those that are there.
+# The training step is a pure function of the state and a batch. Its keys are derived from the step number and from
+# names (page 6), so adding another source of randomness changes none of the existing ones.
 
 
 # %%
-def shifted(image, key):
-    """One image, moved by up to one pixel each way. Written for one; `vmap` makes it many (page 10)."""
+def random_shift(image, key):
+    """Shift one image by up to one pixel in each direction; `vmap` maps this over a batch (page 10)."""
     corner = jax.random.randint(key, (2,), 0, 3)
     return lax.dynamic_slice(jnp.pad(image, 1), (corner[0], corner[1]), (8, 8))
 
@@ -90,7 +90,7 @@ def cross_entropy(logits, label):
 def step(state, batch):
     image, label = batch
     key = jax.random.fold_in(state.key, state.step)
-    image = jax.vmap(shifted)(image, jax.random.split(mlax.named_key(key, "shift"), len(image)))
+    image = jax.vmap(random_shift)(image, jax.random.split(mlax.named_key(key, "shift"), len(image)))
 
     def loss(trainables):
         logits, non_trainables = model.fwd(image, trainables, state.non_trainables, rng=mlax.named_key(key, "model"))
@@ -103,11 +103,11 @@ def step(state, batch):
 
 
 # %% [markdown]
-# ## One epoch, one call
+# ## One epoch per call
 #
-# The data is small, so it lives on the device, and the whole epoch is one program: shuffle, cut into batches of one
-# shape, scan. A test is part of it. Python comes back once an epoch, with two numbers to fetch. Nothing is captured:
-# data and test are arguments.
+# One call per epoch is enough here: the data is small, so it stays on the device, and the whole epoch is one program
+# that shuffles, splits the data into batches of one shape, scans over them and evaluates. Control returns to Python
+# once per epoch, with two scalars to fetch. Nothing is captured: training and test data are arguments.
 
 
 # %%
@@ -121,10 +121,10 @@ traces = 0
 
 def epoch(state, data, test):
     global traces
-    traces += 1  # Python, so it counts tracings and not calls (page 4)
+    traces += 1  # Python, so it counts traces and not calls (page 4)
     key = mlax.named_key(jax.random.fold_in(state.key, state.step), "order")
-    chosen = jax.random.permutation(key, len(data[1]))[: STEPS * BATCH].reshape(STEPS, BATCH)
-    batches = jax.tree.map(lambda array: array[chosen], data)  # (steps, batch, ...)
+    indices = jax.random.permutation(key, len(data[1]))[: STEPS * BATCH].reshape(STEPS, BATCH)
+    batches = jax.tree.map(lambda array: array[indices], data)  # (steps, batch, ...)
     state, losses = lax.scan(step, state, batches)
     return state, {"loss": losses.mean(), "accuracy": accuracy(state, test)}
 
@@ -134,8 +134,8 @@ run = jax.jit(epoch, donate_argnums=0)
 # %% [markdown]
 # ## The loop
 #
-# What is left for Python: call, collect, save now and then. The metrics are collected as they are, unread; only at the
-# end are they looked at, so that Python is always ahead of the device (page 13).
+# The loop in Python only calls, collects metrics and saves a checkpoint from time to time. The metrics are not read
+# until the end, so that Python stays ahead of the device (page 13).
 
 # %%
 checkpoints = train.Checkpoints("checkpoints")
@@ -152,8 +152,8 @@ def fit(state, until, save=()):
     return state, jax.device_get(history)
 
 
-state, history = fit(begin(jax.random.key(0)), EPOCHS, save=(10,))
-print(f"{int(state.step)} steps in {len(history)} calls, which traced {traces} time(s)")
+state, history = fit(init_state(jax.random.key(0)), EPOCHS, save=(10,))
+print(f"{int(state.step)} steps in {len(history)} calls, traced {traces} time(s)")
 assert history[-1]["accuracy"] > 0.97
 
 # %% tags=["measured"]
@@ -161,32 +161,33 @@ for number in (0, 4, 9, 19, EPOCHS - 1):
     print(f"epoch {number + 1:2}: loss {history[number]['loss']:.3f}, test accuracy {history[number]['accuracy']:.1%}")
 
 # %% [markdown]
-# At first the accuracy is far behind the loss. What is tested is the average of the weights, which for a few hundred
-# steps still holds much of where it began. Do not judge an average early.
+# At first the accuracy lags far behind the loss. It is evaluated with the average of the weights, which for a few
+# hundred steps is dominated by their initial values. Do not judge an average early.
 #
-# ## Killed, and begun again
+# ## Resuming from a checkpoint
 #
-# The run above left a checkpoint at epoch 10. Suppose the machine died there. A new process makes a state of the right
-# form, fills it, and goes on; since orders and keys are functions of the seed and the step, it must end with the same
-# weights. Not nearly: the same.
+# Resuming must reproduce the uninterrupted run. The run above saved a checkpoint at epoch 10; suppose the machine
+# failed there. A new process creates a state of the same structure, restores the checkpoint into it and continues.
+# Since the shuffles and keys are functions of the seed and the step, it ends with the same weights: not approximately,
+# but bitwise.
 
 # %%
-restored = checkpoints.restore(begin(jax.random.key(0))).tree
-print("goes on at step", int(restored.step))
+restored = checkpoints.restore(init_state(jax.random.key(0))).tree
+print("resumes at step", int(restored.step))
 again, _ = fit(restored, EPOCHS)
 same = jax.tree.map(lambda a, b: bool((a == b).all()), state.trainables, again.trainables)
-print("every weight the same, to the bit:", all(jax.tree.leaves(same)))
+print("all weights bitwise equal:", all(jax.tree.leaves(same)))
 assert all(jax.tree.leaves(same))
 
 # %% [markdown]
-# ## Four runs at once
+# ## Several seeds at once
 #
-# One accuracy is one draw. `epoch` is a pure function of a state, so `vmap` over states trains four seeds in one
-# program, and no line of it has to change. How sure are we of the result?
+# A single accuracy is one sample. `epoch` is a pure function of the state, so `vmap` over states trains four seeds in
+# one program without changing a line of it, and shows how much the result varies.
 
 # %%
 several = jax.jit(jax.vmap(epoch, in_axes=(0, None, None)), donate_argnums=0)
-states = jax.jit(jax.vmap(begin))(jax.random.split(jax.random.key(1), 4))
+states = jax.jit(jax.vmap(init_state))(jax.random.split(jax.random.key(1), 4))
 curves = []
 for _ in range(EPOCHS):
     states, metrics = several(states, data, test)
@@ -195,20 +196,20 @@ curves = {name: np.stack([np.asarray(each[name]) for each in curves]) for name i
 assert curves["accuracy"][-1].min() > 0.97
 
 # %% tags=["measured"]
-print("accuracies of four seeds:", *(f"{value:.1%}" for value in curves["accuracy"][-1]))
+print("test accuracy of four seeds:", *(f"{value:.1%}" for value in curves["accuracy"][-1]))
 
 # %% tags=["drawing"]
 from matplotlib import pyplot as plt
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3))
 left.semilogy(curves["loss"], color="#4477AA", alpha=0.8)
-left.set(title="loss in training", xlabel="epoch")
+left.set(title="training loss", xlabel="epoch")
 right.plot(100 * (1 - curves["accuracy"]), color="#EE6677", alpha=0.8)
-right.set(title="test images read wrongly, %", xlabel="epoch", yscale="log")
+right.set(title="test error, %", xlabel="epoch", yscale="log")
 right.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
 
 # %% [markdown]
-# Which ones are still read wrongly? Often one would not blame it.
+# Which images are still misclassified? Many are ambiguous even to a human.
 
 # %% tags=["measured"]
 logits, _ = jax.jit(model.fwd, static_argnames="inference_mode")(
@@ -228,9 +229,9 @@ for axes in panels:
     axes.spines[:].set_visible(False)
 
 # %% [markdown]
-# ## What it costs
+# ## One call per step or per epoch
 #
-# The same steps, one call each, against one call an epoch:
+# One call per step dispatches more often than one call per epoch. The same steps, timed both ways:
 
 # %% tags=["measured"]
 single = jax.jit(step, donate_argnums=0)
@@ -240,10 +241,10 @@ batch = data[0][:BATCH], data[1][:BATCH]
 def seconds(call, state):
     state, value = call(state)
     jax.block_until_ready(value)
-    began = time.perf_counter()
+    start = time.perf_counter()
     state, value = call(state)
     jax.block_until_ready(value)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def steps(state):
@@ -253,19 +254,19 @@ def steps(state):
 
 
 by_step, by_epoch = [], []
-for _ in range(6):  # in turn, so that both see the same machine
-    by_step.append(seconds(steps, begin(jax.random.key(2))))
-    by_epoch.append(seconds(lambda state: run(state, data, test), begin(jax.random.key(2))))
+for _ in range(6):  # interleaved, so that a change in load affects both
+    by_step.append(seconds(steps, init_state(jax.random.key(2))))
+    by_epoch.append(seconds(lambda state: run(state, data, test), init_state(jax.random.key(2))))
 calls, one_call = 1e3 * min(by_step), 1e3 * min(by_epoch)
-print(f"{STEPS} calls of a step: {calls:.0f} ms; one call of an epoch, its test included: {one_call:.0f} ms")
+print(f"{STEPS} calls of one step: {calls:.0f} ms; one call per epoch, including evaluation: {one_call:.0f} ms")
 
 # %% [markdown]
-# Steps of this size are long enough on a CPU that calls hardly count (page 3 has some that are not). On a GPU they
-# would be most of the time, and one call an epoch the difference.
+# On a CPU, steps of this size are long enough that the dispatch overhead hardly matters (page 3 has some that are not).
+# On a GPU it would be most of the time, and one call per epoch would be much faster.
 #
 # ## Where to go from here
 #
-# - Data that does not fit on the device: `train.Feed` brings it in fixed shapes, ahead of time.
-# - A guard against NaN, accumulation, loss scaling, a progress bar, curves, resumption after `kill -9`: `train.step`
-#   and `train.fit`. They are built from what this page is built from.
-# - More devices: place data and state (page 11). `step` stays as it is.
+# - Data that does not fit on the device: `train.Feed` prefetches it in fixed shapes.
+# - NaN guards, gradient accumulation, loss scaling, a progress bar, plots, resuming after `kill -9`: `train.step` and
+#   `train.fit`, built from the same pieces as this page.
+# - More devices: shard the data and the state (page 11). `step` stays as it is.

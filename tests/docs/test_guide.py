@@ -56,13 +56,13 @@ def test_the_notebook_was_made_by_this_source(source):
 @each_page
 def test_the_page_shows_what_the_notebook_holds(source):
     page = (PAGES / f"{source.stem}.md").read_text()
-    assert page == guide.rendered(source.stem, notebook_of(source)), "run `make guide`"
+    assert page == guide.render(source.stem, notebook_of(source)), "run `make guide`"
     assert guide.digest(source) in page.splitlines()[0]
 
 
 @each_page
 def test_the_figures_are_those_of_the_notebook_and_light(source):
-    drawn = [base64.b64decode(picture) for picture in guide.pictures(notebook_of(source))]
+    drawn = [base64.b64decode(picture) for picture in guide.figures(notebook_of(source))]
     files = sorted((PAGES / "figures").glob(f"{source.stem}-*.png"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
     assert [file.read_bytes() for file in files] == drawn
     assert all(len(picture) < 80_000 for picture in drawn)
@@ -96,7 +96,7 @@ def test_a_changed_output_is_told_and_a_measured_one_is_not(tmp_path, monkeypatc
 
     def told(before, now):
         (tmp_path / "notebooks" / "01_one.ipynb").write_text(json.dumps(before))
-        return guide.differences(page, now)
+        return guide.find_differences(page, now)
 
     assert told(notebook("1\n"), notebook("1\n")) == []
     assert "-1\n+2" in told(notebook("1\n"), notebook("2\n"))[0]

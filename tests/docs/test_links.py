@@ -5,20 +5,20 @@ import re
 import pytest
 
 from scripts.pages import (
-    BROUGHT,
     DOCS,
     FENCED,
     ROOT,
-    crossed,
-    led,
+    ROOT_PAGES,
+    external_resource,
+    link_names,
     links,
-    loaded_from_elsewhere,
-    rewritten,
+    resolve_link,
+    rewrite_links,
     rooms,
-    spaced,
+    space_lists,
 )
 
-WRITTEN = ["README.md", *BROUGHT.values(), *sorted(file.relative_to(ROOT).as_posix() for file in DOCS.rglob("*.md"))]
+WRITTEN = ["README.md", *ROOT_PAGES.values(), *sorted(file.relative_to(ROOT).as_posix() for file in DOCS.rglob("*.md"))]
 MADE = {f"docs/reference/{name}.md" for name in [*rooms(), "command"]}
 
 
@@ -36,7 +36,7 @@ def anchors(path):
 def dead(path):
     """The links of a page that lead nowhere."""
     for target in links(text_of(path)):
-        file = led(target, path)
+        file = resolve_link(target, path)
         anchor = "" if target.startswith("http") else target.partition("#")[2]
         if file in MADE:
             continue
@@ -58,25 +58,27 @@ def test_a_dead_link_is_found(tmp_path, monkeypatch):
 
 
 def test_links_to_files_of_the_repository_become_pages_that_show_them():
-    assert rewritten("[a](../../examples/digits.py)", "guides/a.md") == "[a](../source/examples/digits.py.md)"
-    assert rewritten("[a](../CONTRIBUTING.md#x)", "faq.md") == "[a](contributing.md#x)"
-    assert rewritten("[a](docs/design/README.md)", "contributing.md") == "[a](design/README.md)"
-    assert rewritten("[a](other.md)\n```\n[b](../x.py)\n```", "faq.md") == "[a](other.md)\n```\n[b](../x.py)\n```"
+    assert rewrite_links("[a](../../examples/digits.py)", "guides/a.md") == "[a](../source/examples/digits.py.md)"
+    assert rewrite_links("[a](../CONTRIBUTING.md#x)", "faq.md") == "[a](contributing.md#x)"
+    assert rewrite_links("[a](docs/design/README.md)", "contributing.md") == "[a](design/README.md)"
+    assert rewrite_links("[a](other.md)\n```\n[b](../x.py)\n```", "faq.md") == "[a](other.md)\n```\n[b](../x.py)\n```"
 
 
 def test_names_become_links_except_in_code_headings_and_links():
     names = {"nn.Linear": "mlax.nn.Linear"}
-    assert crossed("Use `nn.Linear(3)` or `nn.Other`.", names) == "Use [`nn.Linear(3)`][mlax.nn.Linear] or `nn.Other`."
+    assert (
+        link_names("Use `nn.Linear(3)` or `nn.Other`.", names) == "Use [`nn.Linear(3)`][mlax.nn.Linear] or `nn.Other`."
+    )
     for kept in ("# `nn.Linear`", "[`nn.Linear`](a.md)", "```\n`nn.Linear`\n```"):
-        assert crossed(kept, names) == kept
+        assert link_names(kept, names) == kept
 
 
 def test_lists_have_an_empty_line_before_them_except_in_code():
-    assert spaced("a\n- b\n  c\n- d") == "a\n\n- b\n  c\n- d"
-    assert spaced("```\na\n- b\n```") == "```\na\n- b\n```"
+    assert space_lists("a\n- b\n  c\n- d") == "a\n\n- b\n  c\n- d"
+    assert space_lists("```\na\n- b\n```") == "```\na\n- b\n```"
 
 
 def test_what_a_page_loads_from_elsewhere_is_found():
-    assert loaded_from_elsewhere('<script defer src="https://unpkg.com/x.js">') == "https://unpkg.com/x.js"
-    assert loaded_from_elsewhere('<link rel="stylesheet" href="//fonts.net/a.css">') == "//fonts.net/a.css"
-    assert loaded_from_elsewhere('<a href="https://docs.jax.dev">JAX</a> <img src="images/logo.svg">') == ""
+    assert external_resource('<script defer src="https://unpkg.com/x.js">') == "https://unpkg.com/x.js"
+    assert external_resource('<link rel="stylesheet" href="//fonts.net/a.css">') == "//fonts.net/a.css"
+    assert external_resource('<a href="https://docs.jax.dev">JAX</a> <img src="images/logo.svg">') == ""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from scripts.pages import reference, rooms, spoken_of
+from scripts.pages import reference, reference_names, rooms
 from tests.test_house import BELOW, PACKAGE
 
 
@@ -44,7 +44,7 @@ def test_every_public_name_says_what_it_is(page):
 
 
 def test_names_are_linked_by_how_pages_speak_of_them():
-    names = spoken_of()
+    names = reference_names()
     assert names["nn.Linear"] == "mlax.nn.Linear"
     assert names["mlax.Series"] == "mlax.core.Series"
 
