@@ -107,11 +107,11 @@ def own_loops(name: str) -> tuple[dict[str, np.ndarray], dict[str, Callable[[], 
     import jax
 
     from mlax import train
-    from mlax.core._paths import flat
+    from mlax.core import flatten_paths
 
     batches, model = batches_of(name), own_model(name)
     step, state = own_step(model, batches[0][0])
-    weights = {path: np.array(leaf) for path, leaf in flat(state.trainables).items()}
+    weights = {path: np.array(leaf) for path, leaf in flatten_paths(state.trainables).items()}
     held = {"plain": state, "fit": jax.tree.map(jax.numpy.copy, state)}
 
     def plain(x, y):

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlax import dtypes, files, inspect, nn, ops, optim, place, train  # noqa: F401
+    from mlax import dtypes, files, inspect, nn, ops, optim, place, train
     from mlax.core import *  # noqa: F403
 
 _ROOMS = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train")

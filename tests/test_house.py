@@ -9,15 +9,16 @@ import mlax
 
 PACKAGE = Path(mlax.__file__).parent
 BELOW = {
-    "core": set(),
-    "ops": {"core"},
-    "dtypes": {"core"},
-    "nn": {"core", "ops", "dtypes"},
-    "optim": {"core"},
-    "files": {"core"},
-    "inspect": {"core"},
-    "place": {"core", "inspect", "optim"},
-    "train": {"core", "dtypes", "files", "inspect", "optim", "place"},
+    "_jax": set(),
+    "core": {"_jax"},
+    "ops": {"_jax", "core"},
+    "dtypes": {"_jax", "core"},
+    "nn": {"_jax", "core", "ops", "dtypes"},
+    "optim": {"_jax", "core"},
+    "files": {"_jax", "core"},
+    "inspect": {"_jax", "core"},
+    "place": {"_jax", "core", "inspect", "optim"},
+    "train": {"_jax", "core", "dtypes", "files", "inspect", "optim", "place"},
     "cli": {"inspect", "train"},
 }
 

@@ -87,7 +87,7 @@ def _computes(device: Any) -> Finding:
     import jax
     import jax.numpy as jnp
 
-    from mlax.inspect._sizes import gib
+    from mlax.inspect import gib
 
     what = f"{device.platform} {device.id}"
     try:
@@ -160,7 +160,7 @@ def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
 
 
 def _cache() -> Finding:
-    from mlax.inspect._sizes import gib
+    from mlax.inspect import gib
 
     folder = cache_folder()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 def run(runs: Sequence[str], output: str) -> int:
     """Print the last and best scores of each run; draw the curves of all."""
     from mlax import train
-    from mlax.train._curves import read_records
+    from mlax.train import read_records
 
     found = {folder: read_records(Path(folder) / "metrics.jsonl") for folder in map(_plain, runs)}
     empty = [folder for folder, records in found.items() if not records]

@@ -34,7 +34,7 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
     keep_compiled()
     import jax
 
-    from mlax.train._beat import heard_by
+    from mlax.train import heard_by
 
     heard_by(Beats(Path(task["beats"])).write)
     index, devices = task["index"], task["devices"]

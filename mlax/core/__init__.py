@@ -1,9 +1,22 @@
 """The contract, the combinators, initialisers and surgery: what `import mlax` gives directly."""
 
-from mlax.core._cell import Cell, CompositeCell
-from mlax.core._composite import Composite
-from mlax.core._f import F
-from mlax.core._frozen import DType, Size, frozen
+from mlax._jax import named_key
+from mlax.core._checks import check_key
+from mlax.core._combinators import F, Parallel, Residual, Series
+from mlax.core._composite import (
+    Composite,
+    Sub,
+    check_layer,
+    part_inputs,
+    parts_of,
+)
+from mlax.core._errors import (
+    error_scope,
+    short_repr,
+    short_signature,
+    signature,
+)
+from mlax.core._frozen import DType, Size, fields_of, frozen, with_fields
 from mlax.core._initializers import (
     Constant,
     Identity,
@@ -19,19 +32,40 @@ from mlax.core._initializers import (
     he,
     lecun,
 )
-from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree
-from mlax.core._map import Map
-from mlax.core._parts import Sub
-from mlax.core._recurrent import Recurrent
-from mlax.core._remat import Remat
-from mlax.core._repeat import Repeat
-from mlax.core._residual import Residual
-from mlax.core._series import Parallel, Series
-from mlax.core._surgery import every, get, layers, override, replace
+from mlax.core._layer import (
+    Layer,
+    Tree,
+    jitted_init,
+    shape_dtypes,
+    variable_shapes,
+)
+from mlax.core._paths import (
+    NoMatch,
+    flatten_paths,
+    match_paths,
+    matches,
+    no_match_message,
+    replace_leaves,
+    unflatten_paths,
+)
+from mlax.core._recurrent import Cell, CompositeCell, Recurrent
+from mlax.core._surgery import (
+    count,
+    every,
+    find_layers,
+    freeze,
+    get,
+    layers,
+    map_layers,
+    merge,
+    override,
+    paths,
+    rename,
+    replace,
+    select,
+)
 from mlax.core._tied import Tie, Tied
-from mlax.core._trees import count, freeze, merge, paths, rename, select
-from mlax.core._wrapper import Wrapper
+from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, init_stacked
 
 __all__ = [
     "Cell",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax.core._notes import brief, brief_signature, signature
-from mlax.core._paths import flat
+from mlax.core._errors import short_repr, short_signature, signature
+from mlax.core._paths import flatten_paths
 
 A_KEY = "pass jax.random.key(0), say"
 
@@ -25,7 +25,7 @@ def check_key(whose: str, call: str, rng: Any, x: Any) -> None:
     """Refuse an rng that is no key, as `call` takes it beside `x`."""
     if not is_key(rng):
         swapped = f" Are the arguments swapped? They are {call}." if is_key(x) else ""
-        raise TypeError(f"{whose} needs a key, but rng is {brief_signature(rng)}; {A_KEY}.{swapped}")
+        raise TypeError(f"{whose} needs a key, but rng is {short_signature(rng)}; {A_KEY}.{swapped}")
 
 
 def check_mode(layer: Any, mode: Any) -> None:
@@ -34,44 +34,47 @@ def check_mode(layer: Any, mode: Any) -> None:
         return
     if isinstance(mode, Tracer) and mode.dtype == np.bool_ and mode.ndim == 0:
         return  # jitted without static_argnames: fine for as long as no layer reads it
-    raise TypeError(f"{brief(layer)}: inference_mode is {brief_signature(mode)}, but must be True or False.")
+    raise TypeError(f"{short_repr(layer)}: inference_mode is {short_signature(mode)}, but must be True or False.")
 
 
-def foreign(leaf: Any) -> str | None:
+def foreign_array_type(leaf: Any) -> str | None:
     """What another library calls its array, which has a shape and a dtype but none that JAX reads; None for others."""
     library = type(leaf).__module__.partition(".")[0]
     return f"{library}.{type(leaf).__name__}" if library in ("torch", "tensorflow") else None
 
 
-def refuse_other_than_dict(layer: Any, what: str, got: Any) -> None:
+def check_is_dict(layer: Any, what: str, got: Any) -> None:
     """Refuse variables that are neither a dict nor None."""
     if got is not None and not isinstance(got, dict):
         pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
         raise TypeError(
-            f"{brief(layer)}: {what} is {brief_signature(got)}, but must be a dict of arrays or None.{pair}"
+            f"{short_repr(layer)}: {what} is {short_signature(got)}, but must be a dict of arrays or None.{pair}"
         )
 
 
-def refuse_swapped(layer: Any, x: Any, trainables: Any) -> None:
+def check_not_swapped(layer: Any, x: Any, trainables: Any) -> None:
     """Refuse variables where the input belongs."""
     if isinstance(x, dict) and isinstance(trainables, jax.Array | np.ndarray):
-        raise TypeError(f"{brief(layer)}: fwd(x, trainables): the input is a dict; are the arguments swapped?")
+        raise TypeError(f"{short_repr(layer)}: fwd(x, trainables): the input is a dict; are the arguments swapped?")
 
 
 def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
     """Refuse (trainables, non_trainables) whose leaves have other names than those wanted."""
     for index, what in enumerate(("trainables", "non_trainables")):
-        refuse_other_than_dict(layer, what, got[index])
-        names, given = flat(wanted[index]), flat(got[index])
+        check_is_dict(layer, what, got[index])
+        names, given = flatten_paths(wanted[index]), flatten_paths(got[index])
         missing, extra = (", ".join(sorted(some)) for some in (names.keys() - given, given.keys() - names))
         if missing or extra:
             faults = [f"lacks {missing}"] * bool(missing) + [f"has extra {extra}"] * bool(extra)
-            swapped = [flat(each).keys() for each in got] == [flat(each).keys() for each in reversed(wanted)]
+            swapped = [flatten_paths(each).keys() for each in got] == [
+                flatten_paths(each).keys() for each in reversed(wanted)
+            ]
             advice = (
                 "Are trainables and non_trainables swapped?" if swapped else "Pass what init returned for this layer."
             )
             raise ValueError(
-                f"{brief(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(names) or 'nothing'}. {advice}"
+                f"{short_repr(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(names) or 'nothing'}. "
+                f"{advice}"
             )
 
 
@@ -81,7 +84,7 @@ def check_floats(layer: Any, x: Any) -> None:
     follows = getattr(layer, "param_dtype", "none") is None  # such a layer makes its weights in the input's dtype
     if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise TypeError(
-            f"{brief(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
+            f"{short_repr(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
             "cast it, as by x.astype(jnp.float32)."
         )
 
@@ -90,25 +93,28 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
     """Refuse trainables of another dtype than the input's, unless the layer declares that it casts them."""
     inputs = {str(leaf.dtype) for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)}
     allowed = inputs if len(inputs) == 1 else set()
-    for path, leaf in flat(trainables).items():
-        if (theirs := foreign(leaf)) is not None:
-            raise TypeError(f"{brief(layer)}: {path} is a {theirs}; pass it as an array, by jnp.asarray(it.numpy()).")
+    for path, leaf in flatten_paths(trainables).items():
+        if (theirs := foreign_array_type(leaf)) is not None:
+            raise TypeError(
+                f"{short_repr(layer)}: {path} is a {theirs}; pass it as an array, by jnp.asarray(it.numpy())."
+            )
         dtype = str(leaf.dtype)
         if not inputs or not jnp.issubdtype(leaf.dtype, jnp.floating) or dtype in allowed:
             continue
         if dtype != getattr(layer, "param_dtype", None):
             raise TypeError(
-                f"{brief(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and nothing is "
+                f"{short_repr(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and "
+                "nothing is "
                 "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
             )
 
 
 def check_shapes(layer: Any, wanted: Any, trainables: Any) -> None:
     """Refuse trainables of other shapes than wanted; inside `shard_map`, which may split them, of another rank."""
-    likes = flat(wanted)
-    for path, leaf in flat(trainables).items():
+    likes = flatten_paths(wanted)
+    for path, leaf in flatten_paths(trainables).items():
         shape = likes[path].shape
         if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
             continue
         must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        raise ValueError(f"{brief(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")
+        raise ValueError(f"{short_repr(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")

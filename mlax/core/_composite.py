@@ -1,22 +1,57 @@
-"""Composite: a layer made of parts; the author says which parts and how they are wired."""
+"""Composite: a layer made of parts; the author writes the parts and how they are wired."""
 
 import abc
+import ast
 import collections
 import dataclasses
+import difflib
 import functools
-from collections.abc import Mapping
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
 from jax.core import Tracer
 
-from mlax.core._checks import refuse_other_than_dict
+from mlax._jax import abstract_key, named_key
+from mlax.core._checks import check_is_dict
+from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import fields_of, frozen, with_fields
-from mlax.core._keys import named_key
-from mlax.core._layer import Layer, Tree, cached_by_shape, init_for, structs
-from mlax.core._notes import brief, located, signature
-from mlax.core._parts import Sub, parts_of
-from mlax.core._shape_key import shape_key
+from mlax.core._layer import Layer, Tree, cached_by_shape, jitted_init, shape_dtypes
+
+
+class Sub:
+    """The parts of one composite during one call of its `wire`: `sub.name(x)` or `sub[name](x)`.
+
+    It hands each part its variables and its key, and collects the part's new state.
+    """
+
+    def __init__(self, composite: Any, call: Callable[[str, Layer, Any], Any], inference_mode: bool):
+        self._composite = composite
+        self._call = call
+        self.inference_mode = inference_mode
+
+    def __getitem__(self, name: str) -> Callable[[Any], Any]:
+        parts = parts_of(self._composite)
+        if name not in parts:
+            close = difflib.get_close_matches(name, parts, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise AttributeError(
+                f"{short_repr(self._composite)} has no part {name!r}; its parts are {', '.join(parts) or 'none'}.{hint}"
+            )
+
+        def part(x: Any) -> Any:
+            with error_scope(name, x):
+                return self._call(name, parts[name], x)
+
+        return part
+
+    def __getattr__(self, name: str) -> Callable[[Any], Any]:
+        return self[name]
+
+    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
+        return (self[name] for name in parts_of(self._composite))
 
 
 @frozen
@@ -51,10 +86,10 @@ class Composite(Layer):
         sized, inputs = self.sized(x), part_inputs(self, x)
         trainables, non_trainables = {}, {}
         for name, part in parts_of(sized).items():
-            with located(name, inputs[name]):
+            with error_scope(name, inputs[name]):
                 key = named_key(rng, name)
                 traced = isinstance(rng, Tracer)
-                made = init_for(part, inputs[name])(key) if traced else part.init(key, inputs[name])
+                made = jitted_init(part, inputs[name])(key) if traced else part.init(key, inputs[name])
                 trainables[name], non_trainables[name] = made
         return _present(trainables), _present(non_trainables)
 
@@ -75,11 +110,11 @@ class Composite(Layer):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
-            refuse_other_than_dict(self, what, tree)
+            check_is_dict(self, what, tree)
             extra = [name for name in tree or {} if name not in parts_of(self)]
             if extra:
                 raise ValueError(
-                    f"{brief(self)}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
+                    f"{short_repr(self)}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
                     f"{', '.join(parts_of(self))}. Pass what init returned for this layer."
                 )
 
@@ -94,13 +129,14 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     def trace(rng: jax.Array, x: Any, inference_mode: bool) -> None:
         def call(name: str, part: Layer, x: Any) -> Any:
             # jit, so that JAX traces equal parts once
-            made = init_for(part, x)(rng)
-            if structs(made) != variables.setdefault(name, structs(made)):
+            made = jitted_init(part, x)(rng)
+            if shape_dtypes(made) != variables.setdefault(name, shape_dtypes(made)):
                 raise ValueError(
-                    f"{brief(composite)}: part {name!r} is called on {signature(inputs[name])} and on {signature(x)}, "
+                    f"{short_repr(composite)}: part {name!r} is called on {signature(inputs[name])} and on "
+                    f"{signature(x)}, "
                     "which need different variables; make it two parts."
                 )
-            inputs.setdefault(name, structs(x))
+            inputs.setdefault(name, shape_dtypes(x))
             fwd = jax.jit(part.fwd, static_argnames="inference_mode")
             return fwd(x, *made, rng=rng, inference_mode=inference_mode)[0]
 
@@ -108,11 +144,11 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
 
     for inference_mode in (True, False):  # training may need what is not there yet, such as the name of a mesh axis
         if len(inputs) < len(parts_of(composite)):
-            jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), shape_key(), x)
+            jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), abstract_key(), x)
     never = [name for name in parts_of(composite) if name not in inputs]
     if never:
         raise ValueError(
-            f"{brief(composite)}: wire never calls {', '.join(map(repr, never))}; call it as sub.{never[0]}(x), "
+            f"{short_repr(composite)}: wire never calls {', '.join(map(repr, never))}; call it as sub.{never[0]}(x), "
             "or leave it out of the parts."
         )
     return inputs
@@ -120,3 +156,50 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
 
 def _present(variables: dict[str, Tree]) -> Tree:
     return {name: tree for name, tree in variables.items() if tree is not None} or None
+
+
+@functools.lru_cache(maxsize=4096)
+def parts_of(composite: Any) -> Mapping[str, Layer]:
+    """The parts of a composite, edits included, checked once for each distinct description."""
+    _refuse_repeated_names(type(composite))
+    parts = {**composite.parts(), **dict(composite.edits)}
+    for name, part in parts.items():
+        if not name.isidentifier() or name.startswith("_") or name == "inference_mode":
+            raise ValueError(
+                f"{short_repr(composite)}: {name!r} cannot name a part; use an identifier without a leading "
+                "underscore, "
+                "other than inference_mode, since `wire` calls it as sub.name."
+            )
+        check_layer(short_repr(composite), f"part {name!r}", part)
+    return parts
+
+
+def check_layer(whose: str, what: str, part: Any) -> None:
+    """Refuse a part that is no layer, with what it takes to make one of it."""
+    if isinstance(part, Layer):
+        return
+    name = getattr(part, "__name__", None)
+    came, advice = f"a {type(part).__name__}", "pass a layer."
+    if isinstance(part, type) and issubclass(part, Layer):
+        given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
+        came, advice = f"the class {name}", f"did you mean {name}({given})?"
+    elif callable(part):
+        came, advice = f"the function {name}" if name else came, f"wrap it: mlax.F({name or '...'})."
+    elif isinstance(part, list | tuple | dict):
+        stars = "**" if isinstance(part, dict) else "*"
+        advice = f"pass the layers themselves: mlax.Series({stars}layers)."
+    raise TypeError(f"{whose}: {what} is {came}, which is no layer; {advice}")
+
+
+@functools.cache
+def _refuse_repeated_names(cls: type) -> None:
+    """Refuse a `parts` that writes one name twice: Python would drop the first part without a word."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(cls.parts)))  # pyright: ignore
+    except (OSError, TypeError, SyntaxError):
+        return  # no source to read, as at a prompt
+    for node in ast.walk(source):
+        names = [key.value for key in getattr(node, "keys", []) if isinstance(key, ast.Constant)]
+        for name in names:
+            if isinstance(node, ast.Dict) and names.count(name) > 1:
+                raise ValueError(f"{cls.__name__}: `parts` has two parts named {name!r}; rename one.")

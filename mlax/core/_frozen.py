@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._wrong_call import no_field, wrong_call
+from mlax.core._errors import constructor_error, unknown_field_message
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
@@ -44,11 +44,11 @@ def frozen(cls: C) -> C:
             )
             raise
         except TypeError:
-            if (wrong := wrong_call(described, init, args, kwargs)) is not None:
+            if (wrong := constructor_error(described, init, args, kwargs)) is not None:
                 raise wrong from None
             raise
         if type(self) is described:  # a subclass settles once, when all of its fields are there
-            _settle(self)
+            _finalize(self)
 
     described.__init__ = settled_init
     described.__eq__ = _equal
@@ -73,11 +73,11 @@ def with_fields(description: D, **changes: Any) -> D:
     values = fields_of(description)
     unknown = changes.keys() - values.keys()
     if unknown:
-        raise TypeError(no_field(str(description), unknown, values))
+        raise TypeError(unknown_field_message(str(description), unknown, values))
     return _rebuild(type(description), {**values, **changes})
 
 
-def refuse_unsized(description: Any) -> None:
+def check_sizes(description: Any) -> None:
     """Refuse a description with a size that is still open."""
     for name, kind, _ in _kinds(type(description)):
         if kind is Size:
@@ -113,7 +113,7 @@ def _checked_first(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     return checked
 
 
-def _settle(self: Any) -> None:
+def _finalize(self: Any) -> None:
     _keys(self)
     for name, kind, default in _kinds(type(self)):
         value = getattr(self, name)
@@ -223,7 +223,7 @@ def _rebuild(cls: type, values: dict[str, Any]) -> Any:
         object.__setattr__(self, name, value)
     if hasattr(self, "__post_init__"):
         self.__post_init__()
-    _settle(self)
+    _finalize(self)
     return self
 
 

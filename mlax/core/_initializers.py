@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mlax.core._chunks import drawn, filled
+from mlax._jax import constant, sample
 from mlax.core._frozen import frozen
 
 
@@ -31,7 +31,7 @@ class Constant(Initializer):
     value: float
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return filled(self.value, rng, shape, dtype)
+        return constant(self.value, rng, shape, dtype)
 
 
 @frozen
@@ -39,7 +39,7 @@ class Zeros(Initializer):
     """Zero everywhere."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return filled(0.0, rng, shape, dtype)
+        return constant(0.0, rng, shape, dtype)
 
 
 @frozen
@@ -47,7 +47,7 @@ class Ones(Initializer):
     """One everywhere."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return filled(1.0, rng, shape, dtype)
+        return constant(1.0, rng, shape, dtype)
 
 
 @frozen
@@ -57,7 +57,7 @@ class Normal(Initializer):
     std: float = 0.01
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return drawn(jax.random.normal, rng, shape, dtype, self.std)
+        return sample(jax.random.normal, rng, shape, dtype, self.std)
 
 
 @frozen
@@ -67,7 +67,7 @@ class TruncatedNormal(Initializer):
     std: float = 0.01
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return drawn(_truncated, rng, shape, dtype, self.std)
+        return sample(_truncated, rng, shape, dtype, self.std)
 
 
 @frozen
@@ -77,7 +77,7 @@ class Uniform(Initializer):
     limit: float = 0.01
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return drawn(_symmetric, rng, shape, dtype, self.limit)
+        return sample(_symmetric, rng, shape, dtype, self.limit)
 
 
 @frozen
@@ -112,11 +112,11 @@ class VarianceScaling(Initializer):
         std = math.sqrt(self.scale / max(1.0, fan))
         match self.distribution:
             case "normal":
-                return drawn(jax.random.normal, rng, shape, dtype, std)
+                return sample(jax.random.normal, rng, shape, dtype, std)
             case "truncated":
-                return drawn(_truncated, rng, shape, dtype, std / TRUNCATED_STD)
+                return sample(_truncated, rng, shape, dtype, std / TRUNCATED_STD)
             case "uniform":
-                return drawn(_symmetric, rng, shape, dtype, std * math.sqrt(3))
+                return sample(_symmetric, rng, shape, dtype, std * math.sqrt(3))
 
 
 def lecun(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
@@ -149,7 +149,7 @@ class Orthogonal(Initializer):
         outputs = shape[out_axis]
         others = math.prod(shape) // max(1, outputs)
         wide = jnp.promote_types(dtype, jnp.float32)
-        draws = drawn(jax.random.normal, rng, (max(others, outputs), min(others, outputs)), wide, 1.0)
+        draws = sample(jax.random.normal, rng, (max(others, outputs), min(others, outputs)), wide, 1.0)
         q, r = jnp.linalg.qr(draws)
         q = q * jnp.sign(jnp.diagonal(r))  # makes the distribution uniform over orthogonal matrices
         q = (q.T if others < outputs else q) * self.scale  # (others, outputs)

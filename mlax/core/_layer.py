@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from mlax._jax import abstract_key
 from mlax.core._checks import (
     A_KEY,
     check_dtypes,
@@ -16,14 +17,13 @@ from mlax.core._checks import (
     check_key,
     check_mode,
     check_names,
+    check_not_swapped,
     check_shapes,
-    foreign,
+    foreign_array_type,
     is_key,
-    refuse_swapped,
 )
-from mlax.core._frozen import frozen, refuse_unsized
-from mlax.core._notes import brief, brief_signature, signature
-from mlax.core._shape_key import shape_key
+from mlax.core._errors import short_repr, short_signature, signature
+from mlax.core._frozen import check_sizes, frozen
 
 T = TypeVar("T")
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
@@ -69,7 +69,7 @@ class Layer(abc.ABC):
 
         def __call__(self, *args, **kwargs):
             raise TypeError(
-                f"{brief(self)} is a description and is not called; write y, non_trainables = "
+                f"{short_repr(self)} is a description and is not called; write y, non_trainables = "
                 "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
             )
 
@@ -79,15 +79,15 @@ class Layer(abc.ABC):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Refuse variables that `init` would not have made for inputs like `x`."""
-        wanted = variables_like(self, x)
+        wanted = variable_shapes(self, x)
         check_names(self, wanted, (trainables, non_trainables))
         check_dtypes(self, x, trainables)
         check_shapes(self, wanted[0], trainables)
 
 
-def structs(x: Any) -> Any:
+def shape_dtypes(x: Any) -> Any:
     """The shapes and dtypes of a tree of arrays, each dtype as JAX would hold it."""
-    return jax.tree.map(_struct, x)
+    return jax.tree.map(_shape_dtype, x)
 
 
 def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
@@ -99,7 +99,7 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 
     @functools.wraps(function)
     def call(layer: Any, x: Any) -> T:
-        leaves, treedef = jax.tree.flatten(structs(x))
+        leaves, treedef = jax.tree.flatten(shape_dtypes(x))
         widest = jax.dtypes.canonicalize_dtype(np.float64)  # JAX may be told to have float64 or not, at any time
         return cached(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), widest)
 
@@ -107,24 +107,26 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 
 
 @cached_by_shape
-def variables_like(layer: Layer, x: Any) -> tuple[Tree, Tree]:
+def variable_shapes(layer: Layer, x: Any) -> tuple[Tree, Tree]:
     """The shapes and dtypes of the variables that `layer.init` makes for inputs like `x`; nothing is allocated."""
-    return structs(jax.eval_shape(init_for(layer, x), shape_key()))  # remembered, so without the mesh of today
+    return shape_dtypes(
+        jax.eval_shape(jitted_init(layer, x), abstract_key())
+    )  # remembered, so without the mesh of today
 
 
 @cached_by_shape
-def init_for(layer: Layer, x: Any) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+def jitted_init(layer: Layer, x: Any) -> Callable[[jax.Array], tuple[Tree, Tree]]:
     """`layer.init` for inputs like `x` as a function of the key, which JAX traces once for all equal layers."""
     return jax.jit(lambda rng: layer.init(rng, x))
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(
             f"the input has a leaf {leaf!r} of type {type(leaf).__name__}, but every leaf must be an array or a "
             "jax.ShapeDtypeStruct; wrap numbers with jnp.asarray."
         )
-    if (theirs := foreign(leaf)) is not None:
+    if (theirs := foreign_array_type(leaf)) is not None:
         raise TypeError(f"the input is a {theirs}; pass x.numpy().")
     dtype = leaf.dtype
     if isinstance(dtype, np.dtype):  # not so for keys, which have one form only
@@ -138,11 +140,11 @@ def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
-        check_key(f"{brief(self)}: init", "init(rng, x)", rng, x)
-        refuse_unsized(self)
-        x = structs(x)
+        check_key(f"{short_repr(self)}: init", "init(rng, x)", rng, x)
+        check_sizes(self)
+        x = shape_dtypes(x)
         check_floats(self, x)
-        return _pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
+        return _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
 
     return checked
 
@@ -163,30 +165,30 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Any, Tree]:
         check_mode(self, inference_mode)
         if rng is not None and not is_key(rng):
-            raise TypeError(f"{brief(self)}: rng is {brief_signature(rng)}, but must be a key; {A_KEY}.")
-        refuse_swapped(self, x, trainables)
-        x = jax.tree.map(_array, x)
+            raise TypeError(f"{short_repr(self)}: rng is {short_signature(rng)}, but must be a key; {A_KEY}.")
+        check_not_swapped(self, x, trainables)
+        x = jax.tree.map(_to_device_array, x)
         self.check_variables(x, trainables, non_trainables)
         try:
             out = fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         except jax.errors.TracerBoolConversionError as error:
             if isinstance(inference_mode, Tracer):
                 error.add_note(
-                    f"{brief(self)} reads inference_mode, which is traced here; "
+                    f"{short_repr(self)} reads inference_mode, which is traced here; "
                     'write jax.jit(layer.fwd, static_argnames="inference_mode").'
                 )
             raise
-        return _pair(self, "fwd", "(y, non_trainables)", out)
+        return _check_pair(self, "fwd", "(y, non_trainables)", out)
 
     return checked
 
 
-def _array(leaf: Any) -> Any:
+def _to_device_array(leaf: Any) -> Any:
     # not by jnp.asarray, which compiles something for each shape
     return jax.device_put(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def _pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, Any]:
+def _check_pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"{brief(layer)}: {method} returned {signature(out)}, but must return a pair {wanted}.")
+        raise TypeError(f"{short_repr(layer)}: {method} returned {signature(out)}, but must return a pair {wanted}.")
     return out

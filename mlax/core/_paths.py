@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
-class NoSuch(KeyError):
+class NoMatch(KeyError):
     """A KeyError that shows its words as they are, where KeyError itself puts them in quotes."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
-def flat(tree: Any) -> dict[str, Any]:
+def flatten_paths(tree: Any) -> dict[str, Any]:
     """The leaves of nested dicts by path, in JAX's order: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is no leaf."""
     return dict(_walk(tree, ""))
 
 
-def nested(leaves: Iterable[tuple[str, Any]]) -> Any:
+def unflatten_paths(leaves: Iterable[tuple[str, Any]]) -> Any:
     """The nested dicts whose leaves are these (path, leaf) pairs; None if there are none."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves:
@@ -35,14 +35,14 @@ def nested(leaves: Iterable[tuple[str, Any]]) -> Any:
     return tree or None
 
 
-def filled_in(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
+def replace_leaves(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
     """Nested dicts with these leaves, by path, in place of their own; `path` is what the tree itself is called."""
     if isinstance(tree, dict):
-        return {name: filled_in(below, leaves, f"{path}/{name}" if path else name) for name, below in tree.items()}
+        return {name: replace_leaves(below, leaves, f"{path}/{name}" if path else name) for name, below in tree.items()}
     return None if tree is None else leaves[path]
 
 
-def matching(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
+def match_paths(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
     """The paths that match any of the patterns, in their own order; a pattern that matches none is an error.
 
     In a pattern `*` stands for anything inside one name, and `**` for any number of whole names.
@@ -52,7 +52,7 @@ def matching(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
     for pattern in patterns:
         hits = [path for path in paths if matches(pattern, path)]
         if not hits:
-            raise NoSuch(no_such(pattern, paths))
+            raise NoMatch(no_match_message(pattern, paths))
         found.update(hits)
     return [path for path in paths if path in found]
 
@@ -62,7 +62,7 @@ def matches(pattern: str, path: str) -> bool:
     return _regex(pattern).fullmatch(f"{path}/") is not None
 
 
-def no_such(path: str, paths: Iterable[str]) -> str:
+def no_match_message(path: str, paths: Iterable[str]) -> str:
     """The words for a path or pattern that matches nothing, with the closest that would."""
     paths = [other for other in paths if other]  # the whole of a model has no name
     close = max(paths, key=lambda other: _likeness(path, other), default="")

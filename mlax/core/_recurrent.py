@@ -1,5 +1,8 @@
-"""Recurrent: a cell over the time axis."""
+"""Recurrent: a cell scanned over the time axis."""
 
+import abc
+import collections
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import Any
 
@@ -9,13 +12,49 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax.core._cell import Cell, CompositeCell
+from mlax._jax import Apply, Function, ScanStep, add_feedback, batched_grad_scan, named_key, shard_like, time_vmap
+from mlax.core._composite import Composite, Sub
+from mlax.core._errors import short_repr, signature
 from mlax.core._frozen import frozen
-from mlax.core._laid import laid_like
-from mlax.core._layer import Tree
-from mlax.core._notes import brief, signature
-from mlax.core._split import split_scan
-from mlax.core._wrapper import Wrapper
+from mlax.core._layer import Layer, Tree, shape_dtypes
+from mlax.core._wrappers import Wrapper
+
+
+@frozen
+class Cell(Layer):
+    """One step in time: a layer from (carry, x) to (carry, y), where x and y are of one time step, (b, ...)."""
+
+    @abc.abstractmethod
+    def start(self, x: Any) -> Any:
+        """The carry before the first step, for a step's input of the shape and dtype of `x`."""
+
+
+@frozen
+class CompositeCell(Composite, Cell):
+    """A cell made of parts, written as what needs no carry, `ahead`, and what does, `feedback` and `step`.
+
+    `Recurrent` computes `ahead` for all time steps at once, and so it does the gradients of all weights: of each
+    part, one product for the whole sequence. By itself the cell computes one after the other.
+    """
+
+    @abc.abstractmethod
+    def ahead(self, sub: Sub, x: Any) -> Any:
+        """What of a step needs its input (b, ...) only."""
+
+    def feedback(self, sub: Sub, carry: Any) -> Any:
+        """What the carry adds to `ahead`, if anything: like it, or None.
+
+        `step` can do the same for itself; but a sum that is known as such has one gradient instead of two.
+        """
+        return None
+
+    @abc.abstractmethod
+    def step(self, sub: Sub, carry: Any, ahead: Any) -> tuple[Any, Any]:
+        """The next carry and the output (b, ...), from the carry and from `ahead` with `feedback` added to it."""
+
+    def wire(self, sub: Sub, x: Any) -> tuple[Any, Any]:
+        carry, x = x
+        return self.step(sub, carry, add_feedback(self.ahead(sub, x), self.feedback(sub, carry)))
 
 
 @frozen
@@ -54,7 +93,7 @@ class Recurrent(Wrapper):
         carry, x, lengths = self._taken_apart(x)
         times, step = self._step(x)
         x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, self.axis, 0), x)  # (t, b, ...)
-        carry = laid_like(self.layer.start(step), x, axis=1) if carry is None else carry
+        carry = shard_like(self.layer.start(step), x, axis=1) if carry is None else carry
         keys = None if rng is None else jax.random.split(rng, times)
         within = None
         if lengths is not None:
@@ -63,7 +102,7 @@ class Recurrent(Wrapper):
         if isinstance(self.layer, CompositeCell) and non_trainables is None:
             self.layer.check_variables((carry, x), trainables, None)
             options = {"inference_mode": inference_mode, "reverse": self.reverse, "unroll": self._unrolled}
-            carry, y = split_scan(self.layer, carry, x, trainables or {}, keys, within, self._kept, **options)
+            carry, y = cell_scan(self.layer, carry, x, trainables or {}, keys, within, self._kept, **options)
         else:
             (carry, non_trainables), y = self._whole(
                 (carry, non_trainables), x, trainables, keys, within, inference_mode
@@ -93,7 +132,7 @@ class Recurrent(Wrapper):
         """What a step gives, where the example is long enough; the carry as it was, and zeros, elsewhere."""
         if signature(after) != signature(carry):
             raise ValueError(
-                f"{brief(self)}: the cell turns a carry of {signature(carry)} into {signature(after)}; "
+                f"{short_repr(self)}: the cell turns a carry of {signature(carry)} into {signature(after)}; "
                 "it must return one like the one it was given."
             )
         if within is None:
@@ -111,7 +150,7 @@ class Recurrent(Wrapper):
             return None, x, None
         if not isinstance(x, tuple) or len(x) != len(wanted):
             raise ValueError(
-                f"{brief(self)}: the input is {signature(x)}, but must be the tuple ({', '.join(wanted)}), "
+                f"{short_repr(self)}: the input is {signature(x)}, but must be the tuple ({', '.join(wanted)}), "
                 f"as {' and '.join(f'{field}=True' for field in wanted if field != 'x')} says."
             )
         return (None, *x) if not self.carry else (*x, None) if not self.lengths else x
@@ -121,10 +160,12 @@ class Recurrent(Wrapper):
         sizes: set[int] = set()
         for leaf in jax.tree.leaves(x):
             if not -leaf.ndim <= self.axis < leaf.ndim:
-                raise ValueError(f"{brief(self)}: the input has the shape {leaf.shape}, which has no axis {self.axis}.")
+                raise ValueError(
+                    f"{short_repr(self)}: the input has the shape {leaf.shape}, which has no axis {self.axis}."
+                )
             sizes.add(leaf.shape[self.axis])
         if len(sizes) != 1:
-            raise ValueError(f"{brief(self)}: time has the lengths {sorted(sizes)} in the input; it needs one.")
+            raise ValueError(f"{short_repr(self)}: time has the lengths {sorted(sizes)} in the input; it needs one.")
 
         def drop(leaf: Any) -> jax.ShapeDtypeStruct:
             axis = self.axis % leaf.ndim
@@ -138,7 +179,7 @@ def _check_lengths(self: Recurrent, lengths: Any, times: int, step: Any) -> None
     batch = jax.tree.leaves(step)[0].shape[:1]
     if lengths.shape != batch or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
-            f"{brief(self)}: lengths is {signature(lengths)}, but must be whole numbers of the shape {batch}, "
+            f"{short_repr(self)}: lengths is {signature(lengths)}, but must be whole numbers of the shape {batch}, "
             "one for each example."
         )
     if isinstance(lengths, Tracer | jax.ShapeDtypeStruct) or lengths.size == 0:
@@ -146,6 +187,80 @@ def _check_lengths(self: Recurrent, lengths: Any, times: int, step: Any) -> None
     known = np.asarray(lengths)
     if known.min() < 0 or known.max() > times:
         raise ValueError(
-            f"{brief(self)}: lengths go from {known.min()} to {known.max()}, but the input has {times} time steps; "
+            f"{short_repr(self)}: lengths go from {known.min()} to {known.max()}, but the input has {times} time "
+            "steps; "
             f"give lengths from 0 to {times}, or a longer input."
         )
+
+
+Keep = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # of (within, carry, next carry, y) to (next carry, y)
+
+
+def cell_scan(
+    cell: CompositeCell,
+    carry: Any,
+    x: Any,
+    trainables: dict[str, Tree],
+    keys: jax.Array | None,
+    within: jax.Array | None,
+    keep: Keep,
+    *,
+    inference_mode: bool,
+    reverse: bool,
+    unroll: int,
+) -> tuple[Any, Any]:
+    """The last carry and y (t, b, ...) from the first and x (t, b, ...)."""
+    like = shape_dtypes(trainables)  # what a derivative holds on to may not hold the variables
+
+    def sub(phase: str, apply: Apply, key: jax.Array | None) -> Sub:
+        """The cell's parts; each call of one has a key of its own, if it reads it at all."""
+        calls = collections.Counter[str]()
+
+        def call(name: str, part: Layer, x: Any) -> Any:
+            def run(weights: Tree, given: tuple[Any, jax.Array | None]) -> Any:
+                return part.fwd(given[0], weights, None, rng=given[1], inference_mode=inference_mode)[0]
+
+            calls[name] += 1
+            own = None
+            if key is not None and _reads_key(run, like.get(name), shape_dtypes(x)):
+                own = named_key(named_key(key, phase), f"{name}#{calls[name]}")
+            return apply(name, run, (x, own))
+
+        return Sub(cell, call, inference_mode)
+
+    def ahead(weights: dict[str, Tree], given: tuple[Any, jax.Array | None]) -> Any:
+        x, key = given
+        return cell.ahead(sub("ahead", _with(weights), key), x)
+
+    def feedback(weights: dict[str, Tree], given: tuple[Any, jax.Array | None]) -> Any:
+        carry, key = given
+        return cell.feedback(sub("feedback", _with(weights), key), carry)
+
+    def step(apply: Apply, carry: Any, ahead: Any, fixed: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        _, key, within = fixed
+        return keep(within, carry, *cell.step(sub("step", apply, key), carry, ahead))
+
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
+    ahead_keys = keys if keys is not None and _reads_key(ahead, like, one) else None
+    feedback_keys = keys if keys is not None and _reads_key(feedback, like, shape_dtypes(carry)) else None
+    return batched_grad_scan(
+        ScanStep(feedback, step),
+        carry,
+        time_vmap(lambda given: ahead(trainables, given), (x, ahead_keys)),
+        (feedback_keys, keys, within),
+        trainables,
+        reverse=reverse,
+        unroll=unroll,
+    )
+
+
+def _with(weights: dict[str, Tree]) -> Apply:
+    return lambda name, run, given: run(weights.get(name), given)
+
+
+def _reads_key(run: Function, weights: Any, x: Any) -> bool:
+    """Whether `run(weights, (x, key))` does anything with the key: without one, steps can share a batch."""
+    key = jax.eval_shape(jax.random.key, 0)
+    traced = jax.make_jaxpr(lambda key, weights, x: run(weights, (x, key)))(key, weights, x)
+    first = traced.jaxpr.invars[0]
+    return any(var is first for eqn in traced.jaxpr.eqns for var in eqn.invars)

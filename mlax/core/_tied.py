@@ -3,11 +3,11 @@
 from dataclasses import KW_ONLY
 from typing import Any
 
+from mlax.core._errors import short_repr
 from mlax.core._frozen import frozen
-from mlax.core._layer import Layer, variables_like
-from mlax.core._notes import brief
-from mlax.core._paths import flat, nested, no_such
-from mlax.core._wrapper import Wrapper
+from mlax.core._layer import Layer, variable_shapes
+from mlax.core._paths import flatten_paths, no_match_message, unflatten_paths
+from mlax.core._wrappers import Wrapper
 
 
 @frozen
@@ -38,30 +38,35 @@ class Tied(Wrapper):
                 raise TypeError(f"Tied: {tie!r} is no mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")
 
     def init(self, rng, x):
-        leaves = flat(variables_like(self.layer, x)[0])
+        leaves = flatten_paths(variable_shapes(self.layer, x)[0])
         for tie in self.ties:
             self._check(tie, leaves)
         trainables, non_trainables = self.layer.init(rng, x)
         tied = {tie.leaf for tie in self.ties}
-        kept = nested((path, leaf) for path, leaf in flat(trainables).items() if path not in tied)
+        kept = unflatten_paths((path, leaf) for path, leaf in flatten_paths(trainables).items() if path not in tied)
         return kept, non_trainables
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        leaves = flat(trainables)
+        leaves = flatten_paths(trainables)
         for tie in self.ties:
             if tie.to not in leaves:
-                raise ValueError(f"{brief(self)}: trainables lacks the leaf {no_such(tie.to, leaves)}")
+                raise ValueError(f"{short_repr(self)}: trainables lacks the leaf {no_match_message(tie.to, leaves)}")
             leaves[tie.leaf] = leaves[tie.to].T if tie.transpose else leaves[tie.to]
-        return self.layer.fwd(x, nested(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode)
+        return self.layer.fwd(
+            x, unflatten_paths(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode
+        )
 
     def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
         for path in (tie.leaf, tie.to):
             if path not in leaves:
-                raise ValueError(f"{brief(self)}: no leaf of the layer is called so: {no_such(path, leaves)}")
+                raise ValueError(
+                    f"{short_repr(self)}: no leaf of the layer is called so: {no_match_message(path, leaves)}"
+                )
         shape = leaves[tie.to].shape[::-1] if tie.transpose else leaves[tie.to].shape
         if leaves[tie.leaf].shape != shape:
             raise ValueError(
-                f"{brief(self)}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give {shape}; "
+                f"{short_repr(self)}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give "
+                f"{shape}; "
                 f"pass transpose={not tie.transpose}, or tie leaves that fit."
             )
 

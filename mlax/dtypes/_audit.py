@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._scopes import layer_path
+from mlax._jax import layer_path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Ready-made choices of dtypes for whole models."""
 
-from mlax.core import DType, Layer, every, override
-from mlax.core._parts import refuse_other_than_layer
+from mlax.core import DType, Layer, check_layer, every, override
 from mlax.dtypes._mixed import Mixed
 
 
@@ -23,6 +22,6 @@ def mixed_float16(model: Layer) -> Mixed:
 
 def _wide_statistics(model: Layer, accum_dtype: DType) -> Layer:
     """The model with `accum_dtype` set on every layer whose statistics a narrow dtype would spoil."""
-    refuse_other_than_layer("mixed precision", "model", model)
+    check_layer("mixed precision", "model", model)
     kinds = {type(layer) for layer in every(model) if layer.takes_statistics}
     return override(model, tuple(kinds), accum_dtype=accum_dtype) if kinds else model

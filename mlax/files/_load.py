@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core._paths import nested
+from mlax.core import unflatten_paths
 from mlax.files._header import Entry, read_header
 from mlax.files._index import read_index
 from mlax.files._opened import opened
@@ -23,7 +23,7 @@ def load(path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None 
     path, within = os.fspath(path), os.fspath(within) if within is not None else None
     arrays = _listed(path, within) if path.endswith(".json") else _arrays(path, within)
     try:
-        return nested(arrays.items()) or {}
+        return unflatten_paths(arrays.items()) or {}
     except ValueError as failure:
         raise Refused(f"{path}: {failure}") from None
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core import Layer
-from mlax.core._paths import nested
+from mlax.core import Layer, unflatten_paths
 from mlax.files import _durable
 from mlax.files._dtypes import NAMES
 from mlax.files._header import MOST_AXES, MOST_BYTES, MOST_ENTRIES
@@ -37,7 +36,7 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
             raise ValueError(f"files.save: two leaves are called {name!r}; rename one of them.")
         arrays[name] = _array(name, leaf)
     try:
-        nested(arrays.items())
+        unflatten_paths(arrays.items())
     except ValueError as failure:
         raise ValueError(f"files.save: {failure}") from None
     words = dict(metadata or {})

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mlax.core._scopes import path_of, scopes_in
+from mlax._jax import path_of, scopes_of_stack
 from mlax.inspect._collectives import TO_DEVICE, TO_HOST, Event, dearest
 from mlax.inspect._flops import bodies
 
@@ -58,7 +58,7 @@ def _of(variable: Any, cuts: dict[Any, Pieces]) -> Pieces | None:
 
 
 def _copies(equation: Any, cuts: dict[Any, Pieces], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
-    path = path_of(scopes_in(scopes))
+    path = path_of(scopes_of_stack(scopes))
     for source, result, target in zip(equation.invars, equation.outvars, equation.params["devices"], strict=True):
         before, after = (_is_host(each.aval) for each in (source, result))
         if before != after:

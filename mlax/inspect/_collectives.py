@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mlax.core._scopes import alternatives, path_of, scopes_of
+from mlax._jax import fused_op_names, path_of, scopes_of_op_name
 from mlax.inspect._hlo import HOST, Computation, Instruction, Program, Shape
 
 TO_DEVICE, TO_HOST, ON_HOST = "host to device", "device to host", "computed on the host"
@@ -80,11 +80,11 @@ def _group(program: Program, instruction: Instruction) -> int:
 
 def _parts(computation: Computation, instruction: Instruction, sizes: list[int]) -> tuple[tuple[str, int], ...]:
     """Whose the bytes are: XLA makes one collective of many, and keeps the names of all of them, or of one."""
-    names = alternatives(instruction.op_name)
+    names = fused_op_names(instruction.op_name)
     if len(sizes) == 1:
         return ((_layer(computation, instruction), sizes[0]),)
     if len(names) == len(sizes):
-        layers = [path_of(scopes_of(name)) for name in names]
+        layers = [path_of(scopes_of_op_name(name)) for name in names]
     else:
         makers = [computation.instructions.get(name, instruction) for name in instruction.operands]
         layers = [_layer(computation, each) or _layer(computation, instruction) for each in makers]
@@ -99,7 +99,7 @@ def _layer(computation: Computation, instruction: Instruction) -> str:
             if current is None:
                 break
             if _tells(current.op_name):
-                return path_of(scopes_of(alternatives(current.op_name)[0]))
+                return path_of(scopes_of_op_name(fused_op_names(current.op_name)[0]))
             current = step(computation, current)
     return ""
 

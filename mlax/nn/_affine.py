@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from mlax.core import Tree, named_key
+from mlax._jax import named_key
+from mlax.core import Tree
 
 
 def scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Tree:

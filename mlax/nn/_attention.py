@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from jax.lax import PrecisionLike
 
-from mlax.core import DType, Initializer, Layer, Zeros, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Zeros, frozen
 from mlax.dtypes import cast
-from mlax.ops import attention
-from mlax.ops._attention_kernel import Kernel
+from mlax.ops import Kernel, attention
 
 EXTRAS = ("segments", "source_segments", "lengths", "query_positions", "key_positions", "mask", "bias")
 

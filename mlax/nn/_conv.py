@@ -8,10 +8,7 @@ from jax.lax import PrecisionLike
 from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._kernel import check_channels, groups_of, kernel_and_bias
-from mlax.ops import conv
-from mlax.ops._layout import layout_of
-from mlax.ops._pad import PadWith, check_pad
-from mlax.ops._windows import Padding, Sizes, windows
+from mlax.ops import Padding, PadWith, Sizes, check_pad, conv, layout_of, windows
 
 
 @frozen

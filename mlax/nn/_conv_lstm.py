@@ -9,7 +9,7 @@ from mlax import ops
 from mlax.core import CompositeCell, DType, Initializer, Size, frozen, lecun
 from mlax.nn._conv import Conv
 from mlax.nn._lstm import ForgetBias
-from mlax.ops._windows import Sizes
+from mlax.ops import Sizes
 
 
 @frozen

@@ -8,10 +8,7 @@ from jax.lax import PrecisionLike
 from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._kernel import check_channels, groups_of, kernel_and_bias
-from mlax.ops import conv_transpose
-from mlax.ops._conv_transpose import stamps
-from mlax.ops._layout import layout_of
-from mlax.ops._windows import Padding, Sizes, per_axis
+from mlax.ops import Padding, Sizes, conv_transpose, layout_of, per_axis, stamps
 
 
 @frozen

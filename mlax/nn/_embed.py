@@ -3,7 +3,8 @@
 from dataclasses import KW_ONLY
 
 from mlax import ops
-from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 
 
 @frozen

@@ -5,8 +5,8 @@ import math
 import jax
 from jax import lax
 
+from mlax._jax import explicit_sharding
 from mlax.core import Layer, frozen
-from mlax.core._laid import split_of
 
 
 @frozen
@@ -50,7 +50,7 @@ class Reshape(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         shape = (x.shape[0], *self._sizes(x.shape[1:]))
-        return x.reshape(shape, out_sharding=split_of(x, (0,))), non_trainables
+        return x.reshape(shape, out_sharding=explicit_sharding(x, (0,))), non_trainables
 
     def _sizes(self, given: tuple[int, ...]) -> tuple[int, ...]:
         size, known = math.prod(given), math.prod(size for size in self.shape if size != -1)

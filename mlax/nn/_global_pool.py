@@ -4,9 +4,7 @@ from dataclasses import KW_ONLY
 from typing import ClassVar
 
 from mlax.core import DType, Layer, frozen
-from mlax.ops import adaptive_pool, global_pool
-from mlax.ops._global_pool import PoolBy, adaptive_sizes, check_by
-from mlax.ops._layout import layout_of
+from mlax.ops import PoolBy, adaptive_pool, adaptive_sizes, check_by, global_pool, layout_of
 
 
 @frozen

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 
-from mlax.core import named_key
-from mlax.ops._conv import check_groups, check_kernel
-from mlax.ops._layout import Layout, layout_of
+from mlax._jax import named_key
+from mlax.ops import Layout, check_groups, check_kernel, layout_of
 
 
 def kernel_and_bias(layer: Any, rng: jax.Array, x: Any, axes: Layout, window: tuple[int, ...]) -> dict[str, jax.Array]:

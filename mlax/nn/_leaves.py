@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from mlax.core._layer import variables_like
-from mlax.core._notes import brief
-from mlax.core._paths import flat
+from mlax.core import flatten_paths, short_repr, variable_shapes
 
 
 def leaves_named(wrapper: Any, x: Any) -> list[str]:
     """The paths of the trainables called `wrapper.leaf` in the layer inside; none at all is an error."""
-    paths = flat(variables_like(wrapper.layer, x)[0])
+    paths = flatten_paths(variable_shapes(wrapper.layer, x)[0])
     found = [path for path in paths if path.split("/")[-1] == wrapper.leaf]
     if not found:
         raise ValueError(
-            f"{brief(wrapper)}: no leaf of the layer is called {wrapper.leaf!r}; it has "
+            f"{short_repr(wrapper)}: no leaf of the layer is called {wrapper.leaf!r}; it has "
             f"{', '.join(paths) or 'none'}. Pass the name of one of them as leaf=."
         )
     return found
@@ -22,7 +20,7 @@ def leaves_named(wrapper: Any, x: Any) -> list[str]:
 def check_axis(wrapper: Any, path: str, leaf: Any) -> None:
     """Refuse a leaf that has no axis `wrapper.axis`."""
     if not -leaf.ndim <= wrapper.axis < leaf.ndim:
-        raise ValueError(f"{brief(wrapper)}: {path} has the shape {leaf.shape}, which has no axis {wrapper.axis}.")
+        raise ValueError(f"{short_repr(wrapper)}: {path} has the shape {leaf.shape}, which has no axis {wrapper.axis}.")
 
 
 def check_present(wrapper: Any, what: str, wanted: list[str], leaves: dict[str, Any]) -> None:
@@ -30,5 +28,5 @@ def check_present(wrapper: Any, what: str, wanted: list[str], leaves: dict[str, 
     missing = [path for path in wanted if path not in leaves]
     if missing:
         raise ValueError(
-            f"{brief(wrapper)}: {what} lacks {', '.join(missing)}. Pass what init returned for this layer."
+            f"{short_repr(wrapper)}: {what} lacks {', '.join(missing)}. Pass what init returned for this layer."
         )

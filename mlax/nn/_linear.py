@@ -5,7 +5,8 @@ from dataclasses import KW_ONLY
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Size, Zeros, frozen, lecun
 from mlax.dtypes import cast
 
 

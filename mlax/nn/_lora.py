@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, named_key, replace
+from mlax._jax import named_key
+from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, replace
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
 from mlax.ops import linear

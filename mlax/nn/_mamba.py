@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
 from mlax.ops import causal_filter, selective_scan

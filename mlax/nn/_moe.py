@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
-from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun, named_key
+from mlax._jax import named_key
+from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun
 from mlax.dtypes import cast
-from mlax.ops import combine, dispatch, linear, route
-from mlax.ops._moe import expert_capacity, expert_places, jitter
+from mlax.ops import combine, dispatch, expert_capacity, expert_places, jitter, linear, route
 
 
 @frozen

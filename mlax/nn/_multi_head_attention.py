@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, frozen, lecun
-from mlax.core._frozen import with_fields
+from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, frozen, lecun, with_fields
 from mlax.nn._attention import Attention
 from mlax.nn._cache import KeyValueCache, Position
 from mlax.nn._linear import Linear
 from mlax.nn._relative_bias import RelativeBias
 from mlax.nn._rotary import Rotary
-from mlax.ops._attention_kernel import Kernel
+from mlax.ops import Kernel
 
 NAMES = ("x", "source", "segments", "source_segments", "lengths", "positions", "mask", "bias")
 

@@ -3,9 +3,7 @@
 from dataclasses import KW_ONLY
 
 from mlax.core import Layer, frozen
-from mlax.ops import patches
-from mlax.ops._layout import layout_of
-from mlax.ops._windows import Padding, Sizes, windows
+from mlax.ops import Padding, Sizes, layout_of, patches, windows
 
 
 @frozen

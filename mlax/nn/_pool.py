@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 from jax import lax
 
 from mlax.core import DType, Layer, frozen
-from mlax.ops import mean_pool, pool
-from mlax.ops._pool import larger, pool_windows
-from mlax.ops._windows import Padding, Sizes
+from mlax.ops import Padding, Sizes, larger, mean_pool, pool, pool_windows
 
 
 @frozen

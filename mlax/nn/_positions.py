@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
-from mlax.ops import embed, sinusoids
-from mlax.ops._checks import is_known
+from mlax.ops import embed, is_known, sinusoids
 
 
 @frozen

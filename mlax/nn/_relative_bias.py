@@ -2,7 +2,8 @@
 
 from dataclasses import KW_ONLY
 
-from mlax.core import DType, Initializer, Layer, Normal, Size, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.ops import relative_bias
 
 

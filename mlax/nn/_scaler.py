@@ -2,7 +2,8 @@
 
 from dataclasses import KW_ONLY
 
-from mlax.core import DType, Initializer, Layer, Ones, frozen, named_key
+from mlax._jax import named_key
+from mlax.core import DType, Initializer, Layer, Ones, frozen
 from mlax.dtypes import cast
 from mlax.nn._axes import shape_over
 

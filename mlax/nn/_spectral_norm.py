@@ -5,13 +5,12 @@ from typing import ClassVar
 
 from jax import lax
 
-from mlax.core import DType, Normal, Wrapper, frozen, named_key
-from mlax.core._paths import flat, nested
+from mlax._jax import named_key
+from mlax.core import DType, Normal, Wrapper, flatten_paths, frozen, unflatten_paths
 from mlax.nn._apart import apart
 from mlax.nn._leaves import check_axis, check_present, leaves_named
 from mlax.nn._state import check_state_dtype
-from mlax.ops import spectral_norm
-from mlax.ops._spectral_norm import power_iteration, unit
+from mlax.ops import power_iteration, spectral_norm, unit
 
 
 @frozen
@@ -46,18 +45,18 @@ class SpectralNorm(Wrapper):
     def init(self, rng, x):
         kernels = leaves_named(self, x)
         trainables, non_trainables = self.layer.init(rng, x)
-        state = flat(non_trainables)
+        state = flatten_paths(non_trainables)
         for path in kernels:
-            kernel = flat(trainables)[path]
+            kernel = flatten_paths(trainables)[path]
             check_axis(self, path, kernel)
             rows, dtype = kernel.shape[self.axis], self.accum_dtype or kernel.dtype
             sizes = {f"{path}/left": rows, f"{path}/right": kernel.size // max(rows, 1)}
             draws = [Normal(1.0)(named_key(rng, name), (size,), dtype) for name, size in sizes.items()]
             state |= zip(sizes, apart(self._first, kernel, *draws), strict=True)
-        return trainables, nested(state.items())
+        return trainables, unflatten_paths(state.items())
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        leaves, state, own = flat(trainables), flat(non_trainables), {}
+        leaves, state, own = flatten_paths(trainables), flatten_paths(non_trainables), {}
         for path in leaves_named(self, x):
             names = [f"{path}/left", f"{path}/right"]
             check_present(self, "trainables", [path], leaves)
@@ -69,9 +68,9 @@ class SpectralNorm(Wrapper):
             leaves[path] = spectral_norm(leaves[path], *vectors.values(), axis=self.axis, precision=self.precision)
             own |= vectors
         y, inner = self.layer.fwd(
-            x, nested(leaves.items()), nested(state.items()), rng=rng, inference_mode=inference_mode
+            x, unflatten_paths(leaves.items()), unflatten_paths(state.items()), rng=rng, inference_mode=inference_mode
         )
-        return y, nested({**flat(inner), **own}.items())
+        return y, unflatten_paths({**flatten_paths(inner), **own}.items())
 
     def _first(self, kernel, left, right):
         return self._nearer(kernel, (unit(left), unit(right)), self.first_iterations)

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from mlax.core import Composite, Layer, Recurrent, Sub, frozen
-from mlax.core._frozen import with_fields
+from mlax.core import Composite, Layer, Recurrent, Sub, frozen, with_fields
 from mlax.nn._bidirectional import Bidirectional
 
 

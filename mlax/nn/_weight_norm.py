@@ -3,12 +3,10 @@
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
-from mlax.core import DType, Wrapper, frozen
-from mlax.core._paths import flat, nested
+from mlax.core import DType, Wrapper, flatten_paths, frozen, unflatten_paths
 from mlax.nn._apart import apart
 from mlax.nn._leaves import check_axis, check_present, leaves_named
-from mlax.ops import weight_norm
-from mlax.ops._weight_norm import output_norms
+from mlax.ops import output_norms, weight_norm
 
 
 @frozen
@@ -31,21 +29,23 @@ class WeightNorm(Wrapper):
     def init(self, rng, x):
         kernels = leaves_named(self, x)
         trainables, non_trainables = self.layer.init(rng, x)
-        leaves = flat(trainables)
+        leaves = flatten_paths(trainables)
         for path in kernels:
             kernel = leaves.pop(path)
             check_axis(self, path, kernel)
             leaves |= {f"{path}/direction": kernel, f"{path}/magnitude": apart(self._norms, kernel)}
-        return nested(leaves.items()), non_trainables
+        return unflatten_paths(leaves.items()), non_trainables
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        leaves = flat(trainables)
+        leaves = flatten_paths(trainables)
         for path in leaves_named(self, x):
             both = [f"{path}/direction", f"{path}/magnitude"]
             check_present(self, "trainables", both, leaves)
             direction, magnitude = map(leaves.pop, both)
             leaves[path] = weight_norm(direction, magnitude, axis=self.axis, accum_dtype=self.accum_dtype)
-        return self.layer.fwd(x, nested(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode)
+        return self.layer.fwd(
+            x, unflatten_paths(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode
+        )
 
     def _norms(self, kernel):
         return output_norms(kernel, axis=self.axis, accum_dtype=self.accum_dtype).astype(kernel.dtype)

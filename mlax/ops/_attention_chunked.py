@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core._laid import split_of, varying_like
+from mlax._jax import explicit_sharding, pcast_like
 from mlax.ops._attention_scores import Rule, Sight, biased, product, raw_scores, visible
 from mlax.ops._softmax import lowest, nonzero, settled
 
@@ -49,7 +49,7 @@ def attend_chunked(
     )
     q, k, v = _padded(q * rule.scale, {3: more_t}), _padded(k, {2: more_s}), _padded(v, {2: more_s})
     arrays = (q, k, v, sight, sinks)
-    y: Any = _attend(rule, tiles, *varying_like(arrays, arrays))
+    y: Any = _attend(rule, tiles, *pcast_like(arrays, arrays))
     return y[:, :, :, :t]
 
 
@@ -217,4 +217,4 @@ def _joined(blocks: jax.Array, axis: int = 3) -> jax.Array:
 def _like_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
     """Sinks (g, r) spread over (b, g, r, t, 1)."""
     spread = sinks[:, :, None, None].astype(like.dtype)
-    return jnp.broadcast_to(spread, like.shape, out_sharding=split_of(like))
+    return jnp.broadcast_to(spread, like.shape, out_sharding=explicit_sharding(like))

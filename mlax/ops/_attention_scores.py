@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core._laid import varying_like
+from mlax._jax import pcast_like
 from mlax.ops._alibi import alibi_slopes
 
 
@@ -87,7 +87,7 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, rule: Rule) -> jax.Arra
     """An einsum whose sums, and result, are in accum_dtype if there is one; its gradients multiply a's dtype."""
     if rule.accum_dtype is None or jnp.dtype(rule.accum_dtype) == a.dtype:
         return jnp.einsum(subscripts, a, b, precision=rule.precision)
-    return _wide_product(subscripts, rule, *varying_like((a, b), (a, b)))
+    return _wide_product(subscripts, rule, *pcast_like((a, b), (a, b)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

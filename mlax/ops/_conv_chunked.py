@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mlax.core._derivatives import with_derivatives
-from mlax.core._laid import whole_on_cpu
+from mlax._jax import is_unsharded_cpu, with_jvps
 from mlax.ops._checks import is_known
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pad import pad
@@ -30,7 +29,7 @@ def by_chunks(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
     (benchmarks/convs.py). In a narrow dtype each sum would be rounded.
     """
     return (
-        whole_on_cpu(x)
+        is_unsharded_cpu(x)
         and groups == 1
         and len(axes.spatial) > 1
         and is_known(*x.shape)
@@ -49,7 +48,7 @@ def with_chunks(convolve: Convolve, axes: Layout, where: Windows, precision: Any
     def by_kernel(dot: Array, x: Array, kernel: Array) -> Array:
         return _chunked(x, dot, axes, where, precision)
 
-    made = with_derivatives(convolve, by_x, by_kernel)
+    made = with_jvps(convolve, by_x, by_kernel)
     return made
 
 

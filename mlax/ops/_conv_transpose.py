@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding
 from mlax.ops._checks import same_dtype
 from mlax.ops._conv import check_kernel, numbers_of, with_bias
 from mlax.ops._layout import Layout, layout_of
@@ -55,7 +55,9 @@ def conv_transpose(
         )
 
     apart = max(where.strides, default=1) > 1 and accum_dtype is None and jax.default_backend() == "cpu"
-    apart = apart and not (groups > 1 and split_of(x))  # of whose groups JAX would merge the axis with a split one
+    apart = apart and not (
+        groups > 1 and explicit_sharding(x)
+    )  # of whose groups JAX would merge the axis with a split one
     way = _with_kernel_gradient(spread) if apart else spread
     way = with_whole_batches(way) if groups > 1 and over_several_axes(x) else way
     y = whole_images(way(whole_images(x, axes), kernel), axes)

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding
 
 
 def dropout(
@@ -30,6 +30,6 @@ def kept(
     own = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
     shape = tuple(size if axis in own else 1 for axis, size in enumerate(x.shape))
     # whole numbers: no float of another dtype is made
-    bits = jax.random.bits(rng, shape, np.uint32, out_sharding=split_of(x, own))
+    bits = jax.random.bits(rng, shape, np.uint32, out_sharding=explicit_sharding(x, own))
     stay = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return jnp.broadcast_to(stay, x.shape, out_sharding=split_of(x))
+    return jnp.broadcast_to(stay, x.shape, out_sharding=explicit_sharding(x))

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding
 from mlax.ops._layout import Layout, layout_of
 from mlax.ops._pool import larger, mean_pool, pool
 
@@ -119,7 +119,7 @@ def _largest_jvp(axes, primals, tangents):
     (x,), (x_dot,) = primals, tangents
     y = _largest(x, axes)
     order = lax.iota(np.int32, math.prod(x.shape[axis] for axis in axes)).reshape([x.shape[axis] for axis in axes])
-    order = lax.broadcast_in_dim(order, x.shape, axes, out_sharding=split_of(x))
+    order = lax.broadcast_in_dim(order, x.shape, axes, out_sharding=explicit_sharding(x))
     first = lax.reduce_min(lax.select(x == lax.expand_dims(y, axes), order, lax.full_like(order, order.size)), axes)
     chosen = order == lax.expand_dims(first, axes)
     return y, lax.reduce_sum(lax.select(chosen, x_dot, lax.full_like(x_dot, 0)), axes)

@@ -6,8 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.core._fence import fenced
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding, fusion_barrier
 from mlax.ops._checks import same_dtype
 
 CANDIDATE, OUTPUT = 2, 3  # among the gates: input, forget, candidate, output
@@ -54,8 +53,8 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array
     c = f * before + i * u
     shown = lax.tanh(c)
     # the fence, for backward XLA would compute this in the shape of the gates side by side, several times slower
-    by = _slope(opened, place) * _stacked((u, before, i, shown), place) * fenced(_apart(tangents[0]))
-    is_output = lax.broadcasted_iota(jnp.int32, by.shape, by.ndim - 2, out_sharding=split_of(by)) == OUTPUT
+    by = _slope(opened, place) * _stacked((u, before, i, shown), place) * fusion_barrier(_apart(tangents[0]))
+    is_output = lax.broadcasted_iota(jnp.int32, by.shape, by.ndim - 2, out_sharding=explicit_sharding(by)) == OUTPUT
     dc = f * tangents[1] + _sum(by, ~is_output)
     return (c, o * shown), (dc, o * (1 - shown * shown) * dc + _sum(by, is_output))
 
@@ -72,7 +71,7 @@ def _each(gates: jax.Array) -> list[jax.Array]:
 def _stacked(each: tuple[jax.Array, ...], place: jax.Array) -> jax.Array:
     """What `_each` takes apart, by choice: XLA on a CPU computes it where it is used, but stores a concatenation."""
     axes = (*range(place.ndim - 2), place.ndim - 1)
-    i, f, u, o = (lax.broadcast_in_dim(one, place.shape, axes, out_sharding=split_of(place)) for one in each)
+    i, f, u, o = (lax.broadcast_in_dim(one, place.shape, axes, out_sharding=explicit_sharding(place)) for one in each)
     return lax.select(place < 2, lax.select(place < 1, i, f), lax.select(place < 3, u, o))
 
 
@@ -83,7 +82,7 @@ def _places(gates: jax.Array, c: jax.Array) -> jax.Array:
     all that follows from it, whole arrays which each step then reads.
     """
     four, _ = lax.optimization_barrier((jnp.arange(4), lax.stop_gradient(c)))
-    return lax.broadcast_in_dim(four, gates.shape, (gates.ndim - 2,), out_sharding=split_of(gates))
+    return lax.broadcast_in_dim(four, gates.shape, (gates.ndim - 2,), out_sharding=explicit_sharding(gates))
 
 
 def _opened(gates: jax.Array, place: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding
 from mlax.ops._reduce import mean
 
 
@@ -47,7 +47,7 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
 
 def jitter(x: Float[Array, "..."], rng: jax.Array, noise: float) -> Float[Array, "..."]:
     """Multiply each element by a number drawn evenly from `1 - noise` to `1 + noise`: in every dtype the same one."""
-    bits = jax.random.bits(rng, x.shape, np.uint32, out_sharding=split_of(x))
+    bits = jax.random.bits(rng, x.shape, np.uint32, out_sharding=explicit_sharding(x))
     high = bits >> np.uint32(20)  # 12 of them, which float16 holds
     return x * (1.0 - noise + high.astype(x.dtype) * (2.0 * noise / 4095.0))
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mlax.core._laid import split_of
+from mlax._jax import explicit_sharding
 
 
 @functools.partial(jax.jit, static_argnames="mode")
@@ -19,7 +19,7 @@ def rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "clip"]) ->
     if mode == "fill" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
         wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)  # to hold the number of rows
         indices = jnp.where(wide < 0, table.shape[0], wide)
-    split = split_of(indices)
+    split = explicit_sharding(indices)
     if split is None:
         return jnp.take(table, indices, axis=0, mode=mode)
     split = NamedSharding(split.mesh, PartitionSpec(*split.spec, *jax.typeof(table).sharding.spec[1:]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.core._laid import laid_like, varying_like
+from mlax._jax import pcast_like, shard_like
 from mlax.ops._checks import same_dtype
 
 
@@ -39,7 +39,7 @@ def selective_scan(
     wide = [lax.convert_element_type(array, dtype) for array in (x, step, write, read)]
     rate = -jnp.exp(lax.convert_element_type(log_rate, dtype))
     zeros = jnp.zeros((b, c, rate.shape[-1]), dtype)
-    last: Any = laid_like(zeros, x) if state is None else varying_like(state, x)
+    last: Any = shard_like(zeros, x) if state is None else pcast_like(state, x)
     chunk = max(1, min(chunk, t))
     pieces = [_chunked(array, chunk) for array in wide]
 
@@ -68,7 +68,7 @@ def causal_filter(
     """
     same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
     (b, t, c), w = x.shape, kernel.shape[0]
-    first = laid_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
+    first = shard_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
     seen = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias, x.shape)
     for row in range(w):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mlax.core._derivatives import with_derivatives
+from mlax._jax import with_jvps
 from mlax.ops._layout import Layout
 
 Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
@@ -45,7 +45,7 @@ def with_whole_batches(convolve: Convolve) -> Convolve:
     def by_kernel(dot: Array, x: Array, kernel: Array) -> Array:
         return _whole(made(_whole(x), dot))
 
-    made = with_derivatives(convolve, by_x, by_kernel)
+    made = with_jvps(convolve, by_x, by_kernel)
     return made
 
 

@@ -23,7 +23,7 @@ from mlax.optim._lion import Lion
 from mlax.optim._lookahead import Lookahead
 from mlax.optim._muon import Muon
 from mlax.optim._nadam import NAdam
-from mlax.optim._numbers import Amount, Beta, Rate
+from mlax.optim._numbers import Amount, Beta, Rate, ranges, values_of
 from mlax.optim._optax import FromOptax, from_optax, to_optax
 from mlax.optim._optimizer import Optimizer
 from mlax.optim._packing import Packing

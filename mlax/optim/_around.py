@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlax.core import frozen
-from mlax.core._notes import brief
+from mlax.core import frozen, short_repr
 from mlax.optim._now import Now
 from mlax.optim._optimizer import Advanced, Flat, Optimizer, check_inside
 from mlax.optim._slot import Slot
@@ -53,7 +52,7 @@ class Around(Optimizer):
         both = inner.keys() & own.keys()
         if both:
             raise ValueError(
-                f"{type(self).__name__}: {brief(self.optimizer)} inside has a {kind} {min(both)!r} already; "
+                f"{type(self).__name__}: {short_repr(self.optimizer)} inside has a {kind} {min(both)!r} already; "
                 "put only one of the two around it."
             )
         return {**inner, **own}

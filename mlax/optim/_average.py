@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 
+from mlax._jax import cast_scalar, widest_dtype
 from mlax.core import DType, frozen
-from mlax.core._all_leaves import scalar
-from mlax.core._wide import widest
 from mlax.optim._around import Around
 from mlax.optim._moving_average import average
 from mlax.optim._numbers import Beta
@@ -30,10 +29,10 @@ class Average(Around):
 
     def advance(self, now, grads, weights, slots):
         new, after = self.optimizer.advance(now, grads, weights, slots)
-        seen = jnp.maximum(now.step - self.start, 0).astype(widest(g.dtype for g in grads.values()))
+        seen = jnp.maximum(now.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
         keep = seen / (seen + 1)
         if self.decay is not None:
-            decay = scalar(now.numbers(self)["decay"], seen)
+            decay = cast_scalar(now.numbers(self)["decay"], seen)
             keep = decay * jnp.expm1(seen * jnp.log(decay)) / jnp.expm1((seen + 1) * jnp.log(decay))
         means = {path: average(slots["average"][path], w, keep.astype(w.dtype)) for path, w in new.items()}
         return Advanced(new, {**after, "average": means})

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from mlax._jax import cast_scalar, tree_vdot
 from mlax.core import frozen
-from mlax.core._all_leaves import inner, scalar
 from mlax.optim._around import Around
 from mlax.optim._norms import norm
 from mlax.optim._numbers import Amount
@@ -20,7 +20,7 @@ class ClipValue(Around):
 
     def advance(self, now, grads, weights, slots):
         limit = now.numbers(self)["limit"]
-        clipped = {path: jnp.clip(g, -scalar(limit, g), scalar(limit, g)) for path, g in grads.items()}
+        clipped = {path: jnp.clip(g, -cast_scalar(limit, g), cast_scalar(limit, g)) for path, g in grads.items()}
         return self.optimizer.advance(now, clipped, weights, slots)
 
 
@@ -32,7 +32,7 @@ class ClipNorm(Around):
 
     def advance(self, now, grads, weights, slots):
         limit = now.numbers(self)["limit"]
-        clipped = {path: g * _shrink(norm(g), scalar(limit, g)) for path, g in grads.items()}
+        clipped = {path: g * _shrink(norm(g), cast_scalar(limit, g)) for path, g in grads.items()}
         return self.optimizer.advance(now, clipped, weights, slots)
 
 
@@ -47,8 +47,8 @@ class ClipGlobalNorm(Around):
     limit: Amount = 1.0
 
     def advance(self, now, grads, weights, slots):
-        size = jnp.sqrt(now.total(inner(grads, grads)))
-        factor = _shrink(size, scalar(now.numbers(self)["limit"], size))
+        size = jnp.sqrt(now.total(tree_vdot(grads, grads)))
+        factor = _shrink(size, cast_scalar(now.numbers(self)["limit"], size))
         clipped = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
         return self.optimizer.advance(now, clipped, weights, slots)
 
@@ -68,7 +68,7 @@ class ClipAdaptive(Around):
         numbers = now.numbers(self)
 
         def clipped(g: jax.Array, w: jax.Array) -> jax.Array:
-            most = scalar(numbers["limit"], g) * jnp.maximum(_by_output(w), scalar(numbers["eps"], g))
+            most = cast_scalar(numbers["limit"], g) * jnp.maximum(_by_output(w), cast_scalar(numbers["eps"], g))
             return g * _shrink(_by_output(g), most)
 
         changed: Flat = {path: clipped(g, weights[path]) for path, g in grads.items()}

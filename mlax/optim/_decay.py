@@ -1,7 +1,7 @@
 """Decay: weight decay for an optimizer that has none."""
 
+from mlax._jax import cast_scalar
 from mlax.core import frozen
-from mlax.core._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._leafwise import chosen
 from mlax.optim._numbers import Amount
@@ -28,7 +28,7 @@ class Decay(Around):
     def advance(self, now, grads, weights, slots):
         decay = now.numbers(self)["decay"]
         mine = [path for path in grads if chosen(self.decayed, path)]
-        off = {path: scalar(decay, weights[path]) * weights[path] for path in mine}
+        off = {path: cast_scalar(decay, weights[path]) * weights[path] for path in mine}
         if self.coupled:
             return self.optimizer.advance(
                 now, {**grads, **{path: grads[path] + off[path] for path in mine}}, weights, slots

@@ -1,7 +1,6 @@
 """Freeze: leaves that stay as they are."""
 
-from mlax.core import frozen
-from mlax.core._paths import matches
+from mlax.core import frozen, matches
 from mlax.optim._around import Around
 from mlax.optim._layout import Policy
 from mlax.optim._optimizer import among

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlax.core import frozen
-from mlax.core._paths import NoSuch, matches
+from mlax.core import NoMatch, frozen, matches
 from mlax.optim._optimizer import Advanced, Optimizer, among, check_inside
 
 
@@ -73,7 +72,7 @@ class Groups(Optimizer):
         for place, (pattern, _) in enumerate(self.groups):
             if matches(pattern, path):
                 return place
-        raise NoSuch(f'Groups: no pattern matches {path!r}; end with a group for the rest, ("**", ...).')
+        raise NoMatch(f'Groups: no pattern matches {path!r}; end with a group for the rest, ("**", ...).')
 
     def _scalars(self) -> list[dict[str, tuple[str, float | int]]]:
         """For each group, its scalars' names to ours and the first value."""

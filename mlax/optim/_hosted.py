@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlax.core._memory import beside, to_device
-from mlax.core._pieces import groups, rewritten, summed
+from mlax._jax import map_chunks_inplace, plan_chunks, sum_chunks, to_device, to_memory_of
 from mlax.optim._layout import Layout
 from mlax.optim._now import Now
 from mlax.optim._trees import like
@@ -44,7 +43,7 @@ class Update:
 
     def __call__(self, part: Part) -> tuple[Part, dict[str, Any]]:
         """The leaves after it, each where it was, and the step and the scalars."""
-        cut = groups({p: part.arrays(p) for p in part.weights if self.optimizer.in_pieces(p)})
+        cut = plan_chunks({p: part.arrays(p) for p in part.weights if self.optimizer.in_pieces(p)})
         if not cut:
             return self._whole(part, self.now)
         apart = {path for paths, _ in cut for path in paths}
@@ -58,7 +57,7 @@ class Update:
             except Unknown as asked:
                 amount = asked.amount
                 for paths, number in cut:
-                    amount = summed(lambda piece: self._amount(piece, totals), part.of(paths), number, amount)
+                    amount = sum_chunks(lambda piece: self._amount(piece, totals), part.of(paths), number, amount)
                 totals.append(amount)
         for paths, number in cut:
             piece = self._cut(part.of(paths), number, totals)
@@ -69,14 +68,14 @@ class Update:
 
     def _whole(self, part: Part, now: Now) -> tuple[Part, dict[str, Any]]:
         new, scalars = self._taken(to_device(part), now)
-        return beside(new, part._replace(grads=new.grads)), scalars
+        return to_memory_of(new, part._replace(grads=new.grads)), scalars
 
     def _cut(self, part: Part, number: int, totals: list[jax.Array]) -> Part:
         def step(row: Any, written: Any, grads: Any) -> Any:
             new, _ = self._taken(Part(grads, *written), _knowing(self.now, totals), row)
             return new.weights, new.slots
 
-        return Part(part.grads, *rewritten(step, (part.weights, part.slots), part.grads, number))
+        return Part(part.grads, *map_chunks_inplace(step, (part.weights, part.slots), part.grads, number))
 
     def _amount(self, piece: Part, totals: list[jax.Array]) -> jax.Array:
         try:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mlax.core._notes import signature
-from mlax.core._paths import matching
-from mlax.core._wide import wide, widest
+from mlax._jax import at_least_float32, widest_dtype
+from mlax.core import match_paths, signature
 from mlax.optim._rounding import Nearest, Rounding
 from mlax.optim._slot import Slot, absent
 from mlax.optim._state import State, state
@@ -62,7 +61,7 @@ class Layout:
         """The dtype of a scalar: whole numbers, or as wide as the widest arithmetic."""
         if isinstance(self.scalars[name], int):
             return jnp.dtype(jnp.int32)
-        return widest(self.wide(path) for path in self.leaves.by_path)
+        return widest_dtype(self.wide(path) for path in self.leaves.by_path)
 
     def widened(self, path: str, leaf: Any) -> Any:
         """A leaf, if it holds floating-point numbers, in the dtype of the arithmetic."""
@@ -132,7 +131,7 @@ class Layout:
 
 def layout_of(optimizer: Any, leaves: Leaves) -> Layout:
     """The layout of an optimizer beside these trainables; refuses patterns and slot dtypes that fit nothing."""
-    matching(optimizer.patterns(), leaves.by_path)
+    match_paths(optimizer.patterns(), leaves.by_path)
     policies = {path: optimizer.policy(path) for path in leaves.by_path}
     declared: dict[str, dict[str, Slot]] = {}
     by_rounding: set[str] = set()
@@ -160,4 +159,4 @@ def _on_device(sharding: Any) -> Any:
 
 
 def _wide(policy: Policy, w: Any) -> Any:
-    return jnp.dtype(policy.accum_dtype or wide(w.dtype))
+    return jnp.dtype(policy.accum_dtype or at_least_float32(w.dtype))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlax._jax import tree_vdot
 from mlax.core import DType, frozen
-from mlax.core._all_leaves import inner
 from mlax.optim._layout import Policy
 from mlax.optim._numbers import Beta, Rate
 from mlax.optim._optimizer import Advanced, Flat, Optimizer
@@ -50,10 +50,10 @@ class LBFGS(Optimizer):
     def advance(self, now, grads, weights, slots):
         steps, changes = self._remembered(now, grads, slots)
         way = _direction(grads, steps, changes)
-        slope = inner(way, grads)
+        slope = tree_vdot(way, grads)
         downhill = slope < 0  # rounding, or a loss that changes, can spoil the memory
         way = {path: jnp.where(downhill, leaf, -grads[path]) for path, leaf in way.items()}
-        slope = jnp.where(downhill, slope, -inner(grads, grads))
+        slope = jnp.where(downhill, slope, -tree_vdot(grads, grads))
         length = self._length(now, weights, way, slope)
         move = {path: length.astype(leaf.dtype) * leaf for path, leaf in way.items()}
         after = {"step": slots["step"], "steps": steps, "changes": changes, "gradient": dict(grads), "move": move}
@@ -63,7 +63,7 @@ class LBFGS(Optimizer):
         """The memory with the last step in it, the newest first, unless its curvature was not positive."""
         change = {path: g - slots["gradient"][path] for path, g in grads.items()}
         move = {path: slots["move"][path] for path in grads}
-        bend, size = inner(move, change), inner(change, change)
+        bend, size = tree_vdot(move, change), tree_vdot(change, change)
         useful = (now.step > 0) & (bend > 1e-10 * size) & (bend > 0)
 
         def pushed(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -86,10 +86,10 @@ class LBFGS(Optimizer):
         def at(length: jax.Array) -> tuple[jax.Array, jax.Array]:
             there = {path: weights[path] + length.astype(leaf.dtype) * leaf for path, leaf in way.items()}
             value, grads = evaluate(there)
-            return value.astype(slope.dtype), inner(grads, way)
+            return value.astype(slope.dtype), tree_vdot(grads, way)
 
         # before anything is known of the curvature, a step no longer than 1
-        first = jnp.where(now.step == 0, jnp.minimum(first, 1 / jnp.sqrt(inner(way, way) + 1e-30)), first)
+        first = jnp.where(now.step == 0, jnp.minimum(first, 1 / jnp.sqrt(tree_vdot(way, way) + 1e-30)), first)
         start = now.value.astype(slope.dtype) if now.value is not None else at(jnp.zeros_like(slope))[0]
         return _searched(at, start, slope, first, self.search, numbers["decrease"], numbers["slope"])
 
@@ -132,17 +132,17 @@ def _direction(grads: Flat, steps: Leaf, changes: Leaf) -> Leaf:
 
     def down(way: Leaf, pair: tuple[Leaf, Leaf]) -> tuple[Leaf, jax.Array]:
         step, change = pair
-        part = _over(inner(step, way), inner(step, change))
+        part = _over(tree_vdot(step, way), tree_vdot(step, change))
         return {path: leaf - part.astype(leaf.dtype) * change[path] for path, leaf in way.items()}, part
 
     def up(way: Leaf, pair: tuple[Leaf, Leaf, jax.Array]) -> tuple[Leaf, None]:
         step, change, part = pair
-        part = part - _over(inner(change, way), inner(step, change))
+        part = part - _over(tree_vdot(change, way), tree_vdot(step, change))
         return {path: leaf + part.astype(leaf.dtype) * step[path] for path, leaf in way.items()}, None
 
     way, parts = lax.scan(down, dict(grads), (steps, changes))
     step, change = ({path: leaf[0] for path, leaf in leaves.items()} for leaves in (steps, changes))
-    bend, size = inner(step, change), inner(change, change)
+    bend, size = tree_vdot(step, change), tree_vdot(change, change)
     scale = jnp.where(size > 0, _over(bend, size), 1.0)
     way = {path: scale.astype(leaf.dtype) * leaf for path, leaf in way.items()}
     way, _ = lax.scan(up, way, (steps, changes, parts), reverse=True)

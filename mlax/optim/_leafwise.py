@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from mlax.core import DType, frozen
-from mlax.core._paths import matches
-from mlax.core._wide import widest
+from mlax._jax import widest_dtype
+from mlax.core import DType, frozen, matches
 from mlax.optim._layout import Policy
 from mlax.optim._now import Now
 from mlax.optim._numbers import Numbers
@@ -66,7 +65,7 @@ class Leafwise(Optimizer):
 
     def advance(self, now: Now, grads: Flat, weights: Flat, slots: Mapping[str, Any]) -> Advanced:
         values = now.numbers(self)
-        wide = widest(g.dtype for g in grads.values())
+        wide = widest_dtype(g.dtype for g in grads.values())
         shared = self.shared(Numbers(now.step, values, dtype=wide), {name: slots[name] for name in self.scalars()})
         values |= shared
         new: dict[str, jax.Array] = {}

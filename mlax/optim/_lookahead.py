@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
+from mlax._jax import cast_scalar
 from mlax.core import frozen
-from mlax.core._all_leaves import scalar
 from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 from mlax.optim._optimizer import Advanced
@@ -28,7 +28,9 @@ class Lookahead(Around):
         fast, after = self.optimizer.advance(now, grads, weights, slots)
         alpha = now.numbers(self)["alpha"]
         due = now.step % self.every == self.every - 1
-        met = {path: slots["slow"][path] + scalar(alpha, w) * (w - slots["slow"][path]) for path, w in fast.items()}
+        met = {
+            path: slots["slow"][path] + cast_scalar(alpha, w) * (w - slots["slow"][path]) for path, w in fast.items()
+        }
         slow = {path: jnp.where(due, w, slots["slow"][path]) for path, w in met.items()}
         return Advanced({path: jnp.where(due, met[path], w) for path, w in fast.items()}, {**after, "slow": slow})
 

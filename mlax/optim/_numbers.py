@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax.core._frozen import fields_of
-from mlax.core._wide import wide
-from mlax.optim.schedules import Schedule
+from mlax._jax import at_least_float32
+from mlax.core import fields_of
+from mlax.optim.schedules._schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Numbers:
     @property
     def t(self) -> jax.Array:
         """The number of this update, counted from 1, in no dtype narrower than float32."""
-        return (self.step + 1).astype(wide(self.dtype))
+        return (self.step + 1).astype(at_least_float32(self.dtype))
 
     def debias(self, beta: Any) -> jax.Array:
         """`1 / (1 - beta ** t)`, by which to multiply an average of `t` values that began at zero."""

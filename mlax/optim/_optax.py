@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from mlax._jax import at_least_float32, is_on_host
 from mlax.core import Tree, frozen
-from mlax.core._memory import in_host
-from mlax.core._wide import wide
 from mlax.optim._optimizer import Optimizer
 from mlax.optim._slot import Slot
 from mlax.optim._state import State, state
@@ -153,7 +152,7 @@ def to_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
 
 def _refuse_in_host(weights: Mapping[str, Any]) -> None:
     for path, w in weights.items():
-        if in_host(w):
+        if is_on_host(w):
             raise ValueError(
                 f"from_optax: the trainable at {path!r} is in host memory, but Optax takes all leaves at once, on the "
                 "device; use an optimizer of mlax.optim, which takes such leaves in pieces, or move the leaf."
@@ -168,7 +167,7 @@ def _laid(leaf: jax.Array, w: jax.Array, whole: bool) -> jax.Array:
 
 def _widened(tree: Tree) -> Any:
     def widened(leaf: Any) -> Any:
-        dtype = wide(leaf.dtype)
+        dtype = at_least_float32(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
     return jax.tree.map(widened, tree)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mlax.core import Tree, frozen
-from mlax.core._memory import in_host, to_device
-from mlax.core._notes import brief
+from mlax._jax import is_on_host, to_device
+from mlax.core import Tree, frozen, short_repr
 from mlax.optim._hosted import Part, Update
 from mlax.optim._layout import Layout, Policy, layout_of
 from mlax.optim._now import Now
@@ -89,7 +88,7 @@ class Optimizer(abc.ABC):
         layout = layout_of(self, leaves)
         _check_devices(self, leaves)
         # a scalar of the weights' own devices: another place would compile `update` anew after its first step
-        anchor = min(leaves.by_path.values(), key=in_host, default=jnp.zeros(()))
+        anchor = min(leaves.by_path.values(), key=is_on_host, default=jnp.zeros(()))
         fields = {"step": to_device(Slot(()).first(anchor, jnp.int32))}
         for name in layout.names:
             fields[name] = leaves.tree({path: layout.first(name, path, w) for path, w in leaves.by_path.items()})
@@ -159,7 +158,7 @@ def check_inside(outer: Optimizer, inner: Any) -> None:
     if not isinstance(inner, Optimizer):
         raise TypeError(f"{type(outer).__name__}: {inner!r} is no optimizer; it goes around one.")
     if inner.stands_alone:
-        raise TypeError(f"{type(outer).__name__}: around {brief(inner)}, which {inner.stands_alone}")
+        raise TypeError(f"{type(outer).__name__}: around {short_repr(inner)}, which {inner.stands_alone}")
 
 
 def _check_devices(optimizer: Optimizer, leaves: Leaves) -> None:
@@ -174,7 +173,7 @@ def _check_devices(optimizer: Optimizer, leaves: Leaves) -> None:
         if first is not None and devices != placed[first]:
             here, there = (", ".join(sorted(map(str, some))) for some in (placed[first], devices))
             raise ValueError(
-                f"{brief(optimizer)}: {first} is on {here} and {path} on {there}, but a program runs on one set "
+                f"{short_repr(optimizer)}: {first} is on {here} and {path} on {there}, but a program runs on one set "
                 "of devices; keep a state for each part: {name: optimizer.init(part) for name, part in w.items()}."
             )
 
@@ -214,11 +213,14 @@ def _check_names(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
         owners = [one for one in _nest(optimizer) if name in ranges(type(one))]
         if not owners:
             known = sorted({field for one in _nest(optimizer) for field in ranges(type(one))})
-            raise TypeError(f"{brief(optimizer)}: update has no number {name!r}; it has {', '.join(known) or 'none'}.")
+            raise TypeError(
+                f"{short_repr(optimizer)}: update has no number {name!r}; it has {', '.join(known) or 'none'}."
+            )
         levels = {type(one).__name__ for one in owners}
         if len(levels) > 1:
             raise TypeError(
-                f"{brief(optimizer)}: {name!r} is a field of {' and of '.join(sorted(levels))}, so whose is meant is "
+                f"{short_repr(optimizer)}: {name!r} is a field of {' and of '.join(sorted(levels))}, so whose is "
+                "meant is "
                 "not clear; give that field a schedule instead."
             )
         check_given(owners[0], {name: numbers[name]})

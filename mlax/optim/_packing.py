@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core import Tree, frozen
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import signature
-from mlax.core._paths import matches, matching
+from mlax._jax import leaves_with_paths
+from mlax.core import Tree, frozen, match_paths, matches, signature
 
 
 @frozen
@@ -36,8 +34,8 @@ class Packing:
     @classmethod
     def of(cls, trainables: Tree, *groups: tuple[str, str]) -> "Packing":
         """The packing of a tree of arrays or of `jax.ShapeDtypeStruct`s."""
-        by_path = dict(named_leaves(trainables))
-        matching([pattern for _, pattern in groups], by_path)
+        by_path = dict(leaves_with_paths(trainables))
+        match_paths([pattern for _, pattern in groups], by_path)
 
         def vector(path: str, dtype: str) -> str:
             names = [name for name, pattern in groups if matches(pattern, path)] + ["rest"] * bool(groups)
@@ -50,7 +48,7 @@ class Packing:
 
     def pack(self, trainables: Tree) -> dict[str, Any]:
         """The vectors, by name, from the tree."""
-        by_path = dict(named_leaves(trainables))
+        by_path = dict(leaves_with_paths(trainables))
         extra = by_path.keys() - {path for path, *_ in self.leaves}
         if extra:
             raise ValueError(f"Packing: the tree also holds {min(extra)!r}; make a packing of this tree.")
@@ -70,7 +68,7 @@ class Packing:
 
     def unpack(self, packed: Tree) -> Any:
         """The tree, from the vectors; the gradient of the vectors is one joining of the leaves' gradients."""
-        vectors = dict(named_leaves(packed))
+        vectors = dict(leaves_with_paths(packed))
         found: dict[str, Any] = {}
         for name, members in self._members().items():
             if name not in vectors:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core import frozen
-from mlax.core._paths import matches
+from mlax.core import frozen, matches
 from mlax.optim._around import Around
 from mlax.optim._patterns import Patterns
 

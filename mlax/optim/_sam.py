@@ -1,7 +1,7 @@
 """SAM: gradients from where the loss is worst nearby."""
 
+from mlax._jax import cast_scalar, global_norm
 from mlax.core import frozen
-from mlax.core._all_leaves import global_norm, scalar
 from mlax.optim._around import Around
 from mlax.optim._numbers import Amount
 
@@ -20,6 +20,6 @@ class SAM(Around):
         if now.evaluate is None:
             raise TypeError("SAM: update needs the loss, to differentiate it elsewhere: update(..., loss=loss).")
         size = global_norm(grads)
-        way = scalar(now.numbers(self)["radius"], size) / (size + 1e-12)
+        way = cast_scalar(now.numbers(self)["radius"], size) / (size + 1e-12)
         _, worst = now.evaluate({path: weights[path] + way.astype(g.dtype) * g for path, g in grads.items()})
         return self.optimizer.advance(now, {path: worst[path] for path in grads}, weights, slots)

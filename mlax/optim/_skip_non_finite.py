@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from mlax._jax import count_non_finite
 from mlax.core import frozen
-from mlax.core._all_leaves import non_finite
 from mlax.optim._around import Around
 from mlax.optim._optimizer import Advanced
 
@@ -23,7 +23,7 @@ class SkipNonFinite(Around):
 
     def advance(self, now, grads, weights, slots):
         inner = {name: slot for name, slot in slots.items() if name != "skipped"}
-        fine = now.total(non_finite(grads)) == 0
+        fine = now.total(count_non_finite(grads)) == 0
         new, after = self.optimizer.advance(now, grads, weights, inner)
         before = {**inner, "step": now.step}
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from mlax.core._memory import fetched, in_host, to_host
-from mlax.core._pieces import mapped
+from mlax._jax import is_on_host, map_chunks, slice_to_device, to_host
 
 
 class Slot(NamedTuple):
@@ -37,7 +36,7 @@ class Slot(NamedTuple):
         never holds: that keeps the axes' placement, inside of jit and outside of it. Beside a parameter in host
         memory it is there too.
         """
-        if in_host(parameter):
+        if is_on_host(parameter):
             return _first_in_host(self, jnp.dtype(dtype), parameter)
         if self.copies:
             return jnp.array(parameter, dtype, copy=True)  # with one buffer for both, neither could be donated
@@ -67,8 +66,10 @@ def _first_in_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
     """The first value in host memory, of which the device holds a piece at a time."""
     follows = isinstance(slot.axes, EllipsisType) or slot.axes[:1] == (0,) or not parameter.ndim
     if follows:
-        return mapped(lambda rows: slot.first(rows, dtype), parameter)
-    return to_host(slot.first(fetched(parameter, 0), dtype))  # of an axis that it does not keep one row is enough
+        return map_chunks(lambda rows: slot.first(rows, dtype), parameter)
+    return to_host(
+        slot.first(slice_to_device(parameter, 0), dtype)
+    )  # of an axis that it does not keep one row is enough
 
 
 def absent() -> Slot:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import brief, signature
-from mlax.core._private import with_weak_type
-from mlax.core._wide import wide
+from mlax._jax import at_least_float32, leaves_with_paths, with_weak_type
+from mlax.core import short_repr, signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Leaves:
         """The leaves of a tree that must be like the trainables."""
         found, structure = jax.tree.flatten(tree, is_leaf=_is_spec)
         if structure != self.structure:
-            self._differ(name, dict(named_leaves(tree, _is_spec)))
+            self._differ(name, dict(leaves_with_paths(tree, _is_spec)))
         return dict(zip(self.by_path, found, strict=True))
 
     def of_gradients(self, grads: Any) -> dict[str, Any]:
@@ -38,10 +36,10 @@ class Leaves:
         found = self.same(grads, "gradients")
         for path, g in found.items():
             w = self.by_path[path]
-            if jnp.shape(g) != w.shape or jnp.result_type(g) not in (w.dtype, wide(w.dtype)):
+            if jnp.shape(g) != w.shape or jnp.result_type(g) not in (w.dtype, at_least_float32(w.dtype)):
                 raise ValueError(
                     f"{self.owner}: the gradient at {path!r} is {signature(g)}, but the parameter is {signature(w)}; "
-                    f"give gradients of that shape, in its dtype or in {wide(w.dtype)}."
+                    f"give gradients of that shape, in its dtype or in {at_least_float32(w.dtype)}."
                 )
         return {path: jnp.asarray(g) for path, g in found.items()}
 
@@ -62,22 +60,24 @@ class Leaves:
 
 def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
     """The trainables by path; a leaf that is no floating-point array is refused."""
-    by_path = dict(named_leaves(trainables, _is_spec))
+    by_path = dict(leaves_with_paths(trainables, _is_spec))
     for path, leaf in by_path.items():
         if _is_spec(leaf):
-            by_path[path] = Shapeless(brief(optimizer))
+            by_path[path] = Shapeless(short_repr(optimizer))
             continue
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | Tracer):
             raise TypeError(
-                f"{brief(optimizer)}: the trainable at {path!r} is a {type(leaf).__name__}, but must be a jax.Array; "
+                f"{short_repr(optimizer)}: the trainable at {path!r} is a {type(leaf).__name__}, but must be a "
+                "jax.Array; "
                 "make it one by `jnp.asarray`."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"{brief(optimizer)}: the trainable at {path!r} is {signature(leaf)}, but only floating-point numbers "
+                f"{short_repr(optimizer)}: the trainable at {path!r} is {signature(leaf)}, but only floating-point "
+                "numbers "
                 "can be trained; keep it out of the trainables (`mlax.freeze` splits a tree)."
             )
-    return Leaves(brief(optimizer), by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
+    return Leaves(short_repr(optimizer), by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,8 @@ from mlax.place._exchanged import Exchanged
 from mlax.place._gathered import Gathered
 from mlax.place._guard import UnplannedTransfer, check, guard
 from mlax.place._in_stages import in_stages
+from mlax.place._microbatches import split_microbatches
+from mlax.place._noticed import traced_for
 from mlax.place._on import On
 from mlax.place._one_forward_one_backward import one_forward_one_backward
 from mlax.place._pipelined import Pipelined

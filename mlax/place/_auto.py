@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax.core import Layer
-from mlax.inspect._sizes import gib
+from mlax.inspect import gib
 from mlax.optim import Optimizer
 from mlax.place._describe import Objective
 from mlax.place._description import Description, DoesNotFit

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mlax.core._notes import signature
+from mlax.core import signature
 from mlax.place._where import ways
 
 

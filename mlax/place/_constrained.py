@@ -3,8 +3,7 @@
 import jax
 from jax.sharding import PartitionSpec
 
-from mlax.core import Layer, Wrapper, frozen, layers, replace
-from mlax.core._notes import brief, signature
+from mlax.core import Layer, Wrapper, frozen, layers, replace, short_repr, signature
 from mlax.place._noticed import notice
 from mlax.place._rules import Rules, joined
 from mlax.place._where import names, ways
@@ -31,7 +30,8 @@ class Constrained(Wrapper):
             number = ways(entry, sizes)
             if leaf.shape[axis] % number:
                 raise ValueError(
-                    f"{brief(self.layer)} gives {signature(leaf)}, whose axis {axis} is to be split into {number} by "
+                    f"{short_repr(self.layer)} gives {signature(leaf)}, whose axis {axis} is to be split into "
+                    f"{number} by "
                     f"{self.split}, which leaves {leaf.shape[axis] % number} over; take a multiple of {number}."
                 )
         return placed(leaf, PartitionSpec(*entries))

@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from mlax.core import Layer, Tree, layers
-from mlax.core._all_leaves import global_norm
-from mlax.core._layer import structs, variables_like
-from mlax.core._paths import flat
-from mlax.inspect import transfers
-from mlax.inspect._memory import all_bytes
+from mlax._jax import global_norm
+from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
+from mlax.inspect import all_bytes, transfers
 from mlax.optim import Optimizer
 from mlax.place._description import Description, Row
 from mlax.place._kept import kept_by_layer
-from mlax.place._microbatches import parted
+from mlax.place._microbatches import split_microbatches
 from mlax.place._stages import Stages
 from mlax.place._where import ways
 
@@ -37,7 +34,7 @@ def described(
 ) -> Description:
     """What `plan.describe` gives."""
     batch = _batch(x, batch)
-    variables = variables_like(model, x)
+    variables = variable_shapes(model, x)
     trainables, _ = variables
     places = plan.variable_shardings(model, x)
     held: dict[str, Counts] = {"weights": _held(trainables, places[0])}
@@ -83,15 +80,15 @@ def _batch(x: Any, batch: Any) -> Any:
     """The shapes of a batch: of those given, or of `x` with so many examples."""
     if batch is None or isinstance(batch, int):
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((batch or leaf.shape[0], *leaf.shape[1:]), leaf.dtype), structs(x)
+            lambda leaf: jax.ShapeDtypeStruct((batch or leaf.shape[0], *leaf.shape[1:]), leaf.dtype), shape_dtypes(x)
         )
-    return structs(batch)
+    return shape_dtypes(batch)
 
 
 def _held(tree: Any, places: Any) -> Counts:
     """The bytes of one device's share, by layer and memory."""
     found: Counts = collections.defaultdict(int)
-    for (path, leaf), place in zip(flat(tree).items(), flat(places).values(), strict=True):
+    for (path, leaf), place in zip(flatten_paths(tree).items(), flatten_paths(places).values(), strict=True):
         memory = "host" if place.memory_kind == "pinned_host" else "device"
         found[path.rpartition("/")[0], memory] += _share(leaf, place)
     return found
@@ -148,7 +145,7 @@ def _compiled(
             y, new = model.fwd(batch, trainables, non_trainables, rng=rng, inference_mode=True)
             return trainables, new, None, y
         (value, new), grads = _gradients(plan.stages, loss)(trainables, non_trainables, batch, rng)
-        fine = jnp.isfinite(value) & jnp.isfinite(global_norm(flat(grads)))  # as `train.step` guards its steps
+        fine = jnp.isfinite(value) & jnp.isfinite(global_norm(flatten_paths(grads)))  # as `train.step` guards its steps
         trainables, slots = optimizer.update(grads, slots, trainables, take=fine)
         new = jax.tree.map(lambda new, old: jnp.where(fine, new, old), new, non_trainables)
         return trainables, new, slots, value
@@ -175,7 +172,7 @@ def _gradients(stages: Stages | None, loss: Callable[..., Any]) -> Callable[...,
         return value, (value, new)
 
     def gradients(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> Any:
-        parts, rngs = parted(batch, number, "microbatches"), jax.random.split(rng, number)
+        parts, rngs = split_microbatches(batch, number, "microbatches"), jax.random.split(rng, number)
         value, grads, new = backward(of_one, trainables, parts, non_trainables, rngs)
         return (value, new), grads
 

@@ -5,9 +5,7 @@ import dataclasses
 import os
 from typing import Any, ClassVar
 
-from mlax.inspect import Transfers
-from mlax.inspect._sizes import gib
-from mlax.inspect._transfers import collected
+from mlax.inspect import Transfers, collected, gib
 
 
 class DoesNotFit(MemoryError):

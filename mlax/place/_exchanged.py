@@ -5,8 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mlax.core import Layer, Map, Wrapper, frozen
-from mlax.core._surgery import rebuilt
+from mlax.core import Layer, Map, Wrapper, frozen, map_layers
 from mlax.place._constrained import placed
 from mlax.place._where import names
 
@@ -45,4 +44,4 @@ def exchanged(model: Layer, batch: PartitionSpec, axes: tuple[str, ...]) -> Laye
         entries: list[Any] = [rest or None, *[None] * (layer.axis - 1), axes]
         return Exchanged(layer, PartitionSpec(*entries), outside)
 
-    return rebuilt(model, "", changed)
+    return map_layers(model, "", changed)

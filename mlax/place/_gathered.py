@@ -5,10 +5,19 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper, frozen
-from mlax.core._frozen import with_fields
-from mlax.core._parts import parts_of
-from mlax.core._paths import flat, nested
+from mlax.core import (
+    Composite,
+    Layer,
+    Map,
+    Repeat,
+    Tree,
+    Wrapper,
+    flatten_paths,
+    frozen,
+    parts_of,
+    unflatten_paths,
+    with_fields,
+)
 from mlax.place._constrained import placed
 from mlax.place._where import names
 
@@ -26,8 +35,10 @@ class Gathered(Wrapper):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         def run(x: Any, trainables: Tree, non_trainables: Tree, rng: jax.Array | None) -> tuple[Any, Tree]:
-            whole = {path: self._whole(path, leaf) for path, leaf in flat(trainables).items()}
-            return self.layer.fwd(x, nested(whole.items()), non_trainables, rng=rng, inference_mode=inference_mode)
+            whole = {path: self._whole(path, leaf) for path, leaf in flatten_paths(trainables).items()}
+            return self.layer.fwd(
+                x, unflatten_paths(whole.items()), non_trainables, rng=rng, inference_mode=inference_mode
+            )
 
         return jax.checkpoint(run, policy=_all_but_gathered)(x, trainables, non_trainables, rng)
 
@@ -51,7 +62,7 @@ def gathered(layer: Layer, shardings: Tree, axes: tuple[str, ...], stacked: int 
 
 
 def _wrapped(layer: Layer, shardings: Tree, axes: tuple[str, ...], stacked: int) -> Layer:
-    specs = [(path, _without(sharding, axes, stacked)) for path, sharding in flat(shardings).items()]
+    specs = [(path, _without(sharding, axes, stacked)) for path, sharding in flatten_paths(shardings).items()]
     split = tuple((path, spec) for path, spec in specs if spec is not None)
     return Gathered(layer, split) if split else layer
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import signature
-from mlax.inspect._sizes import gib
+from mlax._jax import leaves_with_paths
+from mlax.core import signature
+from mlax.inspect import gib
 from mlax.place._culprit import Refused, line_of, names, refused
 
 
@@ -47,9 +47,9 @@ def check(tree: Any, shardings: Any, name: str = "") -> None:
 
     `shardings` is a tree like the first, or one sharding for all of it; `name` is what the tree is called.
     """
-    leaves = dict(named_leaves(tree))
+    leaves = dict(leaves_with_paths(tree))
     is_one = isinstance(shardings, jax.sharding.Sharding)
-    planned = dict.fromkeys(leaves, shardings) if is_one else dict(named_leaves(shardings))
+    planned = dict.fromkeys(leaves, shardings) if is_one else dict(leaves_with_paths(shardings))
     if leaves.keys() != planned.keys():
         other = min(leaves.keys() ^ planned.keys())
         raise ValueError(f"check: {other!r} is only in one of the two trees; give each array of the first a sharding.")

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from mlax.core import Layer, Repeat
-from mlax.core._paths import matching
-from mlax.core._surgery import found, rebuilt
+from mlax.core import Layer, Repeat, find_layers, map_layers, match_paths
 from mlax.place._pipelined import Pipelined
 
 
@@ -15,20 +13,20 @@ def in_stages(
 
     No variable moves. A `Repeat` within another stays as it is: the outer one is cut.
     """
-    model = rebuilt(model, "", lambda where, layer: layer.layer if isinstance(layer, Pipelined) else layer)
-    repeats = found(model, Repeat)
+    model = map_layers(model, "", lambda where, layer: layer.layer if isinstance(layer, Pipelined) else layer)
+    repeats = find_layers(model, Repeat)
     if not repeats:
         raise ValueError("in_stages: the model has no Repeat, so that nothing can be cut in stages.")
-    within = {inner for where, layer in repeats for inner in found(layer.layer, Repeat, where)}
+    within = {inner for where, layer in repeats for inner in find_layers(layer.layer, Repeat, where)}
     outer = [each for each in repeats if each not in within]
-    chosen = [where for where, _ in outer] if at is None else matching(list(at), [where for where, _ in outer])
+    chosen = [where for where, _ in outer] if at is None else match_paths(list(at), [where for where, _ in outer])
 
     def cut(where: str, layer: Layer) -> Layer:
         return Pipelined(layer, stages, microbatches, axis) if (where, layer) in outer and where in chosen else layer
 
-    return rebuilt(model, "", cut)
+    return map_layers(model, "", cut)
 
 
 def pipelines(model: Layer) -> dict[str, Pipelined]:
     """The pipelined parts of a model by path; the leading axis of each of their variables belongs on their axis."""
-    return dict(found(model, Pipelined))
+    return dict(find_layers(model, Pipelined))

@@ -13,14 +13,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from mlax.core import Composite, Layer, Map, Repeat, Tree, Wrapper
-from mlax.core._composite import part_inputs
-from mlax.core._keys import named_key, salt
-from mlax.core._layer import structs
-from mlax.core._notes import located
-from mlax.core._parts import parts_of
-from mlax.core._paths import filled_in, flat, nested
-from mlax.core._surgery import found
+from mlax._jax import name_hash, named_key
+from mlax.core import (
+    Composite,
+    Layer,
+    Map,
+    Repeat,
+    Tree,
+    Wrapper,
+    error_scope,
+    find_layers,
+    flatten_paths,
+    part_inputs,
+    parts_of,
+    replace_leaves,
+    shape_dtypes,
+    unflatten_paths,
+)
 from mlax.place._stream import Stream
 from mlax.place._where import host, memory_kind
 
@@ -60,25 +69,25 @@ def init_in(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) 
     _compile([piece for piece in pieces if not _is_streamed(piece)], keys, x)
     made: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for piece, start in zip(pieces, starts, strict=True):
-        with located(piece.path, x):
+        with error_scope(piece.path, x):
             variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind).run(keys, start)
         for leaves, tree in zip(made, variables, strict=True):
-            leaves |= {"/".join(filter(None, (piece.path, name))): leaf for name, leaf in flat(tree).items()}
-    return nested(made[0].items()), nested(made[1].items())
+            leaves |= {"/".join(filter(None, (piece.path, name))): leaf for name, leaf in flatten_paths(tree).items()}
+    return unflatten_paths(made[0].items()), unflatten_paths(made[1].items())
 
 
 def in_their_memory(model: Layer, variables: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """The shapes of a model's variables, those that are streamed marked as lying in host memory."""
     device = jax.local_devices()[0]
     there = SingleDeviceSharding(device, memory_kind=memory_kind(host, device))
-    paths = [path for path, _ in found(model, Stream)]
+    paths = [path for path, _ in find_layers(model, Stream)]
 
     def marked(path: str, leaf: Any) -> Any:
         streamed = any(not each or path.startswith(f"{each}/") for each in paths)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there) if streamed else leaf
 
-    leaves = {path: marked(path, leaf) for path, leaf in flat(variables[0]).items()}
-    return filled_in(variables[0], leaves), variables[1]
+    leaves = {path: marked(path, leaf) for path, leaf in flatten_paths(variables[0]).items()}
+    return replace_leaves(variables[0], leaves), variables[1]
 
 
 def _pieces(
@@ -97,7 +106,7 @@ def _pieces(
             own = (shardings[0] or {}).get(name), (shardings[1] or {}).get(name)
             yield from _pieces(part, (*names[:-1], (*names[-1], name)), times, inputs[name], own)
     elif places := jax.tree.leaves(shardings):
-        leaves, structure = jax.tree.flatten(structs(x))
+        leaves, structure = jax.tree.flatten(shape_dtypes(x))
         inputs = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         yield Piece(names, Kind(layer, times, inputs, structure, tuple(places), jax.tree.structure(shardings)))
 
@@ -130,7 +139,9 @@ def _salts(piece: Piece) -> np.ndarray:
     times = np.indices(kind.times, np.uint32).reshape(len(kind.times), math.prod(kind.times))
     columns = []
     for names, *time in itertools.zip_longest(piece.names, times):
-        columns += [np.full(times.shape[1], salt(name)) for name in names] + [each for each in time if each is not None]
+        columns += [np.full(times.shape[1], name_hash(name)) for name in names] + [
+            each for each in time if each is not None
+        ]
     return np.array(columns, np.uint32).reshape(-1, times.shape[1]).T
 
 
@@ -161,7 +172,7 @@ def _compile(pieces: Sequence[Piece], keys: jax.Array, x: Any) -> None:
     for piece in pieces:
         program = _program(piece.kind)
         if not program.is_compiled:
-            with located(piece.path, x):
+            with error_scope(piece.path, x):
                 lowered.append(program.run.lower(keys, 0))
             program.is_compiled = True
     with ThreadPoolExecutor() as pool:

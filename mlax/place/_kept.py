@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from mlax._jax import layer_path
 from mlax.core import Tree
-from mlax.core._scopes import layer_path
 
 
 def kept_by_layer(loss: Callable[[Tree], Any], trainables: Tree, paths: Collection[str]) -> dict[str, int]:

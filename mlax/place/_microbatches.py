@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core._notes import signature
+from mlax.core import signature
 
 
-def parted(batch: Any, number: int, name: str) -> Any:
+def split_microbatches(batch: Any, number: int, name: str) -> Any:
     """The batch in `number` parts on a leading axis, each of every number-th example.
 
     So no example leaves the device that holds it, if a device holds as many as there are parts, or a multiple.
@@ -26,7 +26,7 @@ def parted(batch: Any, number: int, name: str) -> Any:
     return jax.tree.map(split, batch)
 
 
-def whole(parts: Any) -> Any:
+def merge_microbatches(parts: Any) -> Any:
     """The batch of which these are the parts."""
 
     def join(leaf: jax.Array) -> jax.Array:

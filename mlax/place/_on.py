@@ -10,9 +10,8 @@ from jax.core import Tracer
 from jax.experimental import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mlax.core import Wrapper, frozen
-from mlax.core._layer import init_for
-from mlax.core._memory import to_device, to_host
+from mlax._jax import to_device, to_host
+from mlax.core import Wrapper, frozen, jitted_init
 from mlax.place._where import Where
 
 
@@ -45,7 +44,7 @@ class On(Wrapper):
         if isinstance(self.where, jax.Device):
             with jax.default_device(self.where):
                 return _put(self.layer.init(_put(rng, everywhere), x), everywhere)
-        return jax.jit(init_for(self.layer, x), out_shardings=everywhere)(_put(rng, everywhere))
+        return jax.jit(jitted_init(self.layer, x), out_shardings=everywhere)(_put(rng, everywhere))
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         if _is_host(self.where):

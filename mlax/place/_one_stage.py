@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core._wide import wide
+from mlax._jax import at_least_float32
 from mlax.place._cut import Cut
 from mlax.place._inexact import inexact
 
@@ -108,7 +108,7 @@ def floats(leaves: Leaves) -> Leaves:
 
 def nothing(tree: Any) -> Any:
     """Sums of arrays like these before anything was added, wide enough to add up many."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), tree)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), tree)
 
 
 def added(sums: Any, more: Any) -> Any:

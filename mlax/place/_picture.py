@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlax.inspect._sizes import gib
+from mlax.inspect import gib
 from mlax.place._description import Description, Row, grouped
 
 COLOURS = {"weights": "#0077BB", "slots": "#33BBEE", "gradients": "#EE7733", "activations": "#009988"}

@@ -9,11 +9,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mlax.core import Repeat, Tree, Wrapper, frozen
-from mlax.core._frozen import with_fields
-from mlax.core._notes import brief
+from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, with_fields
 from mlax.place._mark import marked
-from mlax.place._microbatches import bubble, parted, whole
+from mlax.place._microbatches import bubble, merge_microbatches, split_microbatches
 
 
 @frozen
@@ -38,7 +36,9 @@ class Pipelined(Wrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Repeat):
-            raise TypeError(f"Pipelined: the layer is {brief(self.layer)}, but must be a Repeat, to be cut in stages.")
+            raise TypeError(
+                f"Pipelined: the layer is {short_repr(self.layer)}, but must be a Repeat, to be cut in stages."
+            )
         for name in ("stages", "microbatches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -83,7 +83,9 @@ class Pipelined(Wrapper):
             return self.layer.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
         if kind is AxisType.Manual:  # whoever runs the stages wants to know where the pipeline is
             return marked(self, x, trainables, rng, inference_mode), None
-        return whole(self._all(parted(x, self.microbatches, "microbatches"), trainables, rng, inference_mode)), None
+        return merge_microbatches(
+            self._all(split_microbatches(x, self.microbatches, "microbatches"), trainables, rng, inference_mode)
+        ), None
 
     def stage(self, stage: jax.Array, x: Any, own: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
         """One microbatch through one stage, which has its own slice of the variables; `rng` is the microbatch's."""
@@ -139,7 +141,7 @@ class Pipelined(Wrapper):
             return None
         if mesh.shape[self.axis] != self.stages:
             raise ValueError(
-                f"{brief(self)}: there are {self.stages} stages, but the mesh has {mesh.shape[self.axis]} devices "
+                f"{short_repr(self)}: there are {self.stages} stages, but the mesh has {mesh.shape[self.axis]} devices "
                 f"along {self.axis!r}; make them as many."
             )
         return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axis]
@@ -147,7 +149,8 @@ class Pipelined(Wrapper):
     def _refuse_state(self, non_trainables: Tree) -> None:
         if non_trainables is not None:
             raise ValueError(
-                f"{brief(self)}: the layer has state (non_trainables), which cannot follow several microbatches that "
+                f"{short_repr(self)}: the layer has state (non_trainables), which cannot follow several "
+                "microbatches that "
                 "are under way together; take layers without, as GroupNorm in place of BatchNorm."
             )
 

@@ -6,11 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from mlax.core import Layer, Tree
-from mlax.core._checks import check_key
-from mlax.core._layer import variables_like
-from mlax.core._memory import in_host
-from mlax.core._paths import filled_in, flat
+from mlax._jax import is_on_host
+from mlax.core import Layer, Tree, check_key, flatten_paths, replace_leaves, variable_shapes
 from mlax.optim import Optimizer
 from mlax.optim import State as OptimizerState
 from mlax.place._batches import batch_shardings
@@ -127,18 +124,18 @@ class Plan:
         is an error.
         """
         parts = variables if isinstance(variables, tuple) else (variables,)
-        leaves = {path: leaf for part in parts for path, leaf in flat(part).items()}
+        leaves = {path: leaf for part in parts for path, leaf in flatten_paths(part).items()}
         rules = self.variables if strict else self.variables.among(leaves)
         placed = {
             path: self._sharding(staying(merged(said, path, leaves[path], self.shape), leaves[path]))
             for path, said in rules.found(leaves, "variables").items()
         }
-        trees = tuple(filled_in(part, placed) for part in parts)
+        trees = tuple(replace_leaves(part, placed) for part in parts)
         return trees if isinstance(variables, tuple) else trees[0]
 
     def variable_shardings(self, model: Layer, x: Any) -> tuple[Tree, Tree]:
         """The shardings of what `init` makes; every rule must match something."""
-        found = self.shardings(in_their_memory(model, variables_like(model, x)), strict=True)
+        found = self.shardings(in_their_memory(model, variable_shapes(model, x)), strict=True)
         if self.stages is not None:
             self.stages.check(self.shape)
         return found
@@ -150,20 +147,22 @@ class Plan:
             return own
         state = jax.eval_shape(optimizer.init, trainables)
         fields = state._asdict()
-        leaves = {path: leaf for path, leaf in flat(fields).items() if "/" in path}  # a scalar is no slot
+        leaves = {path: leaf for path, leaf in flatten_paths(fields).items() if "/" in path}  # a scalar is no slot
         found = self.slots.found(leaves, "slots")
-        placed = flat(own._asdict())
+        placed = flatten_paths(own._asdict())
         for path, said in found.items():
             if said:
                 where = merged(said, path, leaves[path], self.shape)
                 split = where if any(each.split is not None for each in said) else None
                 placed[path] = self._sharding(where, None if split else placed[path])
-        return type(own)(**{name: filled_in(field, placed, name) for name, field in fields.items()})
+        return type(own)(**{name: replace_leaves(field, placed, name) for name, field in fields.items()})
 
     def init_slots(self, optimizer: Optimizer, trainables: Tree) -> OptimizerState:
         """The first state of an optimizer, each slot straight in its place."""
         places = self.slot_shardings(optimizer, trainables)
-        if self.mesh.size == 1 and any(map(in_host, jax.tree.leaves(trainables))):  # which might not fit on the device
+        if self.mesh.size == 1 and any(
+            map(is_on_host, jax.tree.leaves(trainables))
+        ):  # which might not fit on the device
             return jax.device_put(optimizer.init(trainables), places)
         return jax.jit(optimizer.init, out_shardings=places)(trainables)
 

@@ -5,9 +5,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from mlax.core import frozen
-from mlax.core._notes import signature
-from mlax.core._paths import NoSuch, matches, no_such
+from mlax.core import NoMatch, frozen, matches, no_match_message, signature
 from mlax.place._where import Spread, Where, names, spec_of, ways, where_of
 
 
@@ -118,7 +116,7 @@ def _found(rules: tuple[tuple[str, Where], ...], leaves: Mapping[str, Any], what
     hits = [{path for path in leaves if matches(pattern, path)} for pattern, _ in rules]
     for (pattern, _), hit in zip(rules, hits, strict=True):
         if not hit and pattern != "**":
-            raise NoSuch(f"the rule for {what} {no_such(pattern, leaves)}")
+            raise NoMatch(f"the rule for {what} {no_match_message(pattern, leaves)}")
     for i, (first, says) in enumerate(rules):
         for j in range(i + 1, len(rules)):
             second, other = rules[j]

@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from mlax.core import Composite, Layer, Map, Recurrent, Wrapper
-from mlax.core._composite import part_inputs
-from mlax.core._layer import variables_like
-from mlax.core._parts import parts_of
-from mlax.core._paths import flat
+from mlax.core import Composite, Layer, Map, Recurrent, Wrapper, flatten_paths, part_inputs, parts_of, variable_shapes
 
 
 def split_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
@@ -16,7 +12,7 @@ def split_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
     up the pieces where they are; all else is as `Layer.splits` says. An axis that `number` does not divide is left out.
     """
     if (own := layer.splits(number)) is not None:
-        shapes = {path: leaf.shape for path, leaf in flat(variables_like(layer, x)[0]).items()}
+        shapes = {path: leaf.shape for path, leaf in flatten_paths(variable_shapes(layer, x)[0]).items()}
         found = {path: axis - len(shapes[path]) if axis >= 0 else axis for path, axis in own.items() if path in shapes}
         return {path: axis for path, axis in found.items() if shapes[path][axis] % number == 0}
     if isinstance(layer, Map):
@@ -30,7 +26,7 @@ def split_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
     layer, inputs = layer.sized(x), part_inputs(layer, x)
     for name, part in parts_of(layer).items():
         axes = split_axes(part, inputs[name], number)
-        shapes = {path: leaf.shape for path, leaf in flat(variables_like(part, inputs[name])[0]).items()}
+        shapes = {path: leaf.shape for path, leaf in flatten_paths(variable_shapes(part, inputs[name])[0]).items()}
         if axes.get("kernel") == -1 and shapes["kernel"] == (widened, *shapes["kernel"][1:]):
             axes, widened = {"kernel": -2}, None
         elif wider := _widened(axes, shapes):
@@ -42,7 +38,7 @@ def split_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
 def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
     """The axis of the experts in each variable that has one, counted from the end, and how many they are."""
     if isinstance(layer, Map) and layer.variables == 0:
-        leaves = flat(variables_like(layer, x)[0])
+        leaves = flatten_paths(variable_shapes(layer, x)[0])
         return {path: (-len(leaf.shape), leaf.shape[0]) for path, leaf in leaves.items()}
     if isinstance(layer, Wrapper):
         return expert_axes(layer.layer, x)

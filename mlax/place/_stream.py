@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax.core import Repeat, Tree, Wrapper, frozen
-from mlax.core._memory import beside, fetched, stored, to_host
-from mlax.core._notes import brief, signature
-from mlax.core._stacked import init_stacked
+from mlax._jax import slice_to_device, to_host, to_memory_of, write_slice
+from mlax.core import Repeat, Tree, Wrapper, frozen, init_stacked, short_repr, signature
 from mlax.place._inexact import inexact
 
 
@@ -41,7 +39,7 @@ class Stream(Wrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Repeat):
-            raise TypeError(f"Stream: {brief(self.layer)} is no Repeat; write Stream(mlax.Repeat(layer, times)).")
+            raise TypeError(f"Stream: {short_repr(self.layer)} is no Repeat; write Stream(mlax.Repeat(layer, times)).")
         if self.layer.mode == "unroll":
             raise ValueError("Stream: an unrolled Repeat has all of its weights on the device; pass mode='scan'.")
 
@@ -62,7 +60,8 @@ class Stream(Wrapper):
         y, new = self.layer.layer.fwd(x, weights, given.non_trainables, rng=given.keys, inference_mode=mode)
         if signature(y) != signature(x):
             raise ValueError(
-                f"{brief(self)}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with the "
+                f"{short_repr(self)}: the layer turns {signature(x)} into {signature(y)}, but each time is fed with "
+                "the "
                 "output of the time before; its output must be like its input."
             )
         return y, new
@@ -81,7 +80,7 @@ def _forward(stream: Stream, known: Any, x: Any, trainables: Tree, given: Given,
     last = stream.layer.times - 1
 
     def kept(inputs: Any, x: Any, time: Any) -> Any:
-        return None if inputs is None else stored(inputs, _led(x), time)
+        return None if inputs is None else write_slice(inputs, _led(x), time)
 
     def step(carried: Any, given: Given) -> tuple[Any, Any]:
         time, x, weights, inputs = carried
@@ -124,15 +123,15 @@ def _backward(stream: Stream, known: bool | None, saved: Any, cotangents: Any) -
         following = _row((inputs, trainables), time - 1)
         given, dnew = own
         dx, dweights, dstate = pulled(x, weights, given, dx, dnew)
-        return (time - 1, dx, following, stored(grads, _led(dweights), time)), dstate
+        return (time - 1, dx, following, write_slice(grads, _led(dweights), time)), dstate
 
     dy, dnews = inexact(dy)[0], inexact(dnews)[0]
-    room = beside(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trainables), trainables)
+    room = to_memory_of(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trainables), trainables)
     rows = (_rows(given, slice(1, None)), _rows(dnews, slice(1, None)))
     start = (jnp.int32(last), dy, _row((inputs, trainables), last), room)
     (_, dx, (x, weights), grads), dstates = lax.scan(step, start, rows, length=last, reverse=True)
     dx, dweights, dstate = pulled(x, weights, _own(given, 0), dx, _own(dnews, 0))
-    grads = stored(grads, _led(dweights), 0)
+    grads = write_slice(grads, _led(dweights), 0)
     dstates = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows]), dstate, dstates)
     return inexact(x)[1](dx, None), grads, Given(inexact(given.non_trainables)[1](dstates, None), None)
 
@@ -141,7 +140,7 @@ _streamed.defvjp(_saved, _backward)
 
 
 def _row(trainables: Tree, time: Any) -> Tree:
-    return jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), fetched(trainables, time))
+    return jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), slice_to_device(trainables, time))
 
 
 def _room(times: int, leaf: jax.Array) -> jax.Array:

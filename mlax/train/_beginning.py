@@ -9,7 +9,8 @@ from mlax.train._log import cut_after
 from mlax.train._parameters import parameters
 from mlax.train._run import Run
 from mlax.train._state import State
-from mlax.train.checkpoints import Checkpoints, Highest, Lowest
+from mlax.train.checkpoints._best import Highest, Lowest
+from mlax.train.checkpoints._checkpoints import Checkpoints
 from mlax.train.checkpoints._matched import Unlike
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mlax.core._paths import NoSuch
+from mlax.core import NoMatch
 from mlax.train._beat import beat
 from mlax.train._beginning import introduction, opened, resumed, seed, settled
 from mlax.train._progress import in_words
@@ -16,7 +16,8 @@ from mlax.train._state import State
 from mlax.train._step import Step
 from mlax.train._watch import Watch
 from mlax.train._weights import leave_weights
-from mlax.train.checkpoints import Checkpoints, Highest, Lowest
+from mlax.train.checkpoints._best import Highest, Lowest
+from mlax.train.checkpoints._checkpoints import Checkpoints
 
 
 class Fitted(NamedTuple):
@@ -173,7 +174,7 @@ def _check(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
 
 def _check_best(best: Highest | Lowest | None, names: tuple[str, ...]) -> None:
     if best is not None and best.metric not in names:
-        raise NoSuch(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
+        raise NoMatch(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
 
 
 def _check_steps(step: Step, **numbers: int) -> None:

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax, random
 
+from mlax._jax import at_least_float32, map_chunks, tree_add
 from mlax.core import Tree
-from mlax.core._pieces import added, mapped
-from mlax.core._wide import wide
-from mlax.place._microbatches import parted
+from mlax.place import split_microbatches
 from mlax.train._values import checked, mean, weight
 
 Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
@@ -58,15 +57,17 @@ def gradients(
         found = of(batch, non_trainables, rng)
     else:
         name = "accumulate" if backward is None else "microbatches"
-        parts, rngs = parted(batch, accumulate, name), random.split(rng, accumulate)
+        parts, rngs = split_microbatches(batch, accumulate, name), random.split(rng, accumulate)
         if backward is None:
-            nothing = mapped(lambda w: jnp.zeros(w.shape, wide(w.dtype)), trainables)
+            nothing = map_chunks(lambda w: jnp.zeros(w.shape, at_least_float32(w.dtype)), trainables)
             found = _summed(of, nothing, parts, non_trainables, rngs)
         else:
             found = Gradients(*backward(loss, trainables, parts, non_trainables, rngs))
     if scale is None:
         return found
-    return found._replace(grads=mapped(lambda g: _widened(g) / scale.astype(wide(g.dtype)), found.grads))
+    return found._replace(
+        grads=map_chunks(lambda g: _widened(g) / scale.astype(at_least_float32(g.dtype)), found.grads)
+    )
 
 
 def loss_of(
@@ -81,7 +82,9 @@ def loss_of(
 
     def in_parts(trainables: Tree) -> jax.Array:
         each = jax.checkpoint(lambda taken: of(trainables, *taken))  # so that one part is there at a time
-        return jnp.sum(lax.map(each, (parted(batch, accumulate, "accumulate"), random.split(rng, accumulate))))
+        return jnp.sum(
+            lax.map(each, (split_microbatches(batch, accumulate, "accumulate"), random.split(rng, accumulate)))
+        )
 
     return in_parts if accumulate > 1 else lambda trainables: of(trainables, batch, rng)
 
@@ -91,17 +94,17 @@ def _summed(
 ) -> Gradients:
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     shapes = jax.eval_shape(of, first, non_trainables, rngs[0])
-    values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf.dtype)), shapes.values)
+    values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), shapes.values)
 
     def add(sums: Any, taken: Any) -> tuple[Any, None]:
         (values, grads), non_trainables = sums
         part, rng = taken
         new = of(part, non_trainables, rng)
-        return (added((values, grads), (new.values, new.grads)), new.non_trainables), None
+        return (tree_add((values, grads), (new.values, new.grads)), new.non_trainables), None
 
     ((values, grads), non_trainables), _ = lax.scan(add, ((values, nothing), non_trainables), (parts, rngs))
     return Gradients(values, grads, non_trainables)
 
 
 def _widened(g: jax.Array) -> jax.Array:
-    return g.astype(wide(g.dtype))
+    return g.astype(at_least_float32(g.dtype))

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from mlax.inspect._memory import free_bytes
-from mlax.inspect._sizes import gib
+from mlax.inspect import free_bytes, gib
 
 LESS = (
     "To need less, take smaller batches, or the same in parts (accumulate=4), recompute activations (mlax.Remat, "

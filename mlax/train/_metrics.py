@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.core._paths import NoSuch
-from mlax.core._wide import wide, widest
+from mlax._jax import at_least_float32, widest_dtype
+from mlax.core import NoMatch
 
 
 class Metrics(Mapping[str, jax.Array]):
@@ -24,7 +24,7 @@ class Metrics(Mapping[str, jax.Array]):
 
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self.names:
-            raise NoSuch(f"{name!r}; there are {', '.join(self.names)}")
+            raise NoMatch(f"{name!r}; there are {', '.join(self.names)}")
         at = self.names.index(name)
         return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # whose index is part of the program
 
@@ -44,5 +44,7 @@ class Metrics(Mapping[str, jax.Array]):
 
 def packed(metrics: Mapping[str, jax.Array]) -> jax.Array:
     """The metrics as one array, in the widest dtype that occurs; what is no float as 0, 1, ..."""
-    dtype = widest(wide(value.dtype) for value in metrics.values() if jnp.issubdtype(value.dtype, jnp.floating))
+    dtype = widest_dtype(
+        at_least_float32(value.dtype) for value in metrics.values() if jnp.issubdtype(value.dtype, jnp.floating)
+    )
     return jnp.stack([value.astype(dtype) for value in metrics.values()], axis=-1)

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import signature
-from mlax.place import Plan
-from mlax.place._noticed import traced_for
+from mlax._jax import leaves_with_paths
+from mlax.core import signature
+from mlax.place import Plan, traced_for
 from mlax.train._memory import LESS, refuse_what_cannot_fit
 
 
@@ -125,7 +124,7 @@ class Once:
 def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
     """Say so if an argument was given up to an earlier call."""
     for name, arg in zip(names, args, strict=True):
-        gone = [path for path, leaf in named_leaves(arg) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        gone = [path for path, leaf in leaves_with_paths(arg) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
         if gone:
             raise ValueError(
                 f"{name}/{gone[0]} was given up to an earlier call, which donates it; go on with the {name} that came "
@@ -144,7 +143,7 @@ def _signatures(names: tuple[str, ...], args: Any) -> dict[str, str]:
     return {
         f"{name}/{path}" if path else name: _words(leaf)
         for name, arg in zip(names, args, strict=True)
-        for path, leaf in named_leaves(arg)
+        for path, leaf in leaves_with_paths(arg)
     }
 
 

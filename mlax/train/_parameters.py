@@ -4,15 +4,13 @@ import collections
 import math
 from typing import Any
 
-from mlax.core import Tree
-from mlax.core._notes import signature
-from mlax.core._paths import flat
-from mlax.inspect._sizes import gib
+from mlax.core import Tree, flatten_paths, signature
+from mlax.inspect import gib
 
 
 def parameters(trainables: Tree, *, most: int = 24) -> str:
     """A line for each leaf, or for each part if there are too many leaves: path, shape, count; then the sum."""
-    leaves = flat(trainables)
+    leaves = flatten_paths(trainables)
     rows = [(path, signature(leaf), math.prod(leaf.shape)) for path, leaf in leaves.items()]
     depth = 3
     while len(rows) > most and depth:

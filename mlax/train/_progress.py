@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from mlax.inspect._sizes import gib
+from mlax.inspect import gib
 
 QUIET = ("skipped", "gradient_norm", "scale", "step", "seconds")  # not worth room on a line
 

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.optim import Accumulate, Optimizer
-from mlax.optim._numbers import ranges, values_of
+from mlax.optim import Accumulate, Optimizer, ranges, values_of
 
 
 def rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:

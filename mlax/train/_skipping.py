@@ -8,7 +8,7 @@ import numpy as np
 
 from mlax.train._log import Log, Record
 from mlax.train._state import State
-from mlax.train.checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints
 
 
 class Diverged(FloatingPointError):

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from mlax.core import Layer, Tree
-from mlax.core._all_leaves import global_norm
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import brief, brief_signature, signature
+from mlax._jax import global_norm, leaves_with_paths
+from mlax.core import Layer, Tree, short_repr, short_signature, signature
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._evaluation import Evaluation
@@ -96,7 +94,7 @@ class Step:
         """The first state, with these variables themselves, where the plan says: the first step donates them."""
         if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
             raise TypeError(
-                f"step.init: rng is {brief_signature(rng)}, but must be a key; write step.init(rng, *variables) with "
+                f"step.init: rng is {short_signature(rng)}, but must be a key; write step.init(rng, *variables) with "
                 "jax.random.key(0), say, as rng."
             )
         _check_variables(trainables, non_trainables)
@@ -131,7 +129,7 @@ class Step:
             backward=None if stages is None else stages.backward,
         )
         refuse_changed(state.non_trainables, non_trainables)
-        norm = global_norm(dict(named_leaves(grads)))
+        norm = global_norm(dict(leaves_with_paths(grads)))
         fine = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.guard else None
         trainables, optimizer = self.optimizer.update(
             grads,
@@ -173,7 +171,9 @@ def _in_turns(step: Step) -> Any:
 
 def _check(step: Step) -> None:
     if isinstance(step.objective, Layer) or not callable(step.objective):
-        raise TypeError(f"train.step: the objective is {brief(step.objective)}, but must be a function like `fwd`.")
+        raise TypeError(
+            f"train.step: the objective is {short_repr(step.objective)}, but must be a function like `fwd`."
+        )
     if not isinstance(step.optimizer, Optimizer):
         raise TypeError(
             f"train.step: {step.optimizer!r} is no optimizer of mlax; wrap one of Optax by optim.from_optax."
@@ -198,7 +198,7 @@ def _check_variables(trainables: Tree, non_trainables: Tree) -> None:
             "gave as two arguments: step.init(rng, *model.init(...))."
         )
     seen: dict[int, str] = {}
-    for path, leaf in named_leaves({"trainables": trainables, "non_trainables": non_trainables}):
+    for path, leaf in leaves_with_paths({"trainables": trainables, "non_trainables": non_trainables}):
         if id(leaf) in seen:
             raise ValueError(
                 f"step.init: {path} and {seen[id(leaf)]} are one array, which cannot be donated twice; store tied "
@@ -209,7 +209,7 @@ def _check_variables(trainables: Tree, non_trainables: Tree) -> None:
 
 def _check_stacked(many: int, batches: Any) -> None:
     mask = batches.get(MASK) if isinstance(batches, dict) else None
-    for path, leaf in named_leaves(batches):
+    for path, leaf in leaves_with_paths(batches):
         if leaf.ndim == 0 or leaf.shape[0] != many or (mask is not None and mask.ndim < 2):
             raise ValueError(
                 f"step: many is {many}, so each array holds {many} batches on a leading axis, but {path} is "

@@ -5,10 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core._leaves import named_leaves
-from mlax.core._notes import signature
-from mlax.core._paths import NoSuch
-from mlax.core._wide import wide
+from mlax._jax import at_least_float32, leaves_with_paths
+from mlax.core import NoMatch, signature
 
 TAKEN = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
 MASK = "mask"  # the name in a batch of what says which examples count, and how much
@@ -24,7 +22,7 @@ def checked(returned: Any) -> tuple[dict[str, jax.Array], Any]:
     values, non_trainables = returned
     values = dict(values) if isinstance(values, dict) else {"loss": values}
     if "loss" not in values:
-        raise NoSuch(f"the objective returned {', '.join(map(str, values)) or 'nothing'}, but no 'loss'; name one so.")
+        raise NoMatch(f"the objective returned {', '.join(map(str, values)) or 'nothing'}, but no 'loss'; name one so.")
     for name, value in values.items():
         if name in TAKEN:
             raise ValueError(f"the objective has a value {name!r}, which the log uses otherwise; rename it.")
@@ -37,7 +35,7 @@ def checked(returned: Any) -> tuple[dict[str, jax.Array], Any]:
 
 def refuse_changed(given: Any, returned: Any) -> None:
     """Refuse non_trainables of another structure, shape or dtype than they had: the next step could not take them."""
-    before, after = ({path: signature(leaf) for path, leaf in named_leaves(tree)} for tree in (given, returned))
+    before, after = ({path: signature(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (given, returned))
     for path in dict.fromkeys([*before, *after]):
         if before.get(path) != after.get(path):
             raise ValueError(
@@ -58,7 +56,7 @@ def mean(name: str, value: jax.Array, batch: Any, total: jax.Array | None, parts
     A value for each example, (b, ...), is weighed by the mask, (b,) or (b, t); a scalar by the batch's whole weight.
     In float32, or in the value's own dtype if that is wider.
     """
-    value = value.astype(wide(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.float32)
+    value = value.astype(at_least_float32(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.float32)
     mask = _mask(batch)
     if mask is None or total is None:
         return jnp.mean(value) / parts

@@ -5,8 +5,7 @@ from typing import Any, Self
 
 import jax
 
-from mlax.inspect import flops
-from mlax.inspect._memory import used_bytes
+from mlax.inspect import flops, used_bytes
 from mlax.train._board import Board
 from mlax.train._log import Log
 from mlax.train._metrics import Metrics
@@ -16,7 +15,7 @@ from mlax.train._skipping import Skipping
 from mlax.train._speed import speed
 from mlax.train._state import State
 from mlax.train._step import Step
-from mlax.train.checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints
 
 
 class Watch:

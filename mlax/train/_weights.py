@@ -11,7 +11,7 @@ from mlax.core import Tree
 from mlax.train._run import Run
 from mlax.train._state import State
 from mlax.train._step import Step
-from mlax.train.checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints
 
 
 def leave_weights(

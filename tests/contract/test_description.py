@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax.core._frozen import with_fields
+from mlax.core import with_fields
 
 
 def test_equal_descriptions_are_equal_and_hash_equal(row):

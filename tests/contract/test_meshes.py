@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import nn
-from mlax.core._shape_key import shape_key
+from mlax._jax._random import abstract_key
 from tests.catalogue import ROWS
 
 # JAX computes a convolution of all time steps as one of a longer batch, and cannot merge an axis with a split one.
@@ -77,7 +77,7 @@ def test_shapes_found_on_one_mesh_are_good_for_another():
         return jax.jit(lambda x: layer.fwd(x, trainables)[0])
 
     x, scale, shift = jnp.ones((4, 3)), jnp.ones(3), jnp.zeros(3)
-    shape_key.cache_clear()
+    abstract_key.cache_clear()
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))):
         normed(nn.RMSNorm(), {"scale": scale})(x)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))

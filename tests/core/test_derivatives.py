@@ -8,8 +8,8 @@ from jax.test_util import check_grads
 
 import mlax
 from mlax import nn
-from mlax.core._derivatives import with_derivatives
-from mlax.core._turned import run_turned, turned
+from mlax._jax._custom_jvp import with_jvps
+from mlax._jax._scan import apply_with_transposed, transpose_kernels
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)))
 X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)))
@@ -30,9 +30,7 @@ def test_a_rule_is_asked_only_for_what_changes():
 
         return change_of
 
-    product = with_derivatives(
-        lambda a, b: a * b, rule("a", lambda dot, a, b: dot * b), rule("b", lambda dot, a, b: a * dot)
-    )
+    product = with_jvps(lambda a, b: a * b, rule("a", lambda dot, a, b: dot * b), rule("b", lambda dot, a, b: a * dot))
     np.testing.assert_allclose(jax.grad(product)(2.0, 3.0), 3.0)
     assert asked == ["a"]
     np.testing.assert_allclose(jax.grad(product, (0, 1))(2.0, 3.0), (3.0, 2.0))
@@ -44,7 +42,7 @@ def test_turned_kernels_change_no_derivative(modes):
     weights = {"kernel": W, "bias": jnp.ones(5)}
 
     def run(weights, x):
-        return run_turned(affine, weights, turned(weights), (x, jax.random.key(0)))
+        return apply_with_transposed(affine, weights, transpose_kernels(weights), (x, jax.random.key(0)))
 
     np.testing.assert_allclose(run(weights, X), affine(weights, (X, jax.random.key(0))), rtol=1e-6)
     check_grads(run, (weights, X), order=2, modes=[modes], rtol=2e-2, atol=2e-2)

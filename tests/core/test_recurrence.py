@@ -8,7 +8,7 @@ from jax.test_util import check_grads
 
 import mlax
 from mlax import nn
-from mlax.core._keeping import keeping_scan
+from mlax._jax._scan import scan_with_residuals
 from tests.layers import Cell, Count
 
 RNG = jax.random.key(1)
@@ -180,10 +180,10 @@ def test_what_a_scan_keeps_of_its_carry_is_what_the_step_was_given(times, revers
 
     carry = {"shown": jnp.full((2,), 3.0), "hidden": jnp.ones(2)}
     xs = jnp.arange(2.0 * times).reshape(times, 2)
-    jaxpr = jax.make_jaxpr(lambda *args: keeping_scan(body, *args, reverse=reverse, unroll=1))(carry, xs)
+    jaxpr = jax.make_jaxpr(lambda *args: scan_with_residuals(body, *args, reverse=reverse, unroll=1))(carry, xs)
     (scan,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
     assert sum(var.aval.shape == (times, 2) for var in scan.outvars) == 2  # "shown" and "hidden"
-    found = keeping_scan(body, carry, xs, reverse=reverse, unroll=1)
+    found = scan_with_residuals(body, carry, xs, reverse=reverse, unroll=1)
     close(found, jax.lax.scan(body, carry, xs, reverse=reverse))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlax.core._scopes import alternatives, path_of, scopes_of
+from mlax._jax._name_stack import fused_op_names, path_of, scopes_of_op_name
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ from mlax.core._scopes import alternatives, path_of, scopes_of
     ],
 )
 def test_only_the_names_of_layers_are_left(name, path):
-    assert path_of(scopes_of(name)) == path
+    assert path_of(scopes_of_op_name(name)) == path
 
 
 def test_an_operation_made_of_several_has_the_names_of_all():
-    assert alternatives("jit(f)/(a/add:transpose(jvp(b))/mul)") == ["jit(f)/a/add", "jit(f)/transpose(jvp(b))/mul"]
-    assert alternatives("f/(a/(x:y):z)") == ["f/a/x", "f/a/y", "f/z"]
-    assert alternatives("jit(f)/up/add") == ["jit(f)/up/add"]
+    assert fused_op_names("jit(f)/(a/add:transpose(jvp(b))/mul)") == ["jit(f)/a/add", "jit(f)/transpose(jvp(b))/mul"]
+    assert fused_op_names("f/(a/(x:y):z)") == ["f/a/x", "f/a/y", "f/z"]
+    assert fused_op_names("jit(f)/up/add") == ["jit(f)/up/add"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlax import optim
-from mlax.core import _pieces
-from mlax.core._memory import to_host
+from mlax._jax import _memory
+from mlax._jax._memory import to_host
 
 STACKED = ("blocks/**",)
 OPTIMIZERS = {
@@ -33,7 +33,7 @@ NARROW = ("Master", "Stochastic", "Kahan")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(_pieces, "LEAST", 1)
+    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 1)
 
 
 def trees(dtype, seed=0):
@@ -115,7 +115,7 @@ def test_accumulate_refuses_to_add_up_inside_of_its_condition():
 
 
 def test_small_leaves_are_fetched_as_a_whole(monkeypatch):
-    monkeypatch.setattr(_pieces, "LEAST", 2**22)
+    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 2**22)
     leaf = to_host(jnp.ones((4096, 1024)))
-    assert _pieces.groups({"small": [leaf[:8]], "device": [jnp.ones((4096, 1024))]}) == []
-    assert _pieces.groups({"large": [leaf]}) == [(["large"], 4)]
+    assert _memory.plan_chunks({"small": [leaf[:8]], "device": [jnp.ones((4096, 1024))]}) == []
+    assert _memory.plan_chunks({"large": [leaf]}) == [(["large"], 4)]

@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import nn, optim, place, train
-from mlax.core import F, Remat, Repeat, Series
-from mlax.core._paths import flat
+from mlax.core import F, Remat, Repeat, Series, flatten_paths
 from mlax.place._init import Program, _program
 from tests.place.models import GPT, gpt, objective_of
 
@@ -269,7 +268,7 @@ def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
     assert fitted.step == 4 and np.isfinite(fitted.scores["loss"])
     leaf = fitted.state.trainables["embed"]["table"]
     assert leaf.sharding.spec == P("data", None)
-    assert flat(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)
+    assert flatten_paths(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)
 
 
 @pytest.mark.parametrize("wired", [False, True])

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import nn, optim, place
-from mlax.core._paths import flat
+from mlax.core import flatten_paths
 from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
 
 PLANS = {
@@ -71,7 +71,7 @@ def test_a_plan_trains_like_one_device_and_no_step_moves_anything(name, kind, th
 
 def specs(plan, task):
     trainables, _ = plan.variable_shardings(task.model, task.x)
-    return {path: sharding.spec for path, sharding in flat(trainables).items()}
+    return {path: sharding.spec for path, sharding in flatten_paths(trainables).items()}
 
 
 def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features():
@@ -141,7 +141,7 @@ def test_adafactor_keeps_rows_and_columns_where_their_axes_are():
     plan = place.tensor(task.model, task.x, 4)
     optimizer = optim.Adafactor(1e-2, stacked=("blocks/**/kernel",))
     found = plan.slot_shardings(optimizer, jax.eval_shape(task.model.init, jax.random.key(0), task.x)[0])
-    kernel = {name: flat(slot).get("blocks/think/linear_0/kernel") for name, slot in found._asdict().items()}
+    kernel = {name: flatten_paths(slot).get("blocks/think/linear_0/kernel") for name, slot in found._asdict().items()}
     spread = {str(place.spec) for place in kernel.values() if isinstance(place, NamedSharding)}
     assert any("model" in spec for spec in spread) and any("model" not in spec for spec in spread)
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mlax
 from mlax import nn, optim, place, train
-from mlax.core import _pieces
+from mlax._jax import _memory
 from tests.layers import Block
 
 
@@ -151,7 +151,7 @@ ADAM = optim.AdamW(1e-2)
     ids=["plain", "clipped", "guarded", "in parts", "scaled"],
 )
 def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeypatch):
-    monkeypatch.setattr(_pieces, "LEAST", 1)
+    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 1)
     losses, resident, _ = trained(False, optimizer, **options)
     same, state, step = trained(True, optimizer, **options)
     np.testing.assert_allclose(same, losses, rtol=1e-6)

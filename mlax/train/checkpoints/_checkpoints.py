@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mlax.files._refused import Refused
+from mlax.files import Refused
 from mlax.train.checkpoints._best import Highest, Lowest
 from mlax.train.checkpoints._given import as_json, check_best, numbers, whole
 from mlax.train.checkpoints._matched import matched

@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 
-from mlax.files._dtypes import NAMES as _PLAIN
-from mlax.files._laid_out import has
+from mlax.files import NAMES as _PLAIN
+from mlax.files import has
 
 _MORE = (
     "float8_e3m4",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core._notes import signature
+from mlax.core import signature
 from mlax.train.checkpoints._best import Highest, Lowest
 
 

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mlax.files._json import is_count, parsed
-from mlax.files._name import why_not
-from mlax.files._refused import Refused
+from mlax.files import Refused, is_count, parsed, why_not
 from mlax.train.checkpoints._dtypes import BY_NAME
 from mlax.train.checkpoints._tiling import tiles
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlax.core._paths import NoSuch, matches, no_such
+from mlax.core import NoMatch, matches, no_match_message
 from mlax.train.checkpoints._manifest import ArrayRecord
 
 _ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if they were renamed"
@@ -24,7 +24,7 @@ def matched(
     wanted = _renamed(saved, names)
     for pattern in only:
         if not any(matches(pattern, name) for name in (*leaves, *wanted)):
-            raise NoSuch(no_such(pattern, leaves))
+            raise NoMatch(no_match_message(pattern, leaves))
     chosen = [name for name in leaves if any(matches(pattern, name) for pattern in only)]
     missing = [name for name in chosen if name not in wanted]
     extra = [name for name in wanted if name not in leaves and any(matches(pattern, name) for pattern in only)]
@@ -41,7 +41,7 @@ def _renamed(saved: Mapping[str, ArrayRecord], names: Mapping[str, str]) -> dict
     found: dict[str, str] = {}
     for old in names:
         if not any(name == old or name.startswith(f"{old}/") for name in saved):
-            raise NoSuch(f"restore: names: {no_such(old, saved)}")
+            raise NoMatch(f"restore: names: {no_match_message(old, saved)}")
     for name in saved:
         old = max((old for old in names if name == old or name.startswith(f"{old}/")), key=len, default="")
         new = names[old] + name.removeprefix(old) if old else name

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlax.files._refused import Refused
+from mlax.files import Refused
 from mlax.train.checkpoints._manifest import ArrayRecord, Manifest
 
 

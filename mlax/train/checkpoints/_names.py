@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from mlax.core._leaves import named_leaves
-from mlax.files._name import why_not
+from mlax._jax import leaves_with_paths
+from mlax.files import why_not
 
 
 def named(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -14,7 +14,7 @@ def named(tree: Any) -> tuple[dict[str, Any], Any]:
     Dict keys, field names and indices are joined by slashes: `optimizer/mean/up/kernel`. A bare leaf is `tree`.
     """
     leaves: dict[str, Any] = {}
-    for path, leaf in named_leaves(tree):
+    for path, leaf in leaves_with_paths(tree):
         name = path or "tree"
         if why := why_not(name):
             raise ValueError(f"The leaf {name[:100]!r} cannot be saved by that name; {why}; rename it.")

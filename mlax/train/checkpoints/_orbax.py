@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._paths import nested
+from mlax.core import unflatten_paths
 from mlax.train.checkpoints._names import named
 
 
 def to_orbax(folder: str | os.PathLike[str], tree: Any) -> None:
     """Write a tree as an Orbax checkpoint: nested dicts by the names that a checkpoint of mlax has; keys as data."""
     leaves, _ = named(tree)
-    plain = nested((name, jax.random.key_data(leaf) if _is_key(leaf) else leaf) for name, leaf in leaves.items())
+    plain = unflatten_paths(
+        (name, jax.random.key_data(leaf) if _is_key(leaf) else leaf) for name, leaf in leaves.items()
+    )
     with _orbax().StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(os.fspath(folder)), plain)
 

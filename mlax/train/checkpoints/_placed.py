@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from mlax.core._private import with_weak_type
+from mlax._jax import with_weak_type
 from mlax.train.checkpoints._matched import Unlike
 from mlax.train.checkpoints._reading import Reading
 

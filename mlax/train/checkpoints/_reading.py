@@ -5,10 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.files._header import Header, read_header
-from mlax.files._laid_out import raw
-from mlax.files._opened import opened
-from mlax.files._refused import Refused
+from mlax.files import Header, Refused, opened, raw, read_header
 from mlax.train.checkpoints._dtypes import BY_NAME, stored_shape
 from mlax.train.checkpoints._manifest import ArrayRecord, PieceRecord, digest
 from mlax.train.checkpoints._saving import read_manifest

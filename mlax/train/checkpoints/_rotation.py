@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 
-from mlax.files._durable import sync_folder
+from mlax.files import sync_folder
 from mlax.train.checkpoints._step_folders import remove, step_folders
 
 

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from mlax.files._durable import make_folder, replace, sync_folder, write
-from mlax.files._opened import opened
-from mlax.files._refused import Refused
-from mlax.files._space import room_for
+from mlax.files import Refused, make_folder, opened, replace, room_for, sync_folder, write
 from mlax.train.checkpoints._manifest import MOST_BYTES, Manifest, decoded, encoded
 from mlax.train.checkpoints._merged import merged
 from mlax.train.checkpoints._processes import Group

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from mlax.files._laid_out import storable
+from mlax.files import storable
 from mlax.train.checkpoints._dtypes import NAMES
 from mlax.train.checkpoints._processes import Group
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from mlax.files._durable import write
-from mlax.files._laid_out import LaidOut, laid_out
+from mlax.files import LaidOut, laid_out, write
 from mlax.train.checkpoints._dtypes import stored
 from mlax.train.checkpoints._manifest import ArrayRecord, FileRecord, PieceRecord, digest
 from mlax.train.checkpoints._taken import Taken

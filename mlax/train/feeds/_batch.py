@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._notes import signature
+from mlax.core import signature
 
 Batch = dict[str, np.ndarray]
 Spec = dict[str, jax.ShapeDtypeStruct]

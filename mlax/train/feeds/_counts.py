@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core._notes import signature
+from mlax.core import signature
 
 
 def at_least(least: int, value: Any, name: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core._notes import signature
+from mlax.core import signature
 from mlax.train.feeds._batch import as_numbers, same_length
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from mlax.core._notes import signature
+from mlax.core import signature
 from mlax.train.feeds._batch import as_batch, as_numbers, check_numbers, same_length
 
 

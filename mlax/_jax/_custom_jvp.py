@@ -1,4 +1,4 @@
-"""A function with a rule of its own for its derivative by each argument."""
+"""Custom JVP rules, one for each argument."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-Rule = Callable[..., Any]  # of (its change, *arguments) to the change of the function
+JVPRule = Callable[..., Any]  # of (its change, *arguments) to the change of the function
 
 
-def with_derivatives(function: Callable[..., Any], *rules: Rule | None) -> Callable[..., Any]:
+def with_jvps(function: Callable[..., Any], *rules: JVPRule | None) -> Callable[..., Any]:
     """`function`, which changes by the sum of what the rule of each argument gives; None: not with this argument.
 
     The rule of an argument that stays as it is costs nothing: it is not even traced.
@@ -23,7 +23,7 @@ def with_derivatives(function: Callable[..., Any], *rules: Rule | None) -> Calla
     @functools.partial(made.defjvp, symbolic_zeros=True)
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         changes = [
-            rule(jax.tree.map(_filled, dot, primal), *primals)
+            rule(jax.tree.map(_materialize_zero, dot, primal), *primals)
             for rule, dot, primal in zip(rules, tangents, primals, strict=True)
             if rule is not None and not all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dot))
         ]
@@ -32,7 +32,7 @@ def with_derivatives(function: Callable[..., Any], *rules: Rule | None) -> Calla
     return made
 
 
-def _filled(dot: Any, leaf: Any) -> Any:
+def _materialize_zero(dot: Any, leaf: Any) -> Any:
     """No change at all as an array: of zeros, or of JAX's float0 where there can be none, as of keys."""
     if not isinstance(dot, SymbolicZero):
         return dot

@@ -1,12 +1,8 @@
-"""Random leaves made from a few compiled pieces: the numbers of `jax.random`, without its compilations.
-
-Compiling the draw of one leaf takes XLA about 200 ms on a CPU, for each distinct shape. With JAX's default
-keys the number at flat position i depends on the key and on i alone, so every leaf can be cut from chunks
-whose first position is an argument: one program for each kind of draw, and a cheap cut for each shape.
-"""
+"""Random keys by name, abstract keys for shape inference, and sampling without one compilation per shape."""
 
 import functools
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,36 +12,73 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax.core._private import define_prng_impl, threefry_2x32
-from mlax.core._shape_key import is_shape_key
-
-Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
-
-SIZES = (1 << 14, 1 << 18, 1 << 22)  # elements in a chunk; the smallest that makes at most 16 of them
+from mlax._jax._private import define_prng_impl, threefry_2x32
 
 
-def filled(value: float, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def named_key(rng: jax.Array, name: str) -> jax.Array:
+    """The key that belongs to `name` under `rng`: adding or renaming another name never changes it."""
+    return jax.random.fold_in(rng, name_hash(name))
+
+
+def name_hash(name: str) -> np.uint32:
+    """The number that a name stands for."""
+    return np.uint32(zlib.crc32(name.encode()))
+
+
+@functools.cache
+def abstract_key() -> Any:
+    """The shape and dtype of that key, to pass to `jax.eval_shape`, on no mesh."""
+    key = jax.eval_shape(lambda: jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_abstract_impl()))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+
+def is_abstract_key(rng: jax.Array) -> bool:
+    """Whether `rng` is that key, so that a draw may just as well be zeros."""
+    return rng.dtype == abstract_key().dtype
+
+
+@functools.cache
+def _abstract_impl() -> Any:
+    def zeros(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.zeros(shape, f"uint{width}")
+
+    return define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros(1, jnp.uint32),
+        split=lambda key, shape: jnp.zeros((*shape, 1), jnp.uint32),
+        random_bits=zeros,
+        fold_in=lambda key, data: key,
+        name="mlax_shapes_only",
+    )
+
+
+Sampler = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
+
+CHUNK_SIZES = (1 << 14, 1 << 18, 1 << 22)  # elements in a chunk; the smallest that makes at most 16 of them
+
+
+def constant(value: float, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """`jnp.full(shape, value, dtype)`; a small one is sent as data, as any number would be, and compiles nothing."""
     if isinstance(rng, Tracer) or math.prod(shape) > 1 << 16:
         return jnp.full(shape, value, dtype)
     return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))
 
 
-def drawn(draw: Draw, rng: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
+def sample(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
     """`draw(rng, shape, dtype) * scale`, to the bit, where `draw` is a function that calls `jax.random` once."""
     total = math.prod(shape)
     factor = np.asarray(scale, jnp.dtype(dtype))
-    if is_shape_key(rng):
+    if is_abstract_key(rng):
         return jnp.zeros(shape, dtype)
-    if not 0 < total < 1 << 32 or not _can_be_entered(rng):
+    if not 0 < total < 1 << 32 or not _is_seekable(rng):
         return _whole(draw, rng, shape, dtype, factor)
-    size = next((size for size in SIZES if total <= 16 * size), SIZES[-1])
+    size = next((size for size in CHUNK_SIZES if total <= 16 * size), CHUNK_SIZES[-1])
     data = jax.random.key_data(rng)
     chunks = [_chunk(draw, data, np.uint32(start), size, dtype, factor) for start in range(0, total, size)]
     return _cut(chunks, shape)
 
 
-def _can_be_entered(rng: jax.Array) -> bool:
+def _is_seekable(rng: jax.Array) -> bool:
     """Whether `rng` is one known key, of a generator whose stream can be entered at any position."""
     return (
         not isinstance(rng, Tracer)
@@ -56,13 +89,13 @@ def _can_be_entered(rng: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _whole(draw: Draw, rng: jax.Array, shape: tuple[int, ...], dtype: Any, factor: jax.Array) -> jax.Array:
+def _whole(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, factor: jax.Array) -> jax.Array:
     return draw(rng, shape, dtype) * factor
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _chunk(draw: Draw, data: jax.Array, start: jax.Array, size: int, dtype: Any, factor: jax.Array) -> jax.Array:
-    entered = jax.random.wrap_key_data(jnp.append(data, start), impl=_entered_threefry())
+def _chunk(draw: Sampler, data: jax.Array, start: jax.Array, size: int, dtype: Any, factor: jax.Array) -> jax.Array:
+    entered = jax.random.wrap_key_data(jnp.append(data, start), impl=_seekable_threefry())
     return draw(entered, (size,), dtype) * factor
 
 
@@ -80,7 +113,7 @@ _cut_unoptimised = jax.jit(_first, static_argnums=1, compiler_options={"xla_back
 
 
 @functools.cache
-def _entered_threefry() -> Any:
+def _seekable_threefry() -> Any:
     """JAX's default generator with the first position as a third word of the key."""
 
     def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:

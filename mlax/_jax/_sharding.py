@@ -1,4 +1,4 @@
-"""Arrays made anew that lie over the devices as the ones they are computed with."""
+"""Shard new arrays like the arrays they are combined with."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,31 +8,31 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def varying_like(new: Any, like: Any) -> Any:
+def pcast_like(new: Any, like: Any) -> Any:
     """The arrays of `new`, inside of `jax.shard_map` known to vary between devices wherever one of `like` does.
 
     A loop carries only what has the same type after each turn, and what it is computed with makes it vary.
     """
-    axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(like)))
+    axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(like)))
 
     def one(leaf: Any) -> Any:
-        more = axes - _varying(leaf)
+        more = axes - _varying_axes(leaf)
         return lax.pcast(leaf, tuple(more), to="varying") if more else leaf
 
     return jax.tree.map(one, new)
 
 
-def laid_like(new: Any, x: Any, axis: int = 0) -> Any:
+def shard_like(new: Any, x: Any, axis: int = 0) -> Any:
     """The arrays of `new`, varying like `x`; over an explicit mesh, their first axis split as `axis` of `x` is."""
-    split = split_of(jax.tree.leaves(x)[0], (axis,))
-    new = varying_like(new, x)
+    split = explicit_sharding(jax.tree.leaves(x)[0], (axis,))
+    new = pcast_like(new, x)
     if split is None:
         return new
     where = NamedSharding(split.mesh, PartitionSpec(split.spec[axis]))
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, where) if leaf.ndim else leaf, new)
 
 
-def split_of(x: Any, axes: Collection[int] | None = None) -> NamedSharding | None:
+def explicit_sharding(x: Any, axes: Collection[int] | None = None) -> NamedSharding | None:
     """How `x` is split over the explicit axes of a mesh, along `axes` or all its own; None: it is not.
 
     It is what JAX calls `out_sharding`: only there must the type of a new array say where it lies.
@@ -42,11 +42,11 @@ def split_of(x: Any, axes: Collection[int] | None = None) -> NamedSharding | Non
     return NamedSharding(sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
 
 
-def whole_on_cpu(x: Any) -> bool:
+def is_unsharded_cpu(x: Any) -> bool:
     """Whether JAX computes on a CPU, and `x` lies on no mesh over whose axes it is or may be split."""
     sharding = jax.typeof(x).sharding
     return jax.default_backend() == "cpu" and not sharding.mesh.auto_axes and not any(sharding.spec)
 
 
-def _varying(leaf: Any) -> frozenset[Any]:
+def _varying_axes(leaf: Any) -> frozenset[Any]:
     return jax.typeof(leaf).manual_axis_type.varying

@@ -1,4 +1,4 @@
-"""Scopes: the layer's path in the names that JAX gives to what it traces and compiles."""
+"""The path of a layer, read from JAX's name stack and from the names of compiled operations."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,15 +22,15 @@ def layer_path(nest: Iterable[Any]) -> str:
     """The path of the layer that the last of these equations of jaxprs belongs to, each inside the one before."""
     # an equation in a body knows only the scopes entered inside of that body
     stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
-    return path_of(scopes_in(stack))
+    return path_of(scopes_of_stack(stack))
 
 
-def scopes_in(stack: Iterable[Any]) -> list[Scope]:
+def scopes_of_stack(stack: Iterable[Any]) -> list[Scope]:
     """The scopes in the name stack of a traced equation, as `equation.source_info.name_stack.stack` has them."""
     return [Scope(each.name, type(each).__name__ == "Transform") for each in stack]  # jvp, transpose, vmap
 
 
-def scopes_of(name: str) -> list[Scope]:
+def scopes_of_op_name(name: str) -> list[Scope]:
     """The scopes in the name of a compiled operation, without its last part, which is the primitive.
 
     `jit(loss)/transpose(jvp(blocks))/while/body/closed_call/up/dot_general` gives transpose, jvp, blocks and up.
@@ -39,13 +39,13 @@ def scopes_of(name: str) -> list[Scope]:
     return [scope for part in around for scope in _unwrapped(part)]
 
 
-def alternatives(name: str) -> list[str]:
+def fused_op_names(name: str) -> list[str]:
     """The names of the operations that the compiler made one: `f/(a:b)` gives `f/a` and `f/b`."""
     *around, last = _split(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
     joined = ["/".join([*around, each]) for each in _split(last[1:-1], ":")]
-    return [name for each in joined for name in alternatives(each)]
+    return [name for each in joined for name in fused_op_names(each)]
 
 
 # What a loop, a branch or a call inside of the compiled function puts between the names of layers.

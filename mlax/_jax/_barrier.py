@@ -1,4 +1,4 @@
-"""A fence across which nothing is fused."""
+"""A barrier across which XLA fuses nothing on a CPU."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 
-def fenced(tree: Any) -> Any:
+def fusion_barrier(tree: Any) -> Any:
     """The same tree; on a CPU, XLA fuses nothing across it, forward or backward.
 
     XLA drops a bare `optimization_barrier` in some versions, but never a conditional whose condition it cannot see,

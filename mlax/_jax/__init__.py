@@ -1,0 +1,75 @@
+"""What works around JAX and XLA: random keys, host memory, shardings, barriers, custom derivatives, scans, names."""
+
+from mlax._jax._barrier import fusion_barrier
+from mlax._jax._custom_jvp import with_jvps
+from mlax._jax._memory import (
+    is_on_host,
+    map_chunks,
+    map_chunks_inplace,
+    plan_chunks,
+    slice_to_device,
+    sum_chunks,
+    to_device,
+    to_host,
+    to_memory_of,
+    tree_add,
+    write_slice,
+)
+from mlax._jax._name_stack import fused_op_names, layer_path, path_of, scopes_of_op_name, scopes_of_stack
+from mlax._jax._private import with_weak_type
+from mlax._jax._random import abstract_key, constant, name_hash, named_key, sample
+from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, time_vmap
+from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like
+from mlax._jax._trees import (
+    at_least_float32,
+    cast_scalar,
+    count_non_finite,
+    global_norm,
+    leaves_with_paths,
+    tree_vdot,
+    widest_dtype,
+)
+
+__all__ = [
+    "Apply",
+    "Function",
+    "ScanStep",
+    "abstract_key",
+    "add_feedback",
+    "at_least_float32",
+    "batched_grad_scan",
+    "cast_scalar",
+    "constant",
+    "count_non_finite",
+    "explicit_sharding",
+    "fused_op_names",
+    "fusion_barrier",
+    "global_norm",
+    "is_on_host",
+    "is_unsharded_cpu",
+    "layer_path",
+    "leaves_with_paths",
+    "map_chunks",
+    "map_chunks_inplace",
+    "name_hash",
+    "named_key",
+    "path_of",
+    "pcast_like",
+    "plan_chunks",
+    "sample",
+    "scopes_of_op_name",
+    "scopes_of_stack",
+    "shard_like",
+    "slice_to_device",
+    "sum_chunks",
+    "time_vmap",
+    "to_device",
+    "to_host",
+    "to_memory_of",
+    "tree_add",
+    "tree_vdot",
+    "widest_dtype",
+    "with_jvps",
+    "with_weak_type",
+    "write_slice",
+]

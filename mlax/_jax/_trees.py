@@ -1,0 +1,58 @@
+"""Leaves of pytrees by path, and arithmetic over all leaves."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlax._jax._memory import plan_chunks, sum_chunks, to_device
+
+
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """(path, leaf) for each leaf in JAX's order; keys, field names and indices are joined by slashes: `mean/0/up`."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(jax.tree_util.keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in found]
+
+
+def global_norm(leaves: Mapping[str, jax.Array]) -> jax.Array:
+    """The root of the sum of all squares, in the widest dtype that occurs, wherever the leaves lie."""
+    cut = plan_chunks({path: [leaf] for path, leaf in leaves.items()})
+    apart = {path for paths, _ in cut for path in paths}
+    rest = to_device({path: leaf for path, leaf in leaves.items() if path not in apart})
+    total = tree_vdot(rest, rest).astype(widest_dtype(leaf.dtype for leaf in leaves.values()))
+    for paths, number in cut:
+        total = sum_chunks(lambda piece: tree_vdot(piece, piece), {path: leaves[path] for path in paths}, number, total)
+    return jnp.sqrt(total)
+
+
+def tree_vdot(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
+    """The sum of the products, in the widest dtype that occurs, and in no narrower one than float32."""
+    wide = widest_dtype(leaf.dtype for leaf in a.values())
+    total = jnp.zeros((), wide)
+    for path, leaf in a.items():
+        total = total + jnp.sum(leaf.astype(wide) * b[path].astype(wide))
+    return total
+
+
+def count_non_finite(leaves: Mapping[str, jax.Array]) -> jax.Array:
+    """How many leaves have a number that is not finite."""
+    found = jnp.zeros((), jnp.int32)
+    for leaf in leaves.values():
+        found = found + (~jnp.all(jnp.isfinite(leaf))).astype(jnp.int32)
+    return found
+
+
+def cast_scalar(number: Any, like: jax.Array) -> jax.Array:
+    """A number in the dtype of a leaf."""
+    return jnp.asarray(number).astype(like.dtype)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """The dtype itself, or float32 if it is narrower."""
+    return widest_dtype([dtype])
+
+
+def widest_dtype(dtypes: Iterable[Any]) -> Any:
+    """The widest of float32 and these floating dtypes."""
+    return max([jnp.dtype("float32"), *map(jnp.dtype, dtypes)], key=lambda dtype: dtype.itemsize)
