@@ -1,10 +1,10 @@
-"""Run what the guides "From ..." show of the peers, and compare their outputs with those of mlax.
+"""Run the blocks of other libraries in the migration guides, and compare their outputs with those of mlax.
 
     python docs/guides/check_peers.py [PyTorch=python] [Flax=python] [Equinox=python] [Haiku=python] [--write]
 
-Each peer's blocks run in the Python that is named for it, or in this one, and are left out where the peer is not
-installed. They write a small file with an input, an output and weights; the blocks of mlax then read it. `--write`
-keeps the files in docs/guides/peers, for the tests, which have no peers.
+The blocks of a library run in the Python given for it, or in this one, and are skipped if it is not installed. They
+write an input, an output and weights to a small file, which the mlax blocks then read. `--write` saves the files to
+docs/guides/peers, for the tests, which do not install the libraries.
 """
 
 import os
@@ -22,36 +22,36 @@ from tests.docs.blocks import blocks, run  # noqa: E402
 PEERS = {"PyTorch": "torch", "Flax": "flax", "Equinox": "equinox", "Haiku": "haiku"}
 
 
-def main(*words: str) -> int:
-    """Check all of them; gives the number of those that failed."""
-    pythons = dict(word.split("=", 1) for word in words if "=" in word)
-    failed = 0
+def main(*args: str) -> int:
+    """Check every library; returns the number of failures."""
+    pythons = dict(arg.split("=", 1) for arg in args if "=" in arg)
+    failures = 0
     for peer, package in PEERS.items():
         python = pythons.get(peer, sys.executable)
         if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
             print(f"{peer:8} not installed in {python}")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            failure = _checked(peer, python, Path(folder))
-            if not failure and "--write" in words:
+            error = check_page(peer, python, Path(folder))
+            if not error and "--write" in args:
                 shutil.copy(Path(folder) / f"{peer.lower()}.npz", ROOT / "docs/guides/peers")
-        print(f"{peer:8} {failure or 'agrees'}")
-        failed += bool(failure)
-    return failed
+        print(f"{peer:8} {error or 'agrees'}")
+        failures += bool(error)
+    return failures
 
 
-def _checked(peer: str, python: str, folder: Path) -> str:
-    """What went wrong, in words, or nothing."""
+def check_page(peer: str, python: str, folder: Path) -> str:
+    """Run the page of a library in a folder; returns the error message, or an empty string."""
     page = f"docs/guides/from-{peer.lower()}.md"
     code = "\n".join(block.code for block in blocks(page) if block.peer == peer)
-    done = subprocess.run([python, "-c", code], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        return done.stderr[-2000:]
+    process = subprocess.run([python, "-c", code], cwd=folder, capture_output=True, text=True)
+    if process.returncode:
+        return process.stderr[-2000:]
     os.chdir(folder)
     try:
         run(page)
-    except AssertionError as failure:
-        return str(failure)
+    except AssertionError as error:
+        return str(error)
     finally:
         os.chdir(ROOT)
     return ""
