@@ -9,6 +9,7 @@ import pytest
 import mlax
 from mlax import dtypes
 from mlax._jax._memory import to_device
+from tests.asserts import assert_close
 
 TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}
 
@@ -17,18 +18,13 @@ def run(layer, x, trainables, non_trainables, **kwargs):
     return layer.fwd(x, trainables, non_trainables, rng=jax.random.key(1), **kwargs)
 
 
-def close(a, b, tolerance):
-    a, b = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (a, b))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
-
-
 def test_the_output_is_the_reference(row, dtype):
     layer, x, trainables, non_trainables = row.init(dtype)
     fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
     y, _ = fwd(x, trainables, non_trainables, inference_mode=True)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.int64 if row.integers else np.float64), x)
     weights = {path: np.asarray(mlax.get(trainables, path), np.float64) for path in mlax.paths(trainables)}
-    close(y, row.reference(exact, weights), TOLERANCE.get(dtype, row.tolerance))
+    assert_close(y, row.reference(exact, weights), TOLERANCE.get(dtype, row.tolerance))
 
 
 def test_init_and_fwd_are_pure(row):
@@ -54,7 +50,7 @@ def test_jit_equals_eager(row):
     layer, x, trainables, non_trainables = row.init("float32")
     eager = run(layer, x, trainables, non_trainables)
     jitted = jax.jit(lambda *args: run(layer, *args))(x, trainables, non_trainables)
-    close(eager, jitted, row.tolerance)
+    assert_close(eager, jitted, row.tolerance)
 
 
 def test_the_state_keeps_its_structure_and_dtypes(row, dtype):
@@ -75,7 +71,7 @@ def test_vmap_over_one_example_at_a_time_gives_the_same_numbers(row):
         return jax.tree.map(lambda leaf: leaf[0], y)
 
     whole, _ = layer.fwd(x, trainables, non_trainables, inference_mode=True)
-    close(jax.jit(jax.vmap(one))(x), whole, row.tolerance)
+    assert_close(jax.jit(jax.vmap(one))(x), whole, row.tolerance)
 
 
 @functools.cache
@@ -112,7 +108,7 @@ def test_gradients_are_those_of_finite_differences(row):
         )
         along = drawn(ahead, 1)
         slope = jax.tree.map(lambda a, b: (a - b) / 2e-6, ahead, behind)
-        close(product(gradients(along, *place), direction), product(slope, along), 1e-6)
+        assert_close(product(gradients(along, *place), direction), product(slope, along), 1e-6)
 
 
 def drawn(tree, seed):
@@ -130,4 +126,4 @@ def product(a, b):
 def test_gradients_in_every_dtype_are_near_those_in_float64(row, dtype):
     with jax.enable_x64(True):
         exact = gradients(row, "float64")
-    close(gradients(row, dtype), exact, 10 * TOLERANCE.get(dtype, row.tolerance))
+    assert_close(gradients(row, dtype), exact, 10 * TOLERANCE.get(dtype, row.tolerance))

@@ -7,9 +7,10 @@ import pytest
 
 import mlax
 from mlax import nn
+from tests.arrays import normal
 from tests.layers import Block, Count
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+X = normal(4, 6)
 RNG = jax.random.key(1)
 
 

@@ -9,10 +9,12 @@ from jax.test_util import check_grads
 import mlax
 from mlax import nn
 from mlax._jax._scan import scan_with_residuals
+from tests.arrays import normal
+from tests.asserts import assert_close
 from tests.layers import Cell, Count
 
 RNG = jax.random.key(1)
-TIME = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 3)), jnp.float32)
+TIME = normal(2, 7, 3, seed=1)
 
 
 def test_a_carry_can_be_given_and_taken():
@@ -105,10 +107,6 @@ def loss(layer):
     return scalar
 
 
-def close(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), a, b)
-
-
 @pytest.fixture(scope="module")
 def halves():
     """A recurrent layer split in two halves and the same one whole, with variables and an input in float64."""
@@ -121,18 +119,18 @@ def halves():
 
 def test_the_halves_of_a_cell_compute_what_the_whole_does(halves):
     split, whole, *at = halves
-    close(split(*at), whole(*at))
+    assert_close(split(*at), whole(*at), rtol=1e-9)
 
 
 def test_gradients_deferred_past_the_scan_are_those_of_the_scan(halves):
     split, whole, *at = halves
-    close(jax.jit(jax.grad(split, (0, 1)))(*at), jax.jit(jax.grad(whole, (0, 1)))(*at))
+    assert_close(jax.jit(jax.grad(split, (0, 1)))(*at), jax.jit(jax.grad(whole, (0, 1)))(*at), rtol=1e-9)
 
 
 def test_forward_derivatives_exist(halves):
     split, whole, *at = halves
     ones = jax.tree.map(jnp.ones_like, at)
-    close(jax.jvp(split, at, ones), jax.jvp(whole, at, ones))
+    assert_close(jax.jvp(split, at, ones), jax.jvp(whole, at, ones), rtol=1e-9)
 
 
 def test_second_derivatives_exist_and_are_the_same_both_ways(halves):
@@ -143,14 +141,14 @@ def test_second_derivatives_exist_and_are_the_same_both_ways(halves):
         return jax.jvp(lambda trainables: split(trainables, x), (trainables,), (along,))[1]
 
     forward_over_backward = jax.jit(lambda t: jax.jvp(lambda t: jax.grad(split)(t, x), (t,), (along,))[1])
-    close(forward_over_backward(trainables), jax.jit(jax.grad(slope))(trainables))
+    assert_close(forward_over_backward(trainables), jax.jit(jax.grad(slope))(trainables), rtol=1e-9)
 
 
 def test_gradients_of_one_example_at_a_time_exist(halves):
     split, whole, trainables, x = halves
     each = jnp.stack([x, 2 * x])
     gradients = [jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(trainables, each) for loss in (split, whole)]
-    close(*gradients)
+    assert_close(*gradients, rtol=1e-9)
 
 
 def test_the_backward_scan_carries_no_gradient_of_weights():
@@ -184,7 +182,7 @@ def test_what_a_scan_keeps_of_its_carry_is_what_the_step_was_given(times, revers
     (scan,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
     assert sum(var.aval.shape == (times, 2) for var in scan.outvars) == 2  # "shown" and "hidden"
     found = scan_with_residuals(body, carry, xs, reverse=reverse, unroll=1)
-    close(found, jax.lax.scan(body, carry, xs, reverse=reverse))
+    assert_close(found, jax.lax.scan(body, carry, xs, reverse=reverse), rtol=1e-9)
 
 
 def test_parts_draw_anew_at_each_step_and_each_call():

@@ -7,9 +7,10 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn
+from tests.arrays import normal
 from tests.layers import Block
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+X = normal(4, 6)
 RNG = jax.random.key(0)
 MODEL = mlax.Series(block=mlax.Repeat(Block(6, dropout=0.0), 2), head=nn.Linear(3))
 
@@ -38,7 +39,7 @@ def test_only_the_norms_and_the_boundary_leave_the_narrow_dtype():
 
 
 def test_float32_statistics_are_nearer_to_the_truth():
-    x = jnp.asarray(np.random.default_rng(0).normal(100.0, 1.0, size=(64, 512)), jnp.bfloat16)
+    x = normal(64, 512, mean=100.0, dtype="bfloat16")
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import mlax
 from mlax import dtypes, nn, ops
 from mlax.ops import _attention_chunked, _attention_kernel
+from tests.arrays import normal
+from tests.asserts import assert_close_to_scale
 from tests.catalogue.attention import attend
 
 RNG = jax.random.key(0)
@@ -40,13 +42,8 @@ def fwd(layer, *args, **kwargs):
     return jax.jit(layer.fwd, static_argnames="inference_mode")(*args, **kwargs)[0]
 
 
-def close(a, b, tolerance=1e-5):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(b).max(initial=0))))
-
-
-def drawn(*shapes, seed=0, dtype=jnp.float32):
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+def normals(*shapes, dtype="float32"):
+    return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "grouped", "shared", "masked", "biased", "one"])
@@ -64,9 +61,9 @@ def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
         return (y * saved["weight"]).sum(), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
-    close(y, saved["y"])
+    assert_close_to_scale(y, saved["y"])
     for name, grad in grads.items():
-        close(grad, saved[f"grad/{name}"])
+        assert_close_to_scale(grad, saved[f"grad/{name}"])
 
 
 @pytest.mark.parametrize("case", ["self", "cross"])
@@ -83,11 +80,11 @@ def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
         return (y * saved["weight"]).sum(), y
 
     (_, y), (by_trainables, by_x) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(trainables, x)
-    close(y, saved["y"])
+    assert_close_to_scale(y, saved["y"])
     for path in mlax.paths(by_trainables):
-        close(mlax.get(by_trainables, path), saved[f"grad/{path}"])
+        assert_close_to_scale(mlax.get(by_trainables, path), saved[f"grad/{path}"])
     for name, grad in by_x.items():
-        close(grad, saved[f"grad/{name}"])
+        assert_close_to_scale(grad, saved[f"grad/{name}"])
 
 
 @settings(max_examples=8, deadline=None)
@@ -103,7 +100,7 @@ def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
 def test_any_choice_of_options_computes_the_definition(sizes, causal, window, softcap, has_sinks, kernel, data):
     b, t, s, g, r, width = sizes
     h = g * r
-    q, k, v, sinks, bias = drawn((b, t, h, width), (b, s, g, width), (b, s, g, width), (h,), (1, h, t, s))
+    q, k, v, sinks, bias = normals((b, t, h, width), (b, s, g, width), (b, s, g, width), (h,), (1, h, t, s))
     sinks, bias = sinks if has_sinks else None, data.draw(st.sampled_from([None, bias]))
     rng = np.random.default_rng(1)
     mask, lengths = jnp.asarray(rng.random((b, 1, t, s)) < 0.7), jnp.asarray(rng.integers(0, s + 1, b))
@@ -129,12 +126,12 @@ def test_any_choice_of_options_computes_the_definition(sizes, causal, window, so
     exact = [None if x is None else np.asarray(x, np.float64) for x in (q, k, v, sinks, bias)]
     if b:
         bias = 0.0 if exact[4] is None else exact[4]
-        close(y, attend(*exact[:3], **options, sinks=exact[3], bias=bias, visible=seen))
+        assert_close_to_scale(y, attend(*exact[:3], **options, sinks=exact[3], bias=bias, visible=seen))
     assert y.shape == (b, t, h, width)
 
 
 def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
-    q, k, v, sinks, bias = drawn((2, 8, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), (4,), (2, 1, 1, 7))
+    q, k, v, sinks, bias = normals((2, 8, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), (4,), (2, 1, 1, 7))
 
     def loss(arrays, kernel):
         q, k, v, sinks, bias = arrays
@@ -142,11 +139,11 @@ def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
         return (ops.attention(q, k, v, **options, sinks=sinks, bias=bias, implementation=kernel) ** 2).sum()
 
     whole, tiled = (jax.jit(jax.grad(loss), static_argnums=1)([q, k, v, sinks, bias], each) for each in ("xla", kernel))
-    jax.tree.map(close, tiled, whole)
+    assert_close_to_scale(tiled, whole)
 
 
 def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
-    q, k, v = drawn((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4))
+    q, k, v = normals((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4))
 
     def loss(q, k, v):
         y = ops.attention(q, k, v, lengths=jnp.asarray([0, 3]), implementation=kernel)
@@ -170,7 +167,7 @@ def test_empty_and_single_axes_are_no_special_case(kernel, shape):
 
 def test_packed_sequences_attend_as_they_would_alone(kernel):
     layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
-    one, two = drawn((1, 5, 8), (1, 3, 8))
+    one, two = normals((1, 5, 8), (1, 3, 8))
     trainables, _ = layer.init(RNG, one)
     packed = {
         "x": jnp.concatenate([one, two], 1),
@@ -178,14 +175,14 @@ def test_packed_sequences_attend_as_they_would_alone(kernel):
         "positions": jnp.asarray([[*range(5), *range(3)]]),
     }
     y = np.asarray(fwd(layer, packed, trainables))
-    close(y[:, :5], fwd(layer, one, trainables))
-    close(y[:, 5:], fwd(layer, two, trainables))
+    assert_close_to_scale(y[:, :5], fwd(layer, one, trainables))
+    assert_close_to_scale(y[:, 5:], fwd(layer, two, trainables))
 
 
 def test_sinks_are_a_key_with_nothing_behind_it(kernel):
-    q, k, v = drawn((2, 4, 1, 3), (2, 5, 1, 3), (2, 5, 1, 3))
+    q, k, v = normals((2, 4, 1, 3), (2, 5, 1, 3), (2, 5, 1, 3))
     more = jnp.concatenate([k, jnp.zeros((2, 1, 1, 3))], 1), jnp.concatenate([v, jnp.zeros((2, 1, 1, 3))], 1)
-    close(run(q, k, v, sinks=jnp.zeros(1), implementation=kernel), run(q, *more, implementation=kernel))
+    assert_close_to_scale(run(q, k, v, sinks=jnp.zeros(1), implementation=kernel), run(q, *more, implementation=kernel))
 
 
 VARIANTS = {
@@ -202,7 +199,7 @@ VARIANTS = {
 def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
     plain = nn.MultiHeadAttention(4, causal=True, **VARIANTS[variant])
     cached = nn.MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
-    (x,) = drawn((2, 24, 16))
+    x = normal(2, 24, 16)
     trainables, _ = plain.init(RNG, x)
     _, state = cached.init(RNG, x[:, :1])
     step = jax.jit(cached.fwd)
@@ -210,13 +207,13 @@ def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
     for tokens in np.split(np.asarray(x), [9, 10, 11, 20, 23], axis=1):  # many, one, one, many past the window, ...
         y, state = step(tokens, trainables, state)
         outputs.append(y)
-    close(np.concatenate(outputs, 1), fwd(plain, x, trainables))
+    assert_close_to_scale(np.concatenate(outputs, 1), fwd(plain, x, trainables))
 
 
 @pytest.mark.parametrize("window", [None, 32])
 def test_256_tokens_decode_with_one_compilation(window):
     layer = nn.MultiHeadAttention(2, causal=True, cache=256, window=window, rotary=nn.Rotary())
-    (x,) = drawn((1, 256, 8))
+    x = normal(1, 256, 8)
     trainables, state = layer.init(RNG, x[:, :1])
     traces = []
 
@@ -231,12 +228,12 @@ def test_256_tokens_decode_with_one_compilation(window):
         outputs.append(y)
     assert len(traces) == 1 and step._cache_size() == 1
     plain = nn.MultiHeadAttention(2, causal=True, window=window, rotary=nn.Rotary())
-    close(np.concatenate(outputs, 1), fwd(plain, x, trainables))
+    assert_close_to_scale(np.concatenate(outputs, 1), fwd(plain, x, trainables))
 
 
 def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4)
-    (x,) = drawn((1, 4, 8))
+    x = normal(1, 4, 8)
     trainables, empty = layer.init(RNG, x)
     with pytest.raises(ValueError, match="5 tokens came at once, but there are 4 slots"):
         layer.init(RNG, jnp.ones((1, 5, 8)))
@@ -250,7 +247,7 @@ def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
 
 def test_a_ring_never_fills():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4, window=3)
-    (x,) = drawn((1, 20, 8))
+    x = normal(1, 20, 8)
     trainables, state = layer.init(RNG, x[:, :1])
     assert state["cache"]["key"].shape == (1, 3, 2, 4)
     y, state = jax.jit(layer.fwd)(x, trainables, state)
@@ -285,7 +282,7 @@ def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():
 
 
 def test_wide_statistics_are_wide_and_products_narrow(kernel):
-    q, k, v = drawn((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8), dtype=jnp.bfloat16)
+    q, k, v = normals((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8), dtype=jnp.bfloat16)
 
     def loss(q, k, v):
         y = ops.attention(q, k, v, causal=True, accum_dtype="float32", implementation=kernel)
@@ -298,7 +295,7 @@ def test_wide_statistics_are_wide_and_products_narrow(kernel):
 
 
 def test_wide_statistics_come_nearer_to_the_exact_result(kernel):
-    q, k, v = drawn((1, 64, 1, 16), (1, 256, 1, 16), (1, 256, 1, 16), dtype=jnp.bfloat16)
+    q, k, v = normals((1, 64, 1, 16), (1, 256, 1, 16), (1, 256, 1, 16), dtype=jnp.bfloat16)
     exact = attend(*(np.asarray(x, np.float64) for x in (q, k, v)))
 
     def error(accum_dtype):
@@ -326,11 +323,11 @@ def test_surgery_reaches_parts_whose_width_is_not_known_yet():
 
 def test_dropout_drops_weights_while_training_only():
     layer = nn.Attention(dropout=0.4)
-    q, k = drawn((1, 200, 2, 4), (1, 300, 2, 4))
+    q, k = normals((1, 200, 2, 4), (1, 300, 2, 4))
     x = {"query": q, "key": k, "value": jnp.ones_like(k)}
     y = np.asarray(fwd(layer, x, None, rng=RNG))
     assert abs(y.mean() - 1) < 0.02 and y.std() > 0.01
-    close(fwd(layer, x, None, inference_mode=True), np.ones(q.shape))
+    assert_close_to_scale(fwd(layer, x, None, inference_mode=True), np.ones(q.shape))
     with pytest.raises(ValueError, match="there is no key to drop by"):
         layer.fwd(x, None)
 
@@ -361,8 +358,8 @@ def test_the_kernel_is_named_with_its_reason(monkeypatch):
 
 
 def test_softmax_is_in_the_dtype_of_its_input():
-    (x,) = drawn((3, 40), dtype=jnp.bfloat16)
-    close(np.asarray(ops.softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
+    x = normal(3, 40, dtype=jnp.bfloat16)
+    assert_close_to_scale(np.asarray(ops.softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
     assert dtypes.audit(ops.softmax, x) == ()
     np.testing.assert_array_equal(ops.softmax(x, jnp.zeros((3, 40), bool)), 0)
 

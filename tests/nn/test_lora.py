@@ -7,11 +7,12 @@ import pytest
 
 import mlax
 from mlax import nn
+from tests.arrays import normal
 from tests.layers import Block
 from tests.references.experts import agrees_with_torch
 
 RNG = jax.random.key(0)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+X = normal(4, 6)
 
 
 def test_outputs_and_gradients_are_those_of_torch():

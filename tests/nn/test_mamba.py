@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
+from tests.arrays import normal
+from tests.asserts import assert_close
 from tests.references.experts import agrees_with_torch, cases
 
 RNG = jax.random.key(0)
-
-
-def drawn(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -42,16 +40,16 @@ def sequential(x, step, log_rate, write, read, skip, state):
 def test_the_scan_is_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
     b, t, c, n = sizes
     shapes = [(b, t, c), (b, t, c), (c, n), (b, t, n), (b, t, n), (c,), (b, c, n)]
-    arrays = [drawn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    arrays = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     arrays[1] = np.abs(arrays[1])
     got = jax.jit(ops.selective_scan, static_argnames="chunk")(*arrays, chunk=chunk)
-    want = sequential(*(array.astype(np.float64) for array in arrays))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    want = sequential(*(np.asarray(array, np.float64) for array in arrays))
+    assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize(("t", "w", "cut"), [(6, 4, 2), (6, 1, 3), (2, 4, 1), (5, 3, 5), (0, 2, 0)])
 def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
-    x, kernel, bias = (drawn(*shape) for shape in ((2, t, 3), (w, 3), (3,)))
+    x, kernel, bias = (normal(*shape) for shape in ((2, t, 3), (w, 3), (3,)))
     run = jax.jit(ops.causal_filter)
     whole, seen = run(x, kernel, bias)
     for i, j in np.ndindex(2, 3):
@@ -64,7 +62,7 @@ def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
 
 
 def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_compilation():
-    x = jnp.asarray(drawn(2, 11, 6))
+    x = normal(2, 11, 6)
     layer, decoder = nn.Mamba(6, states=4, chunk=4), nn.Mamba(6, states=4, chunk=4, decode=True)
     trainables, state = decoder.init(RNG, x[:, :5])
     jax.tree.map(np.testing.assert_array_equal, trainables, layer.init(RNG, x)[0])
@@ -86,7 +84,7 @@ def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_
 
 
 def test_no_time_sees_a_later_one():
-    x = drawn(1, 9, 6)
+    x = normal(1, 9, 6)
     layer = nn.Mamba(6, states=4, chunk=4)
     trainables, _ = layer.init(RNG, x)
     fwd = jax.jit(layer.fwd)
@@ -114,7 +112,7 @@ def test_the_states_of_all_times_are_never_held_at_once():
 
 
 def test_first_steps_and_rates_are_those_of_the_paper():
-    x = drawn(1, 3, 64)
+    x = normal(1, 3, 64)
     trainables, _ = nn.Mamba(64).init(RNG, x)
     steps = jax.nn.softplus(trainables["step"]["bias"])
     assert 0.9e-3 < steps.min() < 3e-3 and 0.05 < steps.max() < 0.11
@@ -124,8 +122,8 @@ def test_first_steps_and_rates_are_those_of_the_paper():
 
 def test_mixed_precision_keeps_the_state_wide():
     model = dtypes.mixed_bfloat16(nn.Mamba(6, states=4, decode=True))
-    trainables, state = model.init(RNG, drawn(1, 3, 6))
-    y, new = jax.jit(model.fwd)(drawn(1, 3, 6), trainables, state)
+    trainables, state = model.init(RNG, normal(1, 3, 6))
+    y, new = jax.jit(model.fwd)(normal(1, 3, 6), trainables, state)
     assert mlax.get(model, "scan").accum_dtype == "float32"
     assert y.dtype == new["scan"]["state"].dtype == jnp.float32
 

@@ -12,15 +12,13 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import dtypes, nn, ops
 from mlax.ops._moe import expert_capacity, expert_places
+from tests.arrays import normal
+from tests.asserts import assert_close
 from tests.catalogue.experts import linear_expert, moe
 from tests.layers import Block
 from tests.references.experts import agrees_with_torch
 
 RNG = jax.random.key(0)
-
-
-def drawn(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def flat(trainables):
@@ -46,27 +44,27 @@ def test_without_a_limit_no_token_is_dropped_and_torch_agrees():
 def test_any_sizes_agree_with_a_loop_over_tokens(sizes, choice, factor, renormalize):
     experts, k = choice
     layer = nn.MoE(nn.Linear(3), experts, k=k, capacity_factor=factor, renormalize=renormalize)
-    x = drawn(*sizes)
+    x = normal(*sizes)
     trainables, _ = layer.init(RNG, x)
     (y, losses), _ = jax.jit(layer.fwd)(x, trainables)
     assert y.shape == (*sizes[:-1], 3) and losses["balance"].shape == losses["z"].shape == sizes[:1]
     if sizes[0]:
         w = flat(trainables)
         capacity = sizes[1] if factor is None else expert_capacity(sizes[1], experts, k, factor)
-        want = moe(x.astype(np.float64), w["router/kernel"], linear_expert(w), k, capacity, renormalize)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), (y, losses), want)
+        want = moe(np.asarray(x, np.float64), w["router/kernel"], linear_expert(w), k, capacity, renormalize)
+        assert_close((y, losses), want, 2e-5)
 
 
 def test_room_for_all_is_the_same_as_no_limit():
-    x = drawn(2, 9, 6)
+    x = normal(2, 9, 6)
     limited, unlimited = (nn.MoE(nn.MLP((8, 6)), 3, k=2, capacity_factor=factor) for factor in (3.0, None))
     trainables, _ = limited.init(RNG, x)
     a, b = (jax.jit(layer.fwd)(x, trainables)[0] for layer in (limited, unlimited))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
+    assert_close(a, b, 1e-5, 1e-6)
 
 
 def test_no_token_sees_a_later_one():
-    x = drawn(1, 12, 6)
+    x = normal(1, 12, 6)
     layer = nn.MoE(nn.Linear(4), 3, k=2, capacity_factor=0.5)
     trainables, _ = layer.init(RNG, x)
     fwd = jax.jit(layer.fwd)
@@ -80,7 +78,7 @@ def test_a_dropped_token_gets_nothing_and_the_first_ones_stay():
     expert = jnp.zeros((1, 5, 1), jnp.int32)  # all want expert 0, which takes 2
     place = expert_places(expert, 3, 2)
     assert place[0, :, 0].tolist() == [0, 1, 6, 6, 6]
-    x = jnp.asarray(drawn(1, 5, 4))
+    x = normal(1, 5, 4)
     sent = ops.dispatch(x, place, 6)
     np.testing.assert_array_equal(sent[0, :2], x[0, :2])
     np.testing.assert_array_equal(sent[0, 2:], 0)
@@ -103,7 +101,7 @@ def test_large_logits_stay_finite_in_float16():
 
 
 def test_training_the_balance_loss_evens_out_the_experts():
-    x = drawn(4, 32, 6) + 1.0
+    x = normal(4, 32, 6) + 1.0
     layer = nn.MoE(nn.Linear(6), 4, k=1, capacity_factor=None)
     trainables, _ = layer.init(RNG, x)
 
@@ -123,7 +121,7 @@ def test_training_the_balance_loss_evens_out_the_experts():
 
 
 def test_noise_needs_a_key_and_only_while_training():
-    x = drawn(2, 5, 6)
+    x = normal(2, 5, 6)
     layer = nn.MoE(nn.Linear(4), 3, noise=0.2)
     trainables, _ = layer.init(RNG, x)
     with pytest.raises(ValueError, match=r"no key to draw noise by; pass rng=") as caught:
@@ -136,7 +134,7 @@ def test_noise_needs_a_key_and_only_while_training():
 
 
 def test_the_router_alone_widens_to_accum_dtype():
-    x = jnp.asarray(drawn(2, 8, 6), jnp.bfloat16)
+    x = normal(2, 8, 6, dtype="bfloat16")
     layer = nn.MoE(nn.Linear(4), 3, accum_dtype="float32")
     trainables, _ = layer.init(RNG, x)
     (y, losses), _ = jax.jit(layer.fwd)(x, trainables)
@@ -148,7 +146,7 @@ def test_the_router_alone_widens_to_accum_dtype():
 
 
 def test_experts_may_have_state_and_keys_of_their_own():
-    x = drawn(2, 5, 6)
+    x = normal(2, 5, 6)
     layer = nn.MoE(Block(6), 3)
     variables = layer.init(RNG, x)
     _, state = jax.jit(layer.fwd)(x, *variables, rng=RNG)
@@ -157,7 +155,7 @@ def test_experts_may_have_state_and_keys_of_their_own():
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_rows_on_eight_devices_give_the_same_numbers(kind):
-    x = jnp.asarray(drawn(8, 6, 4))
+    x = normal(8, 6, 4)
     layer = nn.MoE(nn.Linear(5), 3)
     trainables, _ = layer.init(RNG, x)
 
@@ -171,7 +169,7 @@ def test_rows_on_eight_devices_give_the_same_numbers(kind):
         placed = jax.device_put(x, NamedSharding(mesh, P("data")))
         shared = jax.device_put(trainables, NamedSharding(mesh, P()))
         got = jax.jit(jax.value_and_grad(loss))(shared, placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert_close(got, want, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(

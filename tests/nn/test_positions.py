@@ -11,15 +11,12 @@ import pytest
 import mlax
 from mlax import nn, ops
 from mlax.ops._positions import waves
+from tests.arrays import normal
 from tests.catalogue import FLOATS
 from tests.catalogue.attention import frequencies, llama3, rotate
 
 RNG = jax.random.key(0)
 FAR = [0, 1, 7, 1023, 1024, 131_071, 1_000_003, 2**20 - 1]
-
-
-def drawn(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -38,7 +35,7 @@ def test_a_position_beyond_the_waves_shows():
 
 
 def test_rotary_products_depend_on_the_distance_only():
-    q, k = drawn(1, 1, 1, 8), drawn(1, 1, 1, 8) + 1
+    q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8) + 1
 
     def score(i, j):
         return (ops.rotary(q, jnp.asarray([i])) * ops.rotary(k, jnp.asarray([j]))).sum()
@@ -48,14 +45,14 @@ def test_rotary_products_depend_on_the_distance_only():
 
 
 def test_rotary_pairs_halves_or_neighbours():
-    x = drawn(2, 5, 3, 8)
+    x = normal(2, 5, 3, 8)
     order = np.asarray([0, 2, 4, 6, 1, 3, 5, 7])
     np.testing.assert_allclose(ops.rotary(x[..., order]), ops.rotary(x, interleaved=True)[..., order], rtol=1e-6)
     np.testing.assert_allclose(ops.rotary(x), rotate(np.asarray(x, np.float64), frequencies(8)), rtol=1e-5, atol=1e-6)
 
 
 def test_each_row_may_have_positions_of_its_own():
-    x = drawn(2, 3, 1, 4)
+    x = normal(2, 3, 1, 4)
     positions = jnp.asarray([[0, 1, 2], [7, 8, 9]])
     y, _ = nn.Rotary().fwd((x, positions), None)
     np.testing.assert_allclose(y[1:], ops.rotary(x[1:], positions[1]), rtol=1e-6)
@@ -86,7 +83,7 @@ def test_slopes_are_the_published_ones():
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
 def test_alibi_inside_of_attention_is_its_bias(kernel):
-    q, k = drawn(2, 4, 3, 5), drawn(2, 6, 3, 5)
+    q, k = normal(2, 4, 3, 5), normal(2, 6, 3, 5)
     bias = ops.alibi(3, jnp.arange(4), jnp.arange(6), jnp.float32)
     inside = ops.attention(q, k, k, alibi=True, implementation=kernel)
     np.testing.assert_allclose(inside, ops.attention(q, k, k, bias=bias), rtol=1e-5, atol=1e-6)
@@ -101,7 +98,7 @@ def test_buckets_are_those_of_torch(name, bidirectional):
 
 @pytest.mark.parametrize("layer", [nn.LearnedPositions(8, decoding=True), nn.SinusoidalPositions(decoding=True)])
 def test_decoding_goes_on_where_it_was(layer):
-    x = drawn(2, 8, 4)
+    x = normal(2, 8, 4)
     trainables, state = layer.init(RNG, x)
     whole, _ = layer.fwd(x, trainables, state)
     first, state = layer.fwd(x[:, :5], trainables, state)
@@ -113,9 +110,9 @@ def test_decoding_goes_on_where_it_was(layer):
 def test_a_learned_position_that_does_not_exist_shows():
     layer = nn.LearnedPositions(4)
     with pytest.raises(ValueError, match="is 5 long; pass a length of at least that"):
-        layer.init(RNG, drawn(1, 5, 2))
-    trainables, _ = layer.init(RNG, drawn(1, 2, 2))
-    y, _ = layer.fwd((drawn(1, 2, 2), jnp.asarray([3, 4])), trainables)
+        layer.init(RNG, normal(1, 5, 2))
+    trainables, _ = layer.init(RNG, normal(1, 2, 2))
+    y, _ = layer.fwd((normal(1, 2, 2), jnp.asarray([3, 4])), trainables)
     np.testing.assert_array_equal(np.isnan(y[0, :, 0]), [False, True])
 
 
@@ -148,12 +145,12 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
     ("build", "words"),
     [
         (lambda: nn.Rotary(width=3), "width is 3, but must be an even number"),
-        (lambda: nn.Rotary().init(RNG, drawn(1, 2, 1, 5)), "heads of width 5, which is odd"),
-        (lambda: nn.Rotary(width=8).init(RNG, drawn(1, 2, 1, 6)), "heads of width 6 only"),
-        (lambda: nn.Rotary().init(RNG, drawn(1, 2, 6)), "must be .batch, time, heads, width."),
-        (lambda: nn.SinusoidalPositions().init(RNG, drawn(1, 2, 5)), "is 5 wide, but the width must be even"),
-        (lambda: nn.LearnedPositions(4).init(RNG, drawn(2, 5)), "must be .batch, time, width."),
-        (lambda: inspect.unwrap(ops.attend)(drawn(2, 3), drawn(5, 4)), "widths must be equal"),
+        (lambda: nn.Rotary().init(RNG, normal(1, 2, 1, 5)), "heads of width 5, which is odd"),
+        (lambda: nn.Rotary(width=8).init(RNG, normal(1, 2, 1, 6)), "heads of width 6 only"),
+        (lambda: nn.Rotary().init(RNG, normal(1, 2, 6)), "must be .batch, time, heads, width."),
+        (lambda: nn.SinusoidalPositions().init(RNG, normal(1, 2, 5)), "is 5 wide, but the width must be even"),
+        (lambda: nn.LearnedPositions(4).init(RNG, normal(2, 5)), "must be .batch, time, width."),
+        (lambda: inspect.unwrap(ops.attend)(normal(2, 3), normal(5, 4)), "widths must be equal"),
         (lambda: ops.relative_buckets(jnp.arange(3), 5), "an even number of at least 4"),
         (lambda: ops.relative_buckets(jnp.arange(3), 32, farthest=8), "farthest is 8, but must be above 8"),
         (lambda: ops.rotary_frequencies(7), "the width is 7, but must be even"),
@@ -166,4 +163,4 @@ def test_what_cannot_be_is_refused_in_words(build, words):
 
 def test_relative_bias_refuses_what_are_no_positions():
     with pytest.raises(TypeError, match="must be a pair of whole numbers"):
-        nn.RelativeBias(2).init(RNG, drawn(2, 3))
+        nn.RelativeBias(2).init(RNG, normal(2, 3))

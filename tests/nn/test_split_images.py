@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import ops
+from tests.asserts import assert_close
 
 X = (8, 8, 8, 4)
 CASES = {
@@ -44,11 +45,6 @@ def placed(arguments, split):
     return mesh, jax.device_put(arguments, places)
 
 
-def close(found, wanted, split):
-    for many, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(many), one, rtol=1e-5, atol=1e-6, err_msg=str(split))
-
-
 @pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_one_device(name, is_set):
@@ -57,7 +53,7 @@ def test_outputs_and_gradients_are_those_of_one_device(name, is_set):
     for split in SPLITS:
         mesh, there = placed(arguments, split)
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-            close(jax.jit(gradients)(*there), wanted, split)
+            assert_close(jax.jit(gradients)(*there), wanted, 1e-5, 1e-6, str(split))
 
 
 @pytest.mark.parametrize("name", ["conv", "grouped", "transposed"])
@@ -66,5 +62,5 @@ def test_no_mesh_need_be_set_inside_or_outside_of_jit(name):
     wanted = gradients(*arguments)
     for split in (P(), P("data", "rows")):
         _, there = placed(arguments, split)
-        close(gradients(*there), wanted, split)
-        close(jax.jit(gradients)(*there), wanted, split)
+        assert_close(gradients(*there), wanted, 1e-5, 1e-6, str(split))
+        assert_close(jax.jit(gradients)(*there), wanted, 1e-5, 1e-6, str(split))

@@ -58,8 +58,8 @@ def run(optimizer, dtype="float64", weights=WEIGHTS, grads=GRADS, averaged=False
         return (flat(path), flat(average)) if averaged else flat(path)
 
 
-def close(path, reference, tolerance):
-    """Each leaf within `tolerance` of the largest number that it comes to."""
+def assert_follows(path, reference, tolerance):
+    """Each leaf of `path` is within `tolerance` of the reference, relative to its largest magnitude."""
     assert path.keys() == reference.keys()
     for name, leaf in reference.items():
         np.testing.assert_allclose(path[name], leaf, rtol=0, atol=tolerance * np.abs(leaf).max(), err_msg=name)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mlax import optim
+from tests.arrays import normal
+from tests.asserts import assert_close
 from tests.catalogue.optimizers import tree
 
 
@@ -20,23 +22,19 @@ def steps(optimizer, count=5, trainables=None, grads=None, **numbers):
     return trainables, state
 
 
-def same(a, b, tolerance=1e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
-
-
 def test_frozen_leaves_stay_to_the_bit_and_keep_nothing():
     before, (after, state) = tree("float32"), steps(optim.Freeze(optim.Adam(1e-2), ("dense/*",)))
     free, _ = steps(optim.Adam(1e-2))
     jax.tree.map(np.testing.assert_array_equal, after["dense"], before["dense"])
-    same({**after, "dense": None}, {**free, "dense": None})
+    assert_close({**after, "dense": None}, {**free, "dense": None})
     assert {leaf.shape for leaf in jax.tree.leaves((state.mean["dense"], state.square["dense"]))} == {(0,)}
 
 
 def test_each_group_goes_its_own_way():
     together, state = steps(optim.Groups(("**/kernel", optim.SGD(0.1, momentum=0.9)), ("**", optim.Adam(1e-2))))
     kernels, others = steps(optim.SGD(0.1, momentum=0.9))[0], steps(optim.Adam(1e-2))[0]
-    same(together["dense"], {"kernel": kernels["dense"]["kernel"], "bias": others["dense"]["bias"]})
-    same(together["temperature"], others["temperature"])
+    assert_close(together["dense"], {"kernel": kernels["dense"]["kernel"], "bias": others["dense"]["bias"]})
+    assert_close(together["temperature"], others["temperature"])
     assert state.momentum["dense"]["bias"].shape == state.mean["dense"]["kernel"].shape == (0,)
     assert state._fields == ("step", "mean", "square", "momentum")
 
@@ -53,7 +51,7 @@ def test_the_first_pattern_that_matches_counts():
 def test_some_leaves_learn_at_other_rates():
     found, _ = steps(optim.Rates(optim.Adam(1e-2), (("**/bias", 0.1), ("**/b*", 9.0))))
     slow, fast = steps(optim.Adam(1e-3))[0], steps(optim.Adam(1e-2))[0]
-    same(found["dense"], {"bias": slow["dense"]["bias"], "kernel": fast["dense"]["kernel"]})
+    assert_close(found["dense"], {"bias": slow["dense"]["bias"], "kernel": fast["dense"]["kernel"]})
 
 
 def test_rates_fall_from_layer_to_layer_and_inside_of_a_stack():
@@ -71,9 +69,9 @@ def test_a_step_that_is_not_finite_never_happened():
     bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), tree("float32", 9))
     clean, wanted = steps(optim.NAdam(1e-2), 3, grads=grads)
     found, state = steps(optim.SkipNonFinite(optim.NAdam(1e-2)), 5, grads=[grads[0], bad, grads[1], bad, grads[2]])
-    same(found, clean)
+    assert_close(found, clean)
     assert state.skipped == 2 and state.step == 3
-    same(state._asdict()["mean"], wanted.mean)
+    assert_close(state._asdict()["mean"], wanted.mean)
 
 
 @pytest.mark.parametrize(("every", "cooldown", "falls"), [(1, 0, [4, 7, 10]), (1, 2, [4, 9]), (2, 0, [8])])
@@ -102,13 +100,13 @@ def test_the_mean_of_all_weights_is_their_mean():
     path = [steps(optim.Adam(1e-2), count, grads=grads)[0] for count in (3, 4, 5, 6)]
     optimizer = optim.Average(optim.Adam(1e-2), None, start=2)
     trainables, state = steps(optimizer, 6, grads=grads)
-    same(optimizer.averaged(state, trainables), jax.tree.map(lambda *leaves: sum(leaves) / 4, *path), 1e-5)
+    assert_close(optimizer.averaged(state, trainables), jax.tree.map(lambda *leaves: sum(leaves) / 4, *path), 1e-5)
 
 
 def test_a_rate_passed_to_update_reaches_the_optimizer_inside():
     wrapped = optim.Average(optim.ClipGlobalNorm(optim.AdamW(1e-2), 0.5))
-    same(steps(wrapped, rate=jnp.asarray(3e-3))[0], steps(optim.ClipGlobalNorm(optim.AdamW(3e-3), 0.5))[0])
-    same(steps(wrapped, limit=0.1)[0], steps(optim.ClipGlobalNorm(optim.AdamW(1e-2), 0.1))[0])
+    assert_close(steps(wrapped, rate=jnp.asarray(3e-3))[0], steps(optim.ClipGlobalNorm(optim.AdamW(3e-3), 0.5))[0])
+    assert_close(steps(wrapped, limit=0.1)[0], steps(optim.ClipGlobalNorm(optim.AdamW(1e-2), 0.1))[0])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_a_stack_of_layers_learns_as_its_layers_would(kind):
 
 
 def test_muon_takes_a_convolution_as_a_matrix():
-    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 3, 2)), jnp.float32)
+    kernel = normal(6, 3, 3, 2)
     state = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).init({"kernel": kernel})
     new, _ = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).update(
         {"kernel": kernel}, state, {"kernel": kernel}

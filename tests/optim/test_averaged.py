@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mlax import optim
+from tests.asserts import assert_close
 from tests.catalogue.optimizers import tree
-from tests.optim.test_around import same, steps
+from tests.optim.test_around import steps
 
 AVERAGE = optim.Average(optim.Adam(1e-2), 0.9)
 SLOW = optim.Lookahead(optim.SGD(0.1), 2)
@@ -23,7 +24,7 @@ def by_path(whole):
 def evaluated(optimizer, **given):
     trainables, state = steps(optimizer, **given)
     shown = optimizer.averaged(state, trainables)
-    same(jax.jit(optimizer.averaged)(state, trainables), shown)
+    assert_close(jax.jit(optimizer.averaged)(state, trainables), shown)
     return by_path(trainables), by_path(shown)
 
 
@@ -72,7 +73,7 @@ def test_each_leaf_is_shown_by_the_optimizer_that_trains_it(case):
         if member is None:
             np.testing.assert_array_equal(shown[path], first[path])
         else:
-            same(shown[path], evaluated(member)[1][path])
+            assert_close(shown[path], evaluated(member)[1][path])
 
 
 @pytest.mark.parametrize("optimizer", [AVERAGE, SLOW, FREE], ids=lambda one: type(one).__name__)
@@ -84,14 +85,14 @@ def test_what_is_shown_is_not_what_is_trained(optimizer):
 def test_an_average_around_groups_is_the_average_of_all():
     groups = optim.Groups(("**/kernel", SLOW), ("**", FREE))
     alone = [steps(groups, count)[0] for count in range(1, 6)]
-    same(
+    assert_close(
         evaluated(optim.Average(groups, None))[1], by_path(jax.tree.map(lambda *leaves: sum(leaves) / 5, *alone)), 1e-5
     )
 
 
 def test_between_two_steps_of_gathered_gradients_the_average_stays():
     optimizer = optim.Accumulate(AVERAGE, 2)
-    same(evaluated(optimizer, count=4)[1], evaluated(optimizer, count=5)[1])
+    assert_close(evaluated(optimizer, count=4)[1], evaluated(optimizer, count=5)[1])
 
 
 def test_leaves_that_nobody_averages_are_themselves():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlax import dtypes, optim
+from tests.asserts import assert_close
 from tests.catalogue.optimizers import ROWS, SHAPES, tree
 
 STRUCTURE = jax.tree.structure(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
@@ -66,7 +67,7 @@ def test_jit_equals_eager(row):
     # where a matrix has not full rank its eigenvectors are not unique
     free = {name: None for name in state._fields if name.endswith("_basis")}
     eager, jitted = ((new, after._replace(**free)) for new, after in (eager, jitted))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), eager, jitted)
+    assert_close(eager, jitted, 2e-5, 2e-6)
 
 
 def test_every_leaf_keeps_its_shape_dtype_and_weak_type(row, dtype):
@@ -166,4 +167,4 @@ def test_an_ensemble_is_one_vmap(row):
     stacked_grads, (trainables, state) = jax.tree.map(stack, *grads), jax.tree.map(stack, *members)
     together = jax.jit(jax.vmap(row.update))(stacked_grads, state, trainables)
     wanted = jax.tree.map(stack, *each)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), together, wanted)
+    assert_close(together, wanted, 2e-4, 2e-5)

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mlax import optim
+from tests.asserts import assert_close
 from tests.catalogue.optimizers import loss, tree
 
 STEPS = 50
@@ -61,20 +62,16 @@ def by_optax(transformation, trainables, loss=loss, extra=False, steps=STEPS):
         return jax.jit(lambda carry: lax.scan(step, carry, length=steps)[0])(carry)
 
 
-def close(found, wanted, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, wanted)
-
-
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_an_optax_transformation_takes_the_same_steps_under_the_contract(name):
     new, state = by_mlax(optim.from_optax(TRANSFORMATIONS[name]), tree("float32"))
-    close(new, by_optax(TRANSFORMATIONS[name], tree("float32"))[0])
+    assert_close(new, by_optax(TRANSFORMATIONS[name], tree("float32"))[0], 1e-5, 1e-6)
     assert state.step == STEPS
 
 
 def test_the_lbfgs_of_optax_gets_its_value_and_its_loss():
     new, _ = by_mlax(optim.from_optax(optax.lbfgs()), ROSENBROCK, rosenbrock, extra=True)
-    close(new, by_optax(optax.lbfgs(), ROSENBROCK, rosenbrock, extra=True)[0], 1e-4)
+    assert_close(new, by_optax(optax.lbfgs(), ROSENBROCK, rosenbrock, extra=True)[0], 1e-4, 1e-6)
     np.testing.assert_allclose(new["x"], 1, atol=1e-3)
 
 
@@ -138,19 +135,24 @@ def test_an_mlax_optimizer_takes_its_own_steps_inside_a_chain_of_optax(name):
     steps = 5 if name == "LBFGS" else STEPS  # then it is at the minimum, where rounding leads it
     new, state = by_optax(chain, tree("float32"), extra=True, steps=steps)
     wanted, wanted_state = by_mlax(MLAX[name], tree("float32"), extra=True, steps=steps)
-    close(new, wanted, 1e-4, 1e-5)
-    close(state[-1], wanted_state, 1e-3, 1e-4)
+    assert_close(new, wanted, 1e-4, 1e-5)
+    assert_close(state[-1], wanted_state, 1e-3, 1e-4)
 
 
 def test_optax_clips_for_an_mlax_optimizer_as_mlax_does():
     chain = optax.chain(optax.clip_by_global_norm(0.5), optim.to_optax(optim.Adam(1e-2)))
-    close(by_optax(chain, tree("float32"))[0], by_mlax(optim.ClipGlobalNorm(optim.Adam(1e-2), 0.5), tree("float32"))[0])
+    assert_close(
+        by_optax(chain, tree("float32"))[0],
+        by_mlax(optim.ClipGlobalNorm(optim.Adam(1e-2), 0.5), tree("float32"))[0],
+        1e-5,
+        1e-6,
+    )
 
 
 def test_there_and_back_is_the_same_optimizer():
     optimizer = optim.from_optax(optim.to_optax(optim.Adam(1e-2)))
     new, state = by_mlax(optimizer, tree("float32"))
-    close(new, by_mlax(optim.Adam(1e-2), tree("float32"))[0])
+    assert_close(new, by_mlax(optim.Adam(1e-2), tree("float32"))[0], 1e-5, 1e-6)
     assert state._fields[-2:] == ("mean", "square")
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import optim
+from tests.asserts import assert_close
 from tests.catalogue.optimizers import ROWS
 
 # square matrices: of others SOAP's bases are not unique, and so neither are its steps
@@ -136,7 +137,7 @@ def test_numbers_are_those_on_one_device(run):
     free = {name: None for name in run.alone[1]._fields if name.endswith("_basis")}  # up to signs
     (new, state), (wanted, wanted_state) = run.after, run.alone
     found, wanted = (new, state._replace(**free)), (wanted, wanted_state._replace(**free))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), **tolerance), found, wanted)
+    assert_close(found, wanted, **tolerance)
 
 
 @pytest.mark.parametrize("name", BY_PATH)

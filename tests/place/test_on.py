@@ -8,10 +8,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mlax
 from mlax import nn, optim, place
-
-
-def close(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+from tests.arrays import normal
+from tests.asserts import assert_close
 
 
 def pipeline(first, second):
@@ -22,7 +20,7 @@ def pipeline(first, second):
 
 @pytest.fixture(name="x")
 def of_inputs():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    return normal(4, 6)
 
 
 def resident():
@@ -39,12 +37,12 @@ def test_a_pipeline_of_two_devices_trains_like_one(x):
     model, whole = pipeline(here, there), resident()
     trainables, _ = model.init(jax.random.key(0), x)
     same, _ = whole.init(jax.random.key(0), x)
-    close(trainables, same)
+    assert_close(trainables, same)
     assert all(leaf.devices() == {here} for leaf in jax.tree.leaves(trainables["first"]))
     assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(trainables["second"]))
     value, grads = jax.value_and_grad(loss(model, x))(trainables)
     assert value.devices() == {there}
-    close((value, grads), jax.value_and_grad(loss(whole, x))(same))
+    assert_close((value, grads), jax.value_and_grad(loss(whole, x))(same))
     assert all(leaf.devices() == {here} for leaf in jax.tree.leaves(grads["first"]))
     assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(grads["second"]))
 
@@ -62,7 +60,7 @@ def test_each_part_has_a_state_of_the_optimizer_of_its_own(x):
         for name, part in grads.items():
             trainables[name], states[name] = optimizer.update(part, states[name], trainables[name])
         same, kept = optimizer.update(wanted, kept, same)
-    close(trainables, same)
+    assert_close(trainables, same)
 
 
 def test_a_part_runs_on_a_mesh_with_its_input_split(x):
@@ -74,7 +72,7 @@ def test_a_part_runs_on_a_mesh_with_its_input_split(x):
         assert trainables["kernel"].devices() == set(jax.devices()[4:6])
         y, _ = layer.fwd(x, trainables)
         assert y.devices() == set(jax.devices()[4:6])
-        close(y, nn.Linear(5).fwd(x, *nn.Linear(5).init(jax.random.key(0), x))[0])
+        assert_close(y, nn.Linear(5).fwd(x, *nn.Linear(5).init(jax.random.key(0), x))[0])
     assert y.sharding.spec[0] == "data"
 
 
@@ -92,7 +90,7 @@ def test_the_host_computes_inside_of_jit(x):
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(trainables["host"])} == {"pinned_host"}
     same, _ = whole.init(jax.random.key(0), x)
     found = jax.jit(jax.value_and_grad(loss(model, x)))(trainables)
-    close(found, jax.jit(jax.value_and_grad(loss(whole, x)))(same))
+    assert_close(found, jax.jit(jax.value_and_grad(loss(whole, x)))(same))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1]["host"])} == {"pinned_host"}
 
 

@@ -12,6 +12,8 @@ import mlax
 from mlax import dtypes, nn, optim, place
 from mlax.place._in_stages import pipelines
 from mlax.train._gradients import gradients
+from tests.arrays import normal
+from tests.asserts import assert_close_to_scale
 from tests.layers import Block
 from tests.place.staged import batch, convolutional, mesh, objective, placed, transformer
 
@@ -37,14 +39,7 @@ def found(model, schedule, microbatches=MICROBATCHES):
 
 
 RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
-
-
-def close(a, b, tolerance=1e-5):
-    def check(a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1e-3, np.abs(b).max()))
-
-    jax.tree.map(check, a, b)
+assert_close = functools.partial(assert_close_to_scale, least=1e-3)
 
 
 @functools.cache
@@ -91,7 +86,7 @@ def test_a_model_in_stages_learns_as_on_one_device(kind, schedule, stages, data)
         losses, trainables, state, traces = learnt(step, trainables, lambda batch: placed(devices, {}, batch)[1], model)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert np.ptp(wanted) > 1e-2
-    close(trainables, weights, 1e-3)
+    assert_close(trainables, weights, 1e-3)
     assert traces == 1
     for leaf in jax.tree.leaves((trainables["blocks"], state.mean["blocks"])):
         assert leaf.sharding.spec == P("stage")
@@ -109,13 +104,13 @@ def test_one_forward_one_backward_is_accumulation_to_the_last_key_and_state(stag
         got = jax.jit(found(staged(model, stages), "1f1b"))(
             placed(devices, {}, x)[1], placed(devices, trainables, x)[0], state, jax.random.key(1)
         )
-    close(got, wanted)
+    assert_close(got, wanted)
     assert not np.allclose(got.non_trainables["norm"]["mean"], state["norm"]["mean"])
 
 
 def test_gpipe_gives_each_microbatch_the_keys_of_a_repeat():
     repeat = mlax.Repeat(mlax.Series(nn.Linear(6), nn.Dropout(0.5)), 4)
-    x, rng = jnp.asarray(np.random.default_rng(0).normal(size=(12, 6)), jnp.float32), jax.random.key(1)
+    x, rng = normal(12, 6), jax.random.key(1)
     trainables, _ = repeat.init(jax.random.key(0), x)
     wanted = np.zeros(x.shape)
     for number in range(3):  # a microbatch is every third example
@@ -123,7 +118,7 @@ def test_gpipe_gives_each_microbatch_the_keys_of_a_repeat():
     for stages in (2, 4):
         with jax.set_mesh(mesh(stages)):
             y, _ = place.Pipelined(repeat, stages, 3).fwd(x, trainables, rng=rng)
-        close(y, wanted)
+        assert_close(y, wanted)
 
 
 @pytest.mark.parametrize("microbatches", [RARELY(1), 2, RARELY(16)])
@@ -134,7 +129,7 @@ def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedu
     wanted = jax.jit(found(model, "whole"))(x, trainables, None, jax.random.key(1))
     with jax.set_mesh(mesh(4)):
         step = found(staged(model, 4, microbatches), schedule, microbatches)
-        close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
+        assert_close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
 
 
 def test_plain_grad_and_inference_of_a_pipelined_model():
@@ -148,9 +143,9 @@ def test_plain_grad_and_inference_of_a_pipelined_model():
     logits, _ = model.fwd(x, trainables, inference_mode=True)
     pipelined = staged(model, 4)
     with jax.set_mesh(mesh(4, 2)):
-        close(jax.jit(jax.value_and_grad(loss), static_argnums=1)(trainables, pipelined), wanted)
+        assert_close(jax.jit(jax.value_and_grad(loss), static_argnums=1)(trainables, pipelined), wanted)
         fwd = jax.jit(pipelined.fwd, static_argnames="inference_mode")
-        close(fwd(x, trainables, inference_mode=True)[0], logits)
+        assert_close(fwd(x, trainables, inference_mode=True)[0], logits)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -171,12 +166,12 @@ def test_stages_go_together_with_data_and_tensor_parallel_weights(schedule):
     with jax.set_mesh(devices):
         step = jax.jit(found(staged(model, 2), schedule))
         got = step(x, jax.tree_util.tree_map_with_path(put, trainables), None, jax.random.key(1))
-    close(got, wanted, 3e-5)  # split over two more axes, float32 sums go in yet another order
+    assert_close(got, wanted, 3e-5)  # split over two more axes, float32 sums go in yet another order
 
 
 def test_gpipe_in_bfloat16_is_the_repeat_in_bfloat16():
     repeat = mlax.Repeat(mlax.Residual(nn.Linear(6)), 4)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.bfloat16)
+    x = normal(8, 6, dtype="bfloat16")
     trainables, _ = repeat.init(jax.random.key(0), x)
 
     def loss(layer, trainables, x):
@@ -185,7 +180,7 @@ def test_gpipe_in_bfloat16_is_the_repeat_in_bfloat16():
     wanted = jax.jit(jax.value_and_grad(functools.partial(loss, repeat), (0, 1)))(trainables, x)
     with jax.set_mesh(mesh(4)):
         got = jax.jit(jax.value_and_grad(functools.partial(loss, place.Pipelined(repeat, 4, 4)), (0, 1)))(trainables, x)
-    close(got, wanted, 3e-2)
+    assert_close(got, wanted, 3e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}
 
 
@@ -196,7 +191,7 @@ def test_one_forward_one_backward_works_under_mixed_precision():
     wanted = jax.jit(found(model, "parts"))(x, trainables, None, jax.random.key(1))
     with jax.set_mesh(mesh(4)):
         got = jax.jit(found(staged(model, 4), "1f1b"))(x, trainables, None, jax.random.key(1))
-    close(got, wanted, 3e-2)
+    assert_close(got, wanted, 3e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(got.grads)} == {jnp.dtype("float32")}
 
 
@@ -212,7 +207,7 @@ def test_the_pipeline_is_found_within_calls(call):
     wanted = jax.jit(found(model, "parts"))(x, trainables, None, jax.random.key(1))
     with jax.set_mesh(mesh(2)):
         step = functools.partial(gradients, within, accumulate=MICROBATCHES, backward=place.one_forward_one_backward)
-        close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
+        assert_close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
 
 
 def test_integers_travel_with_the_activations():
@@ -228,13 +223,15 @@ def test_integers_travel_with_the_activations():
         def wire(self, sub, x):
             return sub.head(sub.blocks((x, (x[:, 0] > 0).astype(jnp.int32)))[0])
 
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.float32)
+    x = normal(8, 6)
     data = {"x": x, "y": jnp.arange(8, dtype=jnp.int32) % 2}
     trainables, _ = Model().init(jax.random.key(0), x)
     wanted = found(Model(), "parts")(data, trainables, None, jax.random.key(1))
     with jax.set_mesh(mesh(2)):
         for schedule in ("gpipe", "1f1b"):
-            close(jax.jit(found(staged(Model(), 2), schedule))(data, trainables, None, jax.random.key(1)), wanted)
+            assert_close(
+                jax.jit(found(staged(Model(), 2), schedule))(data, trainables, None, jax.random.key(1)), wanted
+            )
 
 
 def temporary(schedule, microbatches):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import nn, optim, place
 from mlax.core import flatten_paths
+from tests.asserts import assert_close
 from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
 
 PLANS = {
@@ -116,7 +117,7 @@ def test_fsdp_gathers_experts_that_are_not_repeated():
     with jax.set_mesh(plan.mesh):
         found = jax.jit(lambda trainables, x: plan.wired(model, x).fwd(x, trainables)[0])(trainables, x)
     wanted = model.fwd(x, jax.device_put(trainables, jax.devices()[0]))[0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+    assert_close(found, wanted, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, mlax.Remat])

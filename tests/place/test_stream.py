@@ -9,11 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mlax
 from mlax import nn, optim, place, train
 from mlax._jax import _memory
+from tests.arrays import normal
+from tests.asserts import assert_close
 from tests.layers import Block
-
-
-def close(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
 
 
 def kinds(tree):
@@ -22,7 +20,7 @@ def kinds(tree):
 
 def both(times, width=6, dropout=0.5):
     repeat = mlax.Repeat(Block(width, dropout), times)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, width)), jnp.float32)
+    x = normal(4, width)
     return repeat, place.Stream(repeat), x
 
 
@@ -44,10 +42,10 @@ def test_the_numbers_are_those_of_the_repeat(times, inputs_in_host):
     jax.tree.map(np.testing.assert_array_equal, held, trainables)
     assert kinds(held) == {"pinned_host"}
     (value, new), (dw, dx) = gradients(stream)(held, x, state)
-    close(((value, new), (dw, dx)), gradients(repeat)(trainables, x, state))
+    assert_close(((value, new), (dw, dx)), gradients(repeat)(trainables, x, state))
     assert kinds(dw) == {"pinned_host"} and kinds((value, new, dx)) == {"device"}
     on_device = gradients(stream)(trainables, x, state)
-    close(on_device, ((value, new), (dw, dx)))
+    assert_close(on_device, ((value, new), (dw, dx)))
     assert kinds(on_device) == {"device"}
 
 
@@ -76,9 +74,9 @@ def test_gradients_reach_the_state_and_inputs_that_are_no_numbers_pass():
         return jax.jit(jax.grad(of, (0, 1, 2)))
 
     stream = place.Stream(repeat)
-    close(loss(stream)(trainables, x["a"], state["s"]), loss(repeat)(trainables, x["a"], state["s"]))
+    assert_close(loss(stream)(trainables, x["a"], state["s"]), loss(repeat)(trainables, x["a"], state["s"]))
     y, new = jax.jit(stream.fwd)(x, trainables, state)  # inference_mode traced
-    close((y, new), repeat.fwd(x, trainables, state))
+    assert_close((y, new), repeat.fwd(x, trainables, state))
 
 
 def test_no_more_than_two_layers_are_on_the_device():
@@ -105,7 +103,7 @@ def test_a_stack_over_a_mesh_streams_from_the_hosts_of_its_devices():
 
     held = jax.tree.map(spread, trainables)
     found = gradients(stream)(held, x, state)
-    close(found, gradients(repeat)(trainables, x, state))
+    assert_close(found, gradients(repeat)(trainables, x, state))
     assert kinds(found[1][0]) == {"pinned_host"}
 
 
@@ -155,7 +153,7 @@ def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeyp
     losses, resident, _ = trained(False, optimizer, **options)
     same, state, step = trained(True, optimizer, **options)
     np.testing.assert_allclose(same, losses, rtol=1e-6)
-    close(jax.tree.leaves(state._replace(rng=None)), jax.tree.leaves(resident._replace(rng=None)))
+    assert_close(jax.tree.leaves(state._replace(rng=None)), jax.tree.leaves(resident._replace(rng=None)))
     assert int(state.skipped) == len(options.get("spoilt", ()))
     assert kinds((state.trainables["blocks"], state.optimizer.mean["blocks"])) == {"pinned_host"}
     assert kinds((state.trainables["into"], state.optimizer.mean["into"], state.optimizer.step)) == {"device"}

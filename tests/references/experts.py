@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlax
+from tests.asserts import assert_close_to_scale
 
 
 @functools.cache
@@ -43,19 +44,14 @@ def agrees_with_torch(case, layer):
         return jax.value_and_grad(total, (0, 1), has_aux=True)(trainables, x)
 
     (_, (y, extra)), (dw, dx) = run(trainables, x)
-    close(y, arrays()[f"{case}/y"])
-    close(dx, arrays()[f"{case}/dx"])
+    assert_close_to_scale(y, arrays()[f"{case}/y"])
+    assert_close_to_scale(dx, arrays()[f"{case}/dx"])
     for path, gradient in under(f"{case}/dw/").items():
-        close(mlax.get(dw, path), gradient)
+        assert_close_to_scale(mlax.get(dw, path), gradient)
     assert extra.keys() == under(f"{case}/extra/").keys()
     for name, loss in under(f"{case}/extra/").items():
-        close(extra[name], loss)
+        assert_close_to_scale(extra[name], loss)
 
 
 def zip_paths(weights):
     return ((str(i), path) for i, path in enumerate(weights))
-
-
-def close(got, want):
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(want).max(initial=0)))

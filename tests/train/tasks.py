@@ -37,15 +37,3 @@ def feed(n=75, size=8, seed=0, **options):
 def begun(step, model=MODEL, seed=0):
     init, rng = jax.random.split(jax.random.key(seed))
     return step.init(rng, *model.init(init, jax.ShapeDtypeStruct((8, 5), jnp.float32)))
-
-
-def same(a, b):
-    """Whether two trees are equal to the bit."""
-    bits = [
-        [
-            np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
-            for x in jax.tree.leaves(tree)
-        ]
-        for tree in (a, b)
-    ]
-    return jax.tree.structure(a) == jax.tree.structure(b) and bits[0] == bits[1]

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, nn, optim, train
-from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, begun, feed, objective, same
+from tests.asserts import assert_close, unequal_leaves
+from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, begun, feed, objective
 
 
 def compilations(function):
@@ -27,10 +28,6 @@ def compilations(function):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     return len(seen)
-
-
-def close(a, b, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), a, b)
 
 
 def test_a_step_is_the_loop_one_would_write_by_hand():
@@ -55,7 +52,7 @@ def test_a_step_is_the_loop_one_would_write_by_hand():
             weights, statistics, slots, jax.random.fold_in(rng, i), batch(seed=i)
         )
         np.testing.assert_allclose(metrics["loss"], value, 1e-6)
-    close((state.trainables, state.non_trainables, state.optimizer), (weights, statistics, slots))
+    assert_close((state.trainables, state.non_trainables, state.optimizer), (weights, statistics, slots), 1e-5, 1e-6)
     assert int(state.step) == 5 and int(state.skipped) == 0
 
 
@@ -136,8 +133,8 @@ def test_parts_give_the_gradient_of_the_whole(masked):
         step = train.step(plain, optim.SGD(0.1), accumulate=parts)
         found.append(step(begun(step, model), given))
     for state, metrics in found[1:]:
-        close(state.trainables, found[0][0].trainables, 1e-5, 1e-7)
-        close(metrics.numbers(), found[0][1].numbers(), 1e-5)
+        assert_close(state.trainables, found[0][0].trainables, 1e-5, 1e-7)
+        assert_close(metrics.numbers(), found[0][1].numbers(), 1e-5, 1e-6)
 
 
 def test_parts_must_divide_the_batch():
@@ -155,7 +152,7 @@ def test_many_steps_in_one_call_are_those_steps():
         state, metrics = one(state, each)
         losses.append(metrics["loss"])
     at_once, metrics = four(begun(four), jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
-    close(at_once.trainables, state.trainables, 1e-4, 1e-6)
+    assert_close(at_once.trainables, state.trainables, 1e-4, 1e-6)
     np.testing.assert_allclose(metrics["loss"], losses, 1e-5)
     assert int(at_once.step) == 4
 
@@ -166,7 +163,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
     before = jax.tree.map(jnp.copy, state)
     state, metrics = step(state, {**batch(), "x": jnp.full((8, 5), jnp.nan)})
     assert bool(metrics["skipped"]) and not np.isfinite(metrics["loss"])
-    assert same(state, before._replace(step=before.step + 1, skipped=before.skipped + 1))
+    assert not unequal_leaves(state, before._replace(step=before.step + 1, skipped=before.skipped + 1))
     state, metrics = step(state, batch())
     assert not bool(metrics["skipped"]) and np.isfinite(metrics["loss"])
 
@@ -258,7 +255,7 @@ def test_evaluation_weighs_every_example_alike_and_uses_the_averaged_weights():
     values, _ = objective(arrays(), weights, state.non_trainables, inference_mode=True)
     np.testing.assert_allclose(found["loss"], np.mean(values["loss"]), 1e-5)
     np.testing.assert_allclose(found["accuracy"], np.mean(values["accuracy"]), 1e-6)
-    assert not same(weights, state.trainables)
+    assert unequal_leaves(weights, state.trainables)
 
 
 def test_the_state_is_donated_and_the_callers_key_is_not():
@@ -284,8 +281,8 @@ def test_a_state_over_eight_devices_stays_where_it_is_and_learns_the_same(spec):
         state, metrics = step(state, jax.device_put(given, over))
         single, expected = alone(single, given)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b, state, placed))
-    close(metrics.numbers(), expected.numbers(), 1e-4)
-    close(state.trainables, single.trainables, 1e-4, 1e-6)
+    assert_close(metrics.numbers(), expected.numbers(), 1e-4, 1e-6)
+    assert_close(state.trainables, single.trainables, 1e-4, 1e-6)
     test = feed(size=16, sharding=over)
     np.testing.assert_allclose(
         step.evaluation(state, test.epoch())["loss"], alone.evaluation(single, feed(size=16).epoch())["loss"], 1e-4
