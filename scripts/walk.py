@@ -22,6 +22,7 @@ adjective alone (`filled`) or with prepositions (`laid_like`).
 
 import argparse
 import ast
+import inspect
 import multiprocessing
 import re
 import statistics
@@ -55,7 +56,7 @@ class Profile:
     """Counts the mlax functions called in this thread, and in those started meanwhile."""
 
     def __init__(self, target: Callable[..., Any] | None = None):
-        self.target = target and target.__code__
+        self.target = inspect.unwrap(target).__code__ if target else None
         self.calls: Counter[str] = Counter()  # by file
         self.stack: list[str] = []  # the file of each mlax frame
 
