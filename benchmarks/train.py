@@ -154,9 +154,9 @@ def own_model(name: str) -> Any:
 
     if name == "characters":
         sys.path.append(str(Path(__file__).parents[1] / "examples"))
-        from characters import Writer
+        from characters import LanguageModel
 
-        return Writer(128, DEPTH, HEADS)
+        return LanguageModel(128, DEPTH, HEADS)
     relu = mlax.F(jax.nn.relu)
     return mlax.Series(
         edges=nn.Conv(CHANNELS, 3),

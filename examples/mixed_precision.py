@@ -1,18 +1,18 @@
-"""Train one network in float32, in bfloat16 and in float16, and see what that changes: a table, and an audit.
+"""Train one network in float32, bfloat16 and float16, and compare them: a table, and a dtype audit of each.
 
     python examples/mixed_precision.py [--steps 440] [--seed 0] [--run runs/mixed_precision]
 
-takes about a minute on two CPU cores, leaves a run folder for each, and shows this, on scikit-learn's digits:
+takes about a minute on two CPU cores, writes a run directory for each, and prints this, on scikit-learn's digits:
 
-    computed in  accuracy  kept for the backward pass  skipped steps
-    float32         99.1%                    2.95 MiB              0
-    bfloat16        98.9%                    1.80 MiB              0
-    float16         99.1%                    1.80 MiB              9
+    computed in  accuracy  residuals  skipped steps
+    float32         99.1%   2.95 MiB              0
+    bfloat16        98.9%   1.80 MiB              0
+    float16         99.1%   1.80 MiB              9
 
-The weights are float32 in all three, and so are the statistics of the norm: `dtypes.mixed_bfloat16` says where narrow
-numbers are safe, and `dtypes.audit` lists every operation that is not in the dtype that was asked for. float16 has so
-few exponents that small gradients vanish and large ones overflow: `train.DynamicScaling` looks for the scale in
-between, and each step that was too large is skipped and counted.
+The weights are float32 in all three, and so are the statistics of the norm: `dtypes.mixed_bfloat16` decides where a
+narrow dtype is safe, and `dtypes.audit` lists every operation that is not in the requested dtype. The exponent range of
+float16 is so small that small gradients underflow and large ones overflow: `train.DynamicScaling` searches for the loss
+scale in between, and each step that overflows is skipped and counted.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ from mlax import dtypes, nn, optim, train
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that can be chosen; each field is an option on the command line."""
+    """The settings; each field is a command-line option."""
 
-    steps: int = 440  # batches to train on, in each of the three; an epoch has 22
+    steps: int = 440  # for each of the three; an epoch has 22
     batch: int = 64
     rate: float = 3e-3
     width: int = 32
-    seed: int = 0  # of the weights and the order of the images, the same for all three
-    run: str = "runs/mixed_precision"  # the folder of the three folders
+    seed: int = 0  # for the weights and the shuffling, the same for all three
+    run: str = "runs/mixed_precision"  # the parent of the three run directories
 
 
-def reader(width):
-    """The network, with no word about dtypes in it: (b, 8, 8, 1) pixels from 0 to 1 in, (b, 10) logits out."""
+def cnn(width):
+    """The network, independent of dtypes: (b, 8, 8, 1) pixels from 0 to 1 in, (b, 10) logits out."""
 
     def conv(features):
         return mlax.Series(conv=nn.Conv(features, 3), relu=mlax.F(jax.nn.relu))
@@ -58,16 +58,16 @@ def reader(width):
 
 
 def precisions(model):
-    """The model in each precision, and the scaling of the loss that goes with it."""
+    """The model in each precision, with its loss scaling."""
     return {
         "float32": (model, None),
-        "bfloat16": (dtypes.mixed_bfloat16(model), None),  # as many exponents as float32 has: nothing to scale
+        "bfloat16": (dtypes.mixed_bfloat16(model), None),  # the exponent range of float32: no loss scaling needed
         "float16": (dtypes.mixed_float16(model), train.DynamicScaling(scale=2.0**24, every=100)),
     }
 
 
 def load():
-    """The digits to train on and to test on: one fixed split, with each digit in proportion."""
+    """The training and test digits: one fixed, stratified split."""
     pixels, digits = load_digits(return_X_y=True)
     images = pixels.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     x, x_test, y, y_test = train_test_split(
@@ -76,23 +76,23 @@ def load():
     return {"image": x, "digit": y}, {"image": x_test, "digit": y_test}
 
 
-def kept(function, *args):
-    """The bytes that a function keeps from its forward pass for its backward pass; nothing is computed."""
+def residual_bytes(function, *args):
+    """The bytes of residuals that a function stores for its backward pass, without computing anything."""
     arrays = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
-def audited(dtype, function, *args):
-    """What the audit says of a function that is to compute in `dtype`, in a few words and its first line."""
+def summarize_audit(dtype, function, *args):
+    """A summary of the audit of a function that should compute in `dtype`, with its first finding."""
     departures = dtypes.audit(function, *args, dtype=dtype)
     if not departures:
         return f"all operations are in {dtype}"
     where = " and ".join(dict.fromkeys(departure.path or "the output" for departure in departures))
-    return f"{len(departures)} operations are not in {dtype}, those of {where}:\n  {departures[0]}\n  ..."
+    return f"{len(departures)} operations are not in {dtype}, in {where}:\n  {departures[0]}\n  ..."
 
 
-def compared(name, model, scaling, config):
-    """Train and test the network in one precision: a row of the table."""
+def train_in_precision(name, model, scaling, config):
+    """Train and evaluate the network in one precision; returns a row of the table."""
     data, test = load()
     feed, evaluate = train.Feed(data, config.batch, seed=config.seed), train.Feed(test, 450)
 
@@ -108,22 +108,22 @@ def compared(name, model, scaling, config):
     def forward(trainables, images):
         return model.fwd(images, trainables)[0]
 
-    print(audited(name, forward, trainables, feed.example["image"]))
-    kept_bytes = kept(forward, trainables, feed.example["image"])
+    print(summarize_audit(name, forward, trainables, feed.example["image"]))
+    residuals = residual_bytes(forward, trainables, feed.example["image"])
     state = step.init(jax.random.key(config.seed), trainables)
     run = f"{config.run}/{name}"
-    fitted = train.fit(step, state, feed, steps=config.steps, run=run, evaluate=evaluate, config=config)
-    return {"accuracy": fitted.scores["accuracy"], "kept": kept_bytes, "skipped": int(fitted.state.skipped)}
+    result = train.fit(step, state, feed, steps=config.steps, run=run, evaluate=evaluate, config=config)
+    return {"accuracy": result.scores["accuracy"], "residuals": residuals, "skipped": int(result.state.skipped)}
 
 
 def main(config: Config):
-    """Train in each precision and show the table; gives its numbers by name."""
-    models = precisions(reader(config.width))
-    rows = {name: compared(name, model, scaling, config) for name, (model, scaling) in models.items()}
-    print("\ncomputed in  accuracy  kept for the backward pass  skipped steps")
+    """Train in each precision and print the table; returns its values by name."""
+    models = precisions(cnn(config.width))
+    rows = {name: train_in_precision(name, model, scaling, config) for name, (model, scaling) in models.items()}
+    print("\ncomputed in  accuracy  residuals  skipped steps")
     for name, row in rows.items():
-        size = f"{row['kept'] / 2**20:.2f} MiB"
-        print(f"{name:11}  {row['accuracy']:8.1%}  {size:>26}  {row['skipped']:13}")
+        size = f"{row['residuals'] / 2**20:.2f} MiB"
+        print(f"{name:11}  {row['accuracy']:8.1%}  {size:>9}  {row['skipped']:13}")
     return {f"{name}_{column}": value for name, row in rows.items() for column, value in row.items()}
 
 

@@ -1,10 +1,10 @@
-"""Train over all devices of all processes: on one machine, under Slurm, Kubernetes or MPI, with nothing changed.
+"""Train on all devices of all processes: on one machine, under Slurm, Kubernetes or MPI, without changes.
 
     mlax train examples/clusters/train.py                            one process
-    mlax launch -n 2 --devices 4 examples/clusters/train.py          two processes of this machine, simulated devices
-    srun python examples/clusters/train.py                           wherever Slurm says; see slurm.sh, kubernetes.yaml
+    mlax launch -n 2 --devices 4 examples/clusters/train.py          two processes on this machine, simulated devices
+    srun python examples/clusters/train.py                           under Slurm; see slurm.sh, kubernetes.yaml
 
-The run folder must be one that all processes see. On two CPU cores it takes about 20 seconds.
+All processes must share the run directory. It takes about 20 seconds on two CPU cores.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from mlax import nn, optim, place, train
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that can be chosen; each field is an option on the command line."""
+    """The settings; each field is a command-line option."""
 
     steps: int = 200
-    batch: int = 64  # over all devices
-    run: str = "runs/cluster"  # the folder to fill
+    batch: int = 64  # global batch size
+    run: str = "runs/cluster"  # the run directory
 
 
 MODEL = mlax.Series(
@@ -33,7 +33,7 @@ MODEL = mlax.Series(
 
 
 def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
-    """The loss of each example, and whether its digit was read rightly."""
+    """The loss of each example, and whether it is classified correctly."""
     logits, non_trainables = MODEL.fwd(
         batch["pixels"], trainables, non_trainables, rng=rng, inference_mode=inference_mode
     )
@@ -42,7 +42,7 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
 
 
 def main(config: Config):
-    """Train, or go on with a training that was begun on any number of processes and devices."""
+    """Train, or resume a run that was started on any number of processes and devices."""
     place.start()
     plan = place.data()  # over the devices of all processes
     pixels, digits = load_digits(return_X_y=True)

@@ -57,7 +57,7 @@ def test_training_and_testing_are_compiled_once_each(run):
 def small(name):
     """A module, a small model of it, and weights."""
     module = example(name)
-    model = module.Writer(16, 2, 2) if name == "characters" else module.Writer(16, 2)
+    model = module.LanguageModel(16, 2, 2) if name == "characters" else module.LanguageModel(16, 2)
     trainables, _ = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
     return module, model, trainables
 
@@ -89,7 +89,7 @@ def test_memories_change_no_logits():
 def test_what_is_written_is_what_whole_passes_would_write(name):
     module, model, trainables = small(name)
     prompt = jnp.asarray([[100, 101, 102]], jnp.int32)
-    written = module.write(model, trainables, prompt, jax.random.key(2), 6, temperature=1e-4)
+    written = module.generate(model, trainables, prompt, jax.random.key(2), 6, temperature=1e-4)
     text = jnp.concatenate([prompt, written], axis=1)
     logits, _ = model.fwd(text, trainables, inference_mode=True)
     assert_allclose(written, logits[:, 2:-1].argmax(-1))  # at no temperature the likeliest byte is drawn
@@ -99,13 +99,13 @@ def test_what_is_written_is_what_whole_passes_would_write(name):
 def test_writing_again_compiles_nothing(name):
     module, model, trainables = small(name)
     prompt = jnp.asarray([[1, 2]], jnp.int32)
-    module.write(model, trainables, prompt, jax.random.key(0), 4)
-    size = module.write._cache_size()
-    module.write(dataclasses.replace(model), trainables, prompt + 1, jax.random.key(1), 4, temperature=0.5)
-    assert module.write._cache_size() - size <= 1  # a temperature that is given, instead of the default
-    size = module.write._cache_size()
-    module.write(dataclasses.replace(model), trainables, prompt, jax.random.key(3), 4, temperature=0.7)
-    assert module.write._cache_size() == size
+    module.generate(model, trainables, prompt, jax.random.key(0), 4)
+    size = module.generate._cache_size()
+    module.generate(dataclasses.replace(model), trainables, prompt + 1, jax.random.key(1), 4, temperature=0.5)
+    assert module.generate._cache_size() - size <= 1  # a temperature that is given, instead of the default
+    size = module.generate._cache_size()
+    module.generate(dataclasses.replace(model), trainables, prompt, jax.random.key(3), 4, temperature=0.7)
+    assert module.generate._cache_size() == size
 
 
 def test_the_text_is_the_same_each_time_and_no_unseen_file_is_trained_on():

@@ -18,7 +18,7 @@ SMALL = {
     "rate": 5e-3,
     "average": 0.98,
     "dropout": 0.0,
-    "moves": 12,
+    "sampling_steps": 12,
 }
 
 
@@ -29,15 +29,15 @@ def run(tmp_path_factory):
     make = train.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "step", lambda *given: steps.append(make(*given)) or steps[-1])
-        scores = diffusion.main(diffusion.Config(**SMALL, guidance=3.0, drawn=400, run=str(folder)))
+        scores = diffusion.main(diffusion.Config(**SMALL, guidance=3.0, samples=400, run=str(folder)))
     (step,) = steps
     return folder, scores, step
 
 
 def test_a_few_steps_draw_digits_that_are_mostly_those_asked_for(run):
     _, scores, _ = run
-    assert scores["right"] > 0.4
-    assert scores["real_right"] > 0.98
+    assert scores["accuracy"] > 0.4
+    assert scores["real_accuracy"] > 0.98
 
 
 def test_the_picture_shows_a_hundred_digits(run):
@@ -56,30 +56,30 @@ def test_training_and_testing_are_compiled_once_each(run):
 def test_a_drawing_follows_the_flow_from_noise_to_the_image():
     """With a flow that leads straight to an image, any number of moves arrives there."""
     diffusion = example("diffusion")
-    model = diffusion.Painter(8, 1, 0.0)
+    model = diffusion.VelocityField(8, 1, 0.0)
     x = {"image": jnp.zeros((2, 8, 8)), "time": jnp.zeros(2), "digit": jnp.zeros(2, jnp.int32)}
     trainables, _ = model.init(jax.random.key(0), x)  # its last map begins as zeros: the flow is its bias
     trainables["out"]["bias"] = jnp.full(64, 0.25)
     noise = jax.random.normal(jax.random.key(1), (3, 8, 8))
     for moves in (1, 5):
-        drawn = diffusion.draw(model, trainables, jnp.arange(3), jax.random.key(1), 2.0, moves)
+        drawn = diffusion.sample(model, trainables, jnp.arange(3), jax.random.key(1), 2.0, moves)
         assert_allclose(drawn, jnp.clip(noise + 0.25, -1, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_copies_of_what_was_trained_on_are_neither_new_nor_various():
     diffusion = example("diffusion")
     data, test = diffusion.load()
-    copies = diffusion.judge(data, data, test)
-    assert copies["right"] > 0.99 and copies["novelty"] < 1e-3 and copies["variety"] == pytest.approx(1.0)
+    copies = diffusion.score_samples(data, data, test)
+    assert copies["accuracy"] > 0.99 and copies["novelty"] < 1e-3 and copies["diversity"] == pytest.approx(1.0)
     first = [np.flatnonzero(data["digit"] == digit)[0] for digit in range(10)]
     one_each = {name: np.repeat(array[first], 40, axis=0) for name, array in data.items()}
-    assert diffusion.judge(one_each, data, test)["variety"] < 1e-3
+    assert diffusion.score_samples(one_each, data, test)["diversity"] < 1e-3
 
 
 @pytest.mark.thorough
 def test_a_whole_run_draws_what_is_asked_for(tmp_path):
     diffusion = example("diffusion")
     scores = diffusion.main(diffusion.Config(run=str(tmp_path)))
-    assert scores["right"] > 0.99
+    assert scores["accuracy"] > 0.99
     assert scores["novelty"] > 0.85
-    assert scores["variety"] > 0.78
+    assert scores["diversity"] > 0.78

@@ -32,7 +32,7 @@ def test_an_image_that_is_moved_by_nothing_stays_as_it_is():
 
     data, _ = mnist.load()
     images = data["image"][::500].astype(np.float32) / 255
-    np.testing.assert_allclose(mnist.moved(images, jax.random.key(0), 0.0, 0.0), images, atol=1e-5)
-    other = mnist.moved(images, jax.random.key(0), 0.2, 2.0)
+    np.testing.assert_allclose(mnist.random_affine(images, jax.random.key(0), 0.0, 0.0), images, atol=1e-5)
+    other = mnist.random_affine(images, jax.random.key(0), 0.2, 2.0)
     assert np.abs(other - images).mean() > 0.02
     np.testing.assert_allclose(other.mean(), images.mean(), rtol=0.2)
