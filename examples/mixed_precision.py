@@ -11,7 +11,7 @@ takes about a minute on two CPU cores, writes a run directory for each, and prin
 
 The weights are float32 in all three, and so are the statistics of the norm: `dtypes.mixed_bfloat16` decides where a
 narrow dtype is safe, and `dtypes.audit` lists every operation that is not in the requested dtype. The exponent range of
-float16 is so small that small gradients underflow and large ones overflow: `train.DynamicScaling` searches for the loss
+float16 is so small that small gradients underflow and large ones overflow: `train.DynamicLossScale` searches for the loss
 scale in between, and each step that overflows is skipped and counted.
 """
 
@@ -62,7 +62,7 @@ def precisions(model):
     return {
         "float32": (model, None),
         "bfloat16": (dtypes.mixed_bfloat16(model), None),  # the exponent range of float32: no loss scaling needed
-        "float16": (dtypes.mixed_float16(model), train.DynamicScaling(scale=2.0**24, every=100)),
+        "float16": (dtypes.mixed_float16(model), train.DynamicLossScale(scale=2.0**24, every=100)),
     }
 
 

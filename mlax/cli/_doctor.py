@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlax
-from mlax.cli._cache import cache_folder
+from mlax.cli._script import compilation_cache_folder
 
 EXTRAS = {
     "optax": "losses, and other optimizers",
@@ -39,23 +39,23 @@ class Finding(NamedTuple):
         return f"{'ok' if self.ok else 'no':4}{self.what:28}{self.words}"
 
 
-def run() -> int:
+def doctor() -> int:
     """Print all findings; the status is 1 if something that mlax needs does not work."""
     well = True
-    for finding in _findings():
+    for finding in _check_all():
         print(finding, flush=True)
         well = well and (finding.ok or not finding.needed)
     return 0 if well else 1
 
 
-def _findings() -> Iterator[Finding]:
+def _check_all() -> Iterator[Finding]:
     version = platform.python_version()
     yield Finding(True, f"Python {version}", sys.executable)
     yield Finding(True, f"mlax {mlax.__version__}", str(Path(mlax.__file__).parent))
     for name in ("jax", "jaxlib", "numpy"):
-        yield _version(name, "", needed=True)
+        yield _check_version(name, "", needed=True)
     for name, purpose in EXTRAS.items():
-        yield _version(name, purpose, needed=False)
+        yield _check_version(name, purpose, needed=False)
     try:
         import jax
 
@@ -67,22 +67,24 @@ def _findings() -> Iterator[Finding]:
         )
         return
     for device in devices:
-        yield _computes(device)
-    yield from _dtypes(devices[0])
-    yield _tried("pinned_host memory", lambda: _pinned(devices[0]), "weights and slots cannot be kept on the host")
-    yield _cudnn(devices[0])
-    yield _cache()
-    yield _loopback()
+        yield _check_device(device)
+    yield from _check_dtypes(devices[0])
+    yield _attempt(
+        "pinned_host memory", lambda: _check_pinned_host(devices[0]), "weights and slots cannot be kept on the host"
+    )
+    yield _check_cudnn(devices[0])
+    yield _check_cache()
+    yield _check_two_processes()
 
 
-def _version(name: str, purpose: str, *, needed: bool) -> Finding:
+def _check_version(name: str, purpose: str, *, needed: bool) -> Finding:
     try:
         return Finding(True, f"{name} {importlib.metadata.version(name)}", purpose, needed)
     except importlib.metadata.PackageNotFoundError:
         return Finding(False, name, f"not installed; for {purpose}: pip install {name}", needed)
 
 
-def _computes(device: Any) -> Finding:
+def _check_device(device: Any) -> Finding:
     """A product of matrices on this device: that it is right, and how long it takes."""
     import jax
     import jax.numpy as jnp
@@ -105,7 +107,7 @@ def _computes(device: Any) -> Finding:
     return Finding(right, what, f"{device.device_kind}, {memory}512 x 512 product in {1e3 * took:.2f} ms")
 
 
-def _dtypes(device: Any) -> Iterator[Finding]:
+def _check_dtypes(device: Any) -> Iterator[Finding]:
     """Whether a product of each dtype is computed; float64 is behind a switch of JAX."""
     import jax
     import jax.numpy as jnp
@@ -120,10 +122,10 @@ def _dtypes(device: Any) -> Iterator[Finding]:
                     raise ArithmeticError("a product is wrong")
             return "by jax.config.update('jax_enable_x64', True)" if name == "float64" else ""
 
-        yield _tried(name, product, "use another dtype on this device")
+        yield _attempt(name, product, "use another dtype on this device")
 
 
-def _pinned(device: Any) -> str:
+def _check_pinned_host(device: Any) -> str:
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -135,7 +137,7 @@ def _pinned(device: Any) -> str:
     return "weights and slots can be kept on the host"
 
 
-def _cudnn(device: Any) -> Finding:
+def _check_cudnn(device: Any) -> Finding:
     import jax
     import jax.numpy as jnp
 
@@ -148,10 +150,10 @@ def _cudnn(device: Any) -> Finding:
         jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(x).block_until_ready()
         return "attention in bfloat16 and float16 uses it"
 
-    return _tried(what, attention, "attention uses XLA's own, which is slower")
+    return _attempt(what, attention, "attention uses XLA's own, which is slower")
 
 
-def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
+def _attempt(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
     try:
         return Finding(True, what, attempt(), needed=False)
     except Exception as error:
@@ -159,10 +161,10 @@ def _tried(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
         return Finding(False, what, f"{otherwise} ({first})", needed=False)
 
 
-def _cache() -> Finding:
+def _check_cache() -> Finding:
     from mlax.inspect import gib
 
-    folder = cache_folder()
+    folder = compilation_cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -183,7 +185,7 @@ assert found.sum() == 3, found
 """
 
 
-def _loopback() -> Finding:
+def _check_two_processes() -> Finding:
     """Two processes of this machine that add two numbers."""
     what = "two processes"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Scripts: a Python file with main(config), whose options are the fields of a dataclass, or any other one."""
+"""Run a Python script, with options from the dataclass that its main(config) takes."""
 
 import ast
 import faulthandler
@@ -25,8 +25,8 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str], defaults: dict
         sys.argv = [str(path), *args]
         runpy.run_path(str(path), run_name="__main__")
         return
-    module = loaded(path)
-    module.main(parsed(module, path, args, defaults or {}))
+    module = load_script(path)
+    module.main(parse_config(module, path, args, defaults or {}))
 
 
 def takes_config(path: Path) -> bool:
@@ -39,7 +39,7 @@ def takes_config(path: Path) -> bool:
     return any(len(each.args.args) == 1 and each.args.args[0].annotation is not None for each in mains)
 
 
-def loaded(path: Path) -> ModuleType:
+def load_script(path: Path) -> ModuleType:
     """The script as a module, so that what it does under `__name__ == "__main__"` is left out."""
     name = f"script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -57,7 +57,7 @@ def config_type(module: ModuleType) -> Any:
     return kind
 
 
-def parsed(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any]) -> Any:
+def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any]) -> Any:
     """The configuration that the arguments spell."""
     try:
         import tyro
@@ -67,3 +67,28 @@ def parsed(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[s
     words = (module.__doc__ or "").strip()
     given = {"default": kind(**defaults)} if defaults else {}
     return tyro.cli(kind, args=list(args), prog=f"mlax train {path}", description=words, **given)
+
+
+CACHE_OPTIONS = {
+    "jax_compilation_cache_dir": None,  # filled in below
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def compilation_cache_folder() -> Path:
+    """Where compiled programs are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlax" / "compiled"
+
+
+def enable_compilation_cache() -> None:
+    """Switch JAX's cache on, unless the user has set it: by JAX's own variables, so that JAX need not be loaded yet."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    options = CACHE_OPTIONS | {"jax_compilation_cache_dir": str(compilation_cache_folder())}
+    os.environ |= {name.upper(): str(value) for name, value in options.items()}
+    if "jax" in sys.modules:
+        import jax
+
+        for name, value in options.items():
+            jax.config.update(name, value)

@@ -1,8 +1,9 @@
-"""Supervisor: starts the processes, waits, and finds out who is to blame if it ends badly."""
+"""`mlax launch`: start processes that train together, and restart them if one dies or hangs."""
 
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -13,8 +14,40 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
-from mlax.cli._hanging import Hanging, Hung
-from mlax.cli._process import Process, ending
+from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit
+
+
+def launch(
+    processes: int,
+    devices: int | None,
+    restarts: int,
+    hang: float,
+    patience: float,
+    grace: float,
+    script: str,
+    args: Sequence[str],
+) -> int:
+    """Run the script in several processes until it ends well, is told to end, or has failed too often."""
+    if not Path(script).is_file():
+        raise SystemExit(f"mlax launch: there is no script {script}.")
+    ended = Outcome("", 0)
+    with Supervisor(processes, devices, hang, patience, grace, script, args) as supervisor:
+        for restart in range(1, restarts + 2):
+            ended = supervisor.attempt()
+            if ended.why:
+                _say(ended.why)
+            if not ended.why or not ended.again or supervisor.asked:
+                break
+            if restart <= restarts:
+                _say(f"beginning again from the last checkpoint: restart {restart} of at most {restarts}")
+        else:
+            _say(f"given up after {restarts} restarts; go on with: {shlex.join(sys.orig_argv)}")
+    return 128 - ended.status if ended.status < 0 else ended.status
+
+
+def _say(words: str) -> None:
+    print(f"mlax launch: {words}", file=sys.stderr, flush=True)
+
 
 POLL = 0.05  # seconds between two looks
 SETTLE = 0.5  # seconds in which the deaths that follow from a first one are seen too
@@ -23,7 +56,7 @@ QUICK = 2.0  # the same while compiling, where nothing can be lost
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Ended(NamedTuple):
+class Outcome(NamedTuple):
     """How an attempt ended."""
 
     why: str  # what went wrong, with the name of who did it; nothing if all went well
@@ -62,9 +95,9 @@ class Supervisor:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def attempt(self) -> Ended:
+    def attempt(self) -> Outcome:
         """Start all processes, and give how they ended. When this returns none of them is left."""
-        processes: list[Process] = []
+        processes: list[WorkerProcess] = []
         with tempfile.TemporaryDirectory(prefix="mlax-launch-") as folder, _reserved_port() as port:
             try:
                 processes += [self._start(index, port, Path(folder)) for index in range(self.count)]
@@ -76,9 +109,9 @@ class Supervisor:
                     process.reap()
                     process.drained()
 
-    def _start(self, index: int, port: int, folder: Path) -> Process:
+    def _start(self, index: int, port: int, folder: Path) -> WorkerProcess:
         beats = folder / f"beats-{index}"
-        return Process(index, beats, [sys.executable, "-u", *self.worker(index, port, beats)])
+        return WorkerProcess(index, beats, [sys.executable, "-u", *self.worker(index, port, beats)])
 
     def worker(self, index: int, port: int, beats: Path) -> list[str]:
         """What Python is to run as the process of this number."""
@@ -94,12 +127,12 @@ class Supervisor:
         }
         return ["-m", "mlax.cli._worker", json.dumps(task), self.script, *self.args]
 
-    def _watched(self, processes: list[Process]) -> Ended:
-        hanging = Hanging(processes, self.hang, self.patience, self.clock)
+    def _watched(self, processes: list[WorkerProcess]) -> Outcome:
+        hanging = HangDetector(processes, self.hang, self.patience, self.clock)
         while not self.asked:
             statuses = [process.status for process in processes]
             if all(status == 0 for status in statuses):
-                return Ended("", 0)
+                return Outcome("", 0)
             if any(statuses):
                 return self._dead(processes)
             if hung := hanging.look():
@@ -107,31 +140,33 @@ class Supervisor:
             time.sleep(POLL)
         return self._told(processes)
 
-    def _dead(self, processes: list[Process]) -> Ended:
+    def _dead(self, processes: list[WorkerProcess]) -> Outcome:
         """One has died; others may have died of that, and are not to blame."""
         self._wait(processes, SETTLE)
         stopped = [process for process in processes if process.state in ("T", "t")]
         dead = [(process, process.status) for process in processes if process.status]
         if all(status == TERMINATED for _, status in dead) and not stopped:
             self._wait(processes, self.grace)  # somebody else told them to end, and they do
-            return Ended("", TERMINATED)
+            return Outcome("", TERMINATED)
         # a process that has lost another one is aborted by JAX or fails; no other signal comes from that
-        process, status = min(dead, key=lambda pair: (_may_follow(pair[1] or 0), pair[0].died))
-        why = f"{process} {ending(status or 0)}{_place(process)}"
+        process, status = min(dead, key=lambda pair: (_may_be_consequence(pair[1] or 0), pair[0].died))
+        why = f"{process} {describe_exit(status or 0)}{_describe_position(process)}"
         if stopped:
             why = f"{stopped[0]} is stopped, as by SIGSTOP, and {process} gave up waiting for it"
         begun = (status or 0) < 0 or bool(stopped) or any(map(_has_trained, processes))
         self._end(processes)
-        return Ended(why if begun else f"{why}, before training began: it would do so again", status or 1, again=begun)
+        return Outcome(
+            why if begun else f"{why}, before training began: it would do so again", status or 1, again=begun
+        )
 
-    def _hung(self, processes: list[Process], hung: Hung) -> Ended:
+    def _hung(self, processes: list[WorkerProcess], hung: Hang) -> Outcome:
         for process in processes:
             process.send(signal.SIGUSR1)  # each prints where its threads are
         time.sleep(SETTLE)
         self._end(processes)
-        return Ended(f"{hung.process} {hung.why}", 124)
+        return Outcome(f"{hung.process} {hung.why}", 124)
 
-    def _told(self, processes: list[Process]) -> Ended:
+    def _told(self, processes: list[WorkerProcess]) -> Outcome:
         """A signal came: have all of them save and end, within the grace."""
         told, came = self.clock(), self.asked[0]
         for process in processes:
@@ -141,45 +176,45 @@ class Supervisor:
             now = self.clock()
             if any(process.status not in (None, 0, TERMINATED, -signal.SIGTERM) for process in processes):
                 lost = lost or now
-            over = now - told > (QUICK if any(map(_compiles, processes)) else self.grace)
+            over = now - told > (QUICK if any(map(_is_compiling, processes)) else self.grace)
             if over or len(self.asked) > 1 or (lost is not None and now - lost > FAREWELL):
                 self._end(processes, farewell=0)
-                return Ended("ended before all processes had saved; the last checkpoint is whole", -came, again=False)
+                return Outcome("ended before all processes had saved; the last checkpoint is whole", -came, again=False)
             time.sleep(POLL)
         if all(process.status == 0 for process in processes):
-            return Ended("", 0)
+            return Outcome("", 0)
         bad = [p for p in processes if p.status not in (0, TERMINATED, -signal.SIGTERM)]
-        why = f"{bad[0]} {ending(bad[0].status or 0)} while it was told to end" if bad else ""
-        return Ended(why, -came)
+        why = f"{bad[0]} {describe_exit(bad[0].status or 0)} while it was told to end" if bad else ""
+        return Outcome(why, -came)
 
-    def _end(self, processes: list[Process], farewell: float = FAREWELL) -> None:
+    def _end(self, processes: list[WorkerProcess], farewell: float = FAREWELL) -> None:
         for process in processes:
             process.send(signal.SIGTERM)
         self._wait(processes, farewell)
         for process in processes:
             process.send(signal.SIGKILL)
 
-    def _wait(self, processes: list[Process], seconds: float) -> None:
+    def _wait(self, processes: list[WorkerProcess], seconds: float) -> None:
         until = self.clock() + seconds
         while self.clock() < until and any(process.status is None for process in processes):
             time.sleep(POLL)
 
 
-def _may_follow(status: int) -> bool:
+def _may_be_consequence(status: int) -> bool:
     """Whether a process may end so because another one did."""
     return status >= 0 or status in (-signal.SIGABRT, -signal.SIGTERM)
 
 
-def _compiles(process: Process) -> bool:
+def _is_compiling(process: WorkerProcess) -> bool:
     beat = process.beats.read()
     return beat is not None and beat.phase == "compiling"
 
 
-def _has_trained(process: Process) -> bool:
-    return process.beats.read() is not None and not _compiles(process)
+def _has_trained(process: WorkerProcess) -> bool:
+    return process.beats.read() is not None and not _is_compiling(process)
 
 
-def _place(process: Process) -> str:
+def _describe_position(process: WorkerProcess) -> str:
     beat = process.beats.read()
     return "" if beat is None else f", at {beat}"
 

@@ -14,29 +14,28 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlax.cli._beats import Beats
-from mlax.cli._cache import keep_compiled
-from mlax.cli._script import run_script
+from mlax.cli._process import HeartbeatFile
+from mlax.cli._script import enable_compilation_cache, run_script
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(task: dict[str, Any], script: str, args: list[str]) -> int:
     """Run the script as process `index` of `count`; gives the exit status."""
-    _end_with(task["supervisor"])
+    _terminate_with(task["supervisor"])
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(_Output(number, "w"), encoding="utf-8", errors="replace", write_through=True)
+        io.TextIOWrapper(_UnbrokenPipe(number, "w"), encoding="utf-8", errors="replace", write_through=True)
         for number in (1, 2)
     )
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hung process where it is
     sys.orig_argv[:] = task["command"]  # what the user typed, and would type again
-    keep_compiled()
+    enable_compilation_cache()
     import jax
 
-    from mlax.train import heard_by
+    from mlax.train import add_heartbeat_listener
 
-    heard_by(Beats(Path(task["beats"])).write)
+    add_heartbeat_listener(HeartbeatFile(Path(task["beats"])).write)
     index, devices = task["index"], task["devices"]
     if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
@@ -52,17 +51,17 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
     try:
         run_script(script, args)
     except SystemExit as exit:
-        status = _status(exit)
+        status = _exit_status(exit)
     except BaseException:
         traceback.print_exc()
-        _leave(1)
+        _exit_now(1)
     if status not in (0, 128 + signal.SIGTERM):
-        _leave(status)
+        _exit_now(status)
     jax.distributed.shutdown()  # waits for the others: they may still be writing
     return status
 
 
-class _Output(io.FileIO):
+class _UnbrokenPipe(io.FileIO):
     """What is printed after the supervisor has gone is lost, and breaks nothing: there is still a step to be saved."""
 
     def write(self, data: Any) -> int:
@@ -72,26 +71,26 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_now(status: int) -> NoReturn:
     """End at once. The usual way out would wait for processes that wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _status(exit: SystemExit) -> int:
+def _exit_status(exit: SystemExit) -> int:
     if exit.code is None or isinstance(exit.code, int):
         return exit.code or 0
     print(exit.code, file=sys.stderr)
     return 1
 
 
-def _end_with(supervisor: int) -> None:
+def _terminate_with(supervisor: int) -> None:
     """Be sent SIGTERM if the supervisor is gone; only Linux can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != supervisor:
-            _leave(128 + signal.SIGTERM)
+            _exit_now(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

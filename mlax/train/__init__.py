@@ -1,15 +1,14 @@
 """Training: the step, the feed, checkpoints and the loop."""
 
-from mlax.train._beat import beat, heard_by
-from mlax.train._curves import draw_curves, read_records
+from mlax.train._aot import RetraceError
+from mlax.train._curves import plot_curves, read_records
+from mlax.train._divergence import Diverged
 from mlax.train._evaluation import Evaluation
 from mlax.train._fit import Fitted, fit
-from mlax.train._memory import WouldNotFit
+from mlax.train._heartbeat import add_heartbeat_listener, heartbeat
+from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
-from mlax.train._once import Retraced
-from mlax.train._scaling import DynamicScaling, Scaling, StaticScaling
-from mlax.train._skipping import Diverged
-from mlax.train._state import State
+from mlax.train._state import TrainState
 from mlax.train._step import Step, step
 from mlax.train.checkpoints._best import Highest, Lowest
 from mlax.train.checkpoints._checkpoints import Checkpoints
@@ -26,31 +25,30 @@ __all__ = [
     "Buckets",
     "Checkpoints",
     "Diverged",
-    "DynamicScaling",
+    "DynamicLossScale",
     "Evaluation",
     "Feed",
     "Fitted",
     "Highest",
     "Iterated",
+    "LossScale",
     "Lowest",
     "Metrics",
     "Packed",
     "Position",
     "Restored",
-    "Retraced",
+    "RetraceError",
     "Rows",
-    "Scaling",
     "Source",
-    "State",
-    "StaticScaling",
+    "StaticLossScale",
     "Step",
     "Stream",
-    "WouldNotFit",
-    "beat",
-    "draw_curves",
+    "TrainState",
     "fit",
     "from_orbax",
+    "heartbeat",
     "packed",
+    "plot_curves",
     "step",
     "to_orbax",
 ]

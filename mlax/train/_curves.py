@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # apart for all eyes
-QUIET = ("step", "seconds", "skipped", "evaluation", "event", "ids", "why", "scale")
-SMOOTH = ("rate",)  # as they are
-MOST = 2000  # points of a line; more than a picture can show
+NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "why", "scale")
+NOT_SMOOTHED = ("rate",)  # as they are
+MAX_POINTS = 2000  # points of a line; more than a picture can show
 
 
-def draw_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Draw each metric over the steps: training as a line, evaluations as dots; one colour for each run."""
     from matplotlib.figure import Figure
 
-    names = _names(runs)
+    names = _metric_names(runs)
     columns = min(len(names), 3) or 1
     rows = -(-len(names) // columns) or 1
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for name, axes in zip(names, panels, strict=False):
         for colour, (run, records) in zip(COLOURS * len(runs), runs.items(), strict=False):
-            _draw(axes, name, records, colour, run if len(runs) > 1 else "")
+            _plot_metric(axes, name, records, colour, run if len(runs) > 1 else "")
         axes.set(title=name.replace("_", " "), xlabel="step")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -49,24 +49,24 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def _metric_names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     found: dict[str, None] = {"loss": None}
     for records in runs.values():
         for record in records:
-            found |= dict.fromkeys(name for name in (*record, *record.get("evaluation", ())) if name not in QUIET)
+            found |= dict.fromkeys(name for name in (*record, *record.get("evaluation", ())) if name not in NOT_PLOTTED)
     return list(found)
 
 
-def _draw(axes: Any, name: str, records: Sequence[Mapping[str, Any]], colour: str, run: str) -> None:
+def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], colour: str, run: str) -> None:
     trained = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     evaluations = [(r["step"], r["evaluation"].get(name)) for r in records if "evaluation" in r]
     evaluated = [(step, value) for step, value in evaluations if value is not None]
     if trained:
-        thinned = trained[:: max(1, len(trained) // MOST)]
-        smooth = len(thinned) > 100 and name not in SMOOTH
+        thinned = trained[:: max(1, len(trained) // MAX_POINTS)]
+        smooth = len(thinned) > 100 and name not in NOT_SMOOTHED
         steps, values = zip(*thinned, strict=True)
         axes.plot(steps, values, color=colour, alpha=0.25 if smooth else 1, linewidth=1)
-        axes.plot(steps, _smoothed(values) if smooth else values, color=colour, label=f"{run} training".strip())
+        axes.plot(steps, _smooth(values) if smooth else values, color=colour, label=f"{run} training".strip())
         if name in ("loss", "gradient_norm") and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")
     if evaluated:
@@ -75,7 +75,7 @@ def _draw(axes: Any, name: str, records: Sequence[Mapping[str, Any]], colour: st
         )
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def _smooth(values: Sequence[float]) -> list[float]:
     """An exponential mean over a fiftieth of the values, without the bias of its beginning."""
     keep = 1 - 50 / max(len(values), 51)
     mean, weight, smooth = 0.0, 0.0, []
@@ -86,4 +86,4 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    draw_curves(Path(sys.argv[1]), {Path(name).parent.name: read_records(Path(name)) for name in sys.argv[2:]})
+    plot_curves(Path(sys.argv[1]), {Path(name).parent.name: read_records(Path(name)) for name in sys.argv[2:]})

@@ -11,14 +11,13 @@ from jax import random
 
 from mlax.optim import Optimizer
 from mlax.place import Plan
-from mlax.train._gradients import Objective
-from mlax.train._metrics import packed
-from mlax.train._once import Once
-from mlax.train._state import State
-from mlax.train._values import checked, mean, weight
+from mlax.train._aot import CompiledFunction
+from mlax.train._metrics import pack_metrics
+from mlax.train._objective import Objective, batch_weight, check_output, weighted_mean
+from mlax.train._state import TrainState
 
-OWN_KEYS = 2**32 - 1  # folded into the key first: no training step has this number
-AHEAD = 4  # batches that may be under way
+EVALUATION_KEYS = 2**32 - 1  # folded into the key first: no training step has this number
+MAX_IN_FLIGHT = 4  # batches that may be under way
 
 
 class Evaluation:
@@ -33,11 +32,11 @@ class Evaluation:
         self.objective = objective
         self.optimizer = optimizer
         names = ("state", "index", "batch")
-        self.once = Once(self._called, names, donate=False, compilations=compilations, plan=plan)
+        self.once = CompiledFunction(self._called, names, donate=False, compilations=compilations, plan=plan)
         self.names: tuple[str, ...] = ()  # of the values, known once it is traced
 
-    def __call__(self, state: State, batches: Any) -> dict[str, float]:
-        if not isinstance(state, State):
+    def __call__(self, state: TrainState, batches: Any) -> dict[str, float]:
+        if not isinstance(state, TrainState):
             raise TypeError(f"evaluation: the state is a {type(state).__name__}; call evaluation(state, feed).")
         if hasattr(batches, "epoch"):
             with batches.epoch() as stream:
@@ -46,18 +45,18 @@ class Evaluation:
             raise TypeError(f"evaluation: a {type(batches).__name__} is no feed; pass one, or an iterable of batches.")
         return self._over(state, batches)
 
-    def prepare(self, state: State, feed: Any) -> None:
+    def prepare(self, state: TrainState, feed: Any) -> None:
         """Compile for the first batch of a feed: a mistake shows before training, and not after an epoch of it."""
         with feed.stream(0, 1) as batches:
             for batch in batches:
                 self.once.compile(state, np.int32(0), batch)
 
-    def _over(self, state: State, batches: Iterable[Any]) -> dict[str, float]:
+    def _over(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
         pending: collections.deque[jax.Array] = collections.deque()
         total: Any = 0.0
         for index, batch in enumerate(batches):
             pending.append(self.once(state, np.int32(index), batch))
-            if len(pending) > AHEAD:
+            if len(pending) > MAX_IN_FLIGHT:
                 total = total + np.asarray(pending.popleft(), np.float64)
         total = total + sum(np.asarray(sums, np.float64) for sums in pending)
         if np.ndim(total) == 0:
@@ -65,17 +64,19 @@ class Evaluation:
         *sums, counted = total
         return {name: float(value / counted) if counted else 0.0 for name, value in zip(self.names, sums, strict=True)}
 
-    def _called(self, state: State, index: jax.Array, batch: Any) -> jax.Array:
+    def _called(self, state: TrainState, index: jax.Array, batch: Any) -> jax.Array:
         """The sum of each value over the batch, and last what the batch weighs."""
         trainables = self.optimizer.averaged(state.optimizer, state.trainables)
-        rng = random.fold_in(random.fold_in(state.rng, OWN_KEYS), index)
+        rng = random.fold_in(random.fold_in(state.rng, EVALUATION_KEYS), index)
         returned = self.objective(batch, trainables, state.non_trainables, rng=rng, inference_mode=True)
-        values, _ = checked(returned)
+        values, _ = check_output(returned)
         self.names = tuple(values)
-        total = weight(batch)
+        total = batch_weight(batch)
         counted = jnp.float32(_examples(batch)) if total is None else total
-        sums = {name: mean(name, value, batch, total) for name, value in values.items()}
-        return packed({**{name: value * counted.astype(value.dtype) for name, value in sums.items()}, "": counted})
+        sums = {name: weighted_mean(name, value, batch, total) for name, value in values.items()}
+        return pack_metrics(
+            {**{name: value * counted.astype(value.dtype) for name, value in sums.items()}, "": counted}
+        )
 
 
 def _examples(batch: Any) -> int:

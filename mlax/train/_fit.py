@@ -7,15 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mlax.core import NoMatch
-from mlax.train._beat import beat
-from mlax.train._beginning import introduction, opened, resumed, seed, settled
-from mlax.train._progress import in_words
-from mlax.train._run import Run, command, configuration
+from mlax.train._export import export_weights
+from mlax.train._heartbeat import heartbeat
+from mlax.train._monitor import Monitor, describe_run, format_values
+from mlax.train._run import (
+    Run,
+    command,
+    configuration,
+    describe_key,
+    open_checkpoints,
+    record_config,
+    restore_latest,
+)
 from mlax.train._signals import TERMINATED, Signals
-from mlax.train._state import State
+from mlax.train._state import TrainState
 from mlax.train._step import Step
-from mlax.train._watch import Watch
-from mlax.train._weights import leave_weights
 from mlax.train.checkpoints._best import Highest, Lowest
 from mlax.train.checkpoints._checkpoints import Checkpoints
 
@@ -23,7 +29,7 @@ from mlax.train.checkpoints._checkpoints import Checkpoints
 class Fitted(NamedTuple):
     """What `fit` gives."""
 
-    state: State
+    state: TrainState
     scores: Mapping[str, float]  # of the last evaluation
     step: int
     saved: int | None  # the last step that is on disk
@@ -32,7 +38,7 @@ class Fitted(NamedTuple):
 
 def fit(
     step: Step,
-    state: State,
+    state: TrainState,
     feed: Any,
     *,
     steps: int,
@@ -56,26 +62,28 @@ def fit(
     is whatever is to be noted with them. `state` is donated: go on with the state that comes back.
     """
     _check(step, state, feed, evaluate, best)
-    evaluating = _epoch(step, feed, steps) if evaluate_every is None else evaluate_every
+    evaluating = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
     saving = evaluating if save_every is None else save_every
     _check_steps(step, steps=steps, evaluate_every=evaluating, save_every=saving)
     best = best or (Lowest("loss") if evaluate is not None else None)
     with Run(run) as folder, Signals() as signals:
-        checkpoints = opened(folder, keep, best, resume)
-        at, state, notes = resumed(folder, checkpoints, state)
+        checkpoints = open_checkpoints(folder, keep, best, resume)
+        at, state, notes = restore_latest(folder, checkpoints, state)
         saved_at = scored_at = at
         scores = notes.get("scores", {})
-        parts = configuration(step=step, feed=feed, evaluate=evaluate, steps=steps, config=config, seed=seed(state))
-        changed = settled(folder, parts, at, steps)
-        watch = Watch(folder, step, feed, at, steps, rollbacks, tensorboard, show and folder.leads)
-        watch.say(introduction(folder, parts, changed, state, at))
+        parts = configuration(
+            step=step, feed=feed, evaluate=evaluate, steps=steps, config=config, seed=describe_key(state)
+        )
+        changed = record_config(folder, parts, at, steps)
+        watch = Monitor(folder, step, feed, at, steps, rollbacks, tensorboard, show and folder.leads)
+        watch.say(describe_run(folder, parts, changed, state, at))
         if at >= steps:
-            watch.say(_end(folder, at, steps, scores, ""))
+            watch.say(_closing_message(folder, at, steps, scores, ""))
             return Fitted(state, scores, at, checkpoints.latest() if checkpoints is not None else None, "")
 
         def save() -> int:
             if checkpoints is not None and at > saved_at:
-                beat(at, "saving")
+                heartbeat(at, "saving")
                 finite = {name: value for name, value in scores.items() if math.isfinite(value)}
                 tested = finite if scored_at == at else {}  # or weights that nobody has tested might be the best
                 checkpoints.save(at, state, metrics=tested, notes={"scores": finite, "feed": batches.position()})
@@ -86,7 +94,7 @@ def fit(
         def until_told(batches: Iterable[Any]) -> Iterator[Any]:
             for batch in batches:
                 yield batch
-                beat(at, "evaluation")
+                heartbeat(at, "evaluation")
                 if signals.together():
                     return
 
@@ -95,22 +103,22 @@ def fit(
             for batch in batches:
                 if not step.once.compiled:
                     with signals.away():
-                        beat(at, "compiling")
+                        heartbeat(at, "compiling")
                         step.once.compile(state, batch)
                         if evaluate is not None:
                             step.evaluation.prepare(state, evaluate)
                             _check_best(best, step.evaluation.names)
-                beat(at, "step")
+                heartbeat(at, "step")
                 state, metrics = step(state, batch)
                 at += step.many
-                beat(at, "after a step")
+                heartbeat(at, "after a step")
                 ending = at >= steps or bool(signals.together())
                 evaluates = evaluate is not None and (at % evaluating == 0 or at >= steps)
                 saves = ending or (checkpoints is not None and at % saving == 0)
                 state = watch.after(at, metrics, state, checkpoints, caught_up=evaluates or saves)
                 saves = ending or (saves and not watch.skipping.row)  # or the last good ones might be rotated away
                 if evaluate is not None and evaluates and not signals.asked():
-                    beat(at, "evaluation")
+                    heartbeat(at, "evaluation")
                     with evaluate.epoch(stopped=signals.asked) as test:
                         found = step.evaluation(state, until_told(test))
                     if not signals.asked():
@@ -119,14 +127,14 @@ def fit(
                     saved_at = save()
                 if ending or signals.asked():
                     break
-                beat(at, "waiting for data")
+                heartbeat(at, "waiting for data")
             signals.heard()
             save()
-            beat(at, "ending")
-            saved = _ended_saves(checkpoints, watch)
+            heartbeat(at, "ending")
+            saved = _wait_for_saves(checkpoints, watch)
             stopped = signals.asked() if at < steps else ""
-            watch.say(_end(folder, at, steps, scores, stopped))
-        leave_weights(folder, step, state, checkpoints, watch.say)
+            watch.say(_closing_message(folder, at, steps, scores, stopped))
+        export_weights(folder, step, state, checkpoints, watch.say)
         folder.draw(last=not stopped)
         folder.report(str(folder.folder), {"reached": f"step {at:,} of {steps:,}", **scores, **parts})
     if stopped == "SIGTERM":
@@ -134,17 +142,17 @@ def fit(
     return Fitted(state, scores, at, saved, stopped)
 
 
-def _end(folder: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
+def _closing_message(folder: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
     if not stopped:
         where = "" if folder.folder is None else f"\nreport, curves and weights are in {folder.folder}"
-        return f"finished: {at} of {steps} steps  {in_words(scores)}{where}"
+        return f"finished: {at} of {steps} steps  {format_values(scores)}{where}"
     words = f"stopped by {stopped} after step {at} of {steps}"
     if folder.folder is None:
         return f"{words}; nothing was saved, since no run folder was given"
     return f"{words}; go on with: {command()}"
 
 
-def _ended_saves(checkpoints: Checkpoints | None, watch: Watch) -> int | None:
+def _wait_for_saves(checkpoints: Checkpoints | None, watch: Monitor) -> int | None:
     """The last step that is on disk, once nothing is being written any more."""
     if checkpoints is None:
         return None
@@ -155,7 +163,7 @@ def _ended_saves(checkpoints: Checkpoints | None, watch: Watch) -> int | None:
     return checkpoints.latest()
 
 
-def _epoch(step: Step, feed: Any, steps: int) -> int:
+def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:
     """The steps of an epoch, or a tenth of all where that is not known, as a multiple of those of one call."""
     return -(-(feed.steps or -(-steps // 10)) // step.many) * step.many
 
@@ -163,7 +171,7 @@ def _epoch(step: Step, feed: Any, steps: int) -> int:
 def _check(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(f"fit: {type(step).__name__} is no step; make one by train.step(objective, optimizer).")
-    if not isinstance(state, State):
+    if not isinstance(state, TrainState):
         raise TypeError(f"fit: {type(state).__name__} is no state; make one by step.init(rng, *model.init(...)).")
     for name, given in (("feed", feed), ("evaluate", evaluate)):
         if not hasattr(given, "stream") and not (name == "evaluate" and given is None):

@@ -1,4 +1,4 @@
-"""Run: the folder of a training run, which is also its report."""
+"""The folder of a training run: its lock, configuration, curves, report and checkpoints, and resuming."""
 
 import contextlib
 import dataclasses
@@ -20,6 +20,11 @@ from typing import Any, Self
 import jax
 
 from mlax.train._curves import read_records
+from mlax.train._metrics import truncate_log
+from mlax.train._state import TrainState
+from mlax.train.checkpoints._best import Highest, Lowest
+from mlax.train.checkpoints._checkpoints import Checkpoints
+from mlax.train.checkpoints._matched import Unlike
 
 
 class Run:
@@ -79,7 +84,7 @@ class Run:
                 keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
                 words += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
             else:
-                was, is_now = _apart(str(old), str(new))
+                was, is_now = _differing_words(str(old), str(new))
                 words.append(f"{name} was {was} and is now {is_now}")
         return words
 
@@ -122,7 +127,7 @@ class Run:
             lines += ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
             shown = scores if len(scores) <= 12 else [*scores[:: len(scores) // 10], scores[-1]]
             lines += [
-                f"| {r['step']:,} | " + " | ".join(_number(r["evaluation"].get(name)) for name in names) + " |"
+                f"| {r['step']:,} | " + " | ".join(_format_score(r["evaluation"].get(name)) for name in names) + " |"
                 for r in shown
             ]
         lines += ["", "![curves](curves.png)", ""]
@@ -133,7 +138,7 @@ class Run:
 def configuration(**parts: Any) -> dict[str, Any]:
     """What a run was made of, in plain values: the parts as they print, and the machine."""
     devices = jax.devices()
-    plain = {name: _plain(value) for name, value in parts.items() if value is not None}
+    plain = {name: _to_plain(value) for name, value in parts.items() if value is not None}
     return {
         **plain,
         "command": command(),
@@ -148,24 +153,24 @@ def command() -> str:
     return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]) if sys.orig_argv else ""
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__repr__ is not repr:
         with contextlib.suppress(TypeError):
             return dataclasses.asdict(value)
     return value if isinstance(value, dict | int | float | str | bool) else repr(value)
 
 
-def _apart(old: str, new: str) -> Iterator[str]:
+def _differing_words(old: str, new: str) -> Iterator[str]:
     """Two texts without what they share at either end, but for two words that lead to the difference."""
     texts = old.split(), new.split()
-    head = _shared(*texts)
-    tail = _shared(*(text[head:][::-1] for text in texts))
+    head = _common_prefix_length(*texts)
+    tail = _common_prefix_length(*(text[head:][::-1] for text in texts))
     head = max(head - 2, 0)
     for text in texts:
         yield " ".join(["..."] * (head > 0) + text[head : len(text) - tail] + ["..."] * (tail > 0))
 
 
-def _shared(old: list[str], new: list[str]) -> int:
+def _common_prefix_length(old: list[str], new: list[str]) -> int:
     """With how many equal words two texts begin."""
     return sum(itertools.accumulate(map(operator.eq, old, new), operator.and_))
 
@@ -177,9 +182,64 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _number(value: float | None) -> str:
+def _format_score(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
 def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def open_checkpoints(folder: Run, keep: int, best: Highest | Lowest | None, resume: bool) -> Checkpoints | None:
+    """The checkpoints of a run, if it has a folder; one that is not to be resumed must have none."""
+    if folder.folder is None:
+        return None
+    checkpoints = Checkpoints(folder.folder / "checkpoints", keep=keep, best=best)
+    if not resume and checkpoints.latest() is not None:
+        raise FileExistsError(
+            f"fit: {folder.folder} holds a run at step {checkpoints.latest()}, and resume=False would write over it; "
+            "choose another folder, or remove this one."
+        )
+    return checkpoints
+
+
+def restore_latest(
+    folder: Run, checkpoints: Checkpoints | None, state: TrainState
+) -> tuple[int, TrainState, Mapping[str, Any]]:
+    """The step to go on from, its state, and what was noted with it."""
+    at, notes = int(state.step), {}
+    if checkpoints is not None and checkpoints.latest() is not None:
+        try:
+            restored = checkpoints.restore(state)
+        except Unlike as error:
+            raise ValueError(
+                f"fit: {folder.folder} holds the run of another model or optimizer: {error.fault}; "
+                "choose another folder for run=, or put the old ones back."
+            ) from None
+        jax.tree.map(lambda leaf: leaf.delete(), state)  # donated, as it would be by the first step
+        at, state, notes = restored.step, restored.tree, restored.notes
+    metrics = folder.path("metrics.jsonl")
+    if metrics is not None and folder.leads:
+        truncate_log(metrics, at)
+    return at, state, notes
+
+
+def record_config(folder: Run, parts: Mapping[str, Any], at: int, steps: int) -> list[str]:
+    """Note the configuration of a run, and give what is not as it was when it began, in words.
+
+    A run that is finished stays as it is, and cannot be of something else.
+    """
+    changed = folder.changed(parts)
+    if changed and at >= steps:
+        raise ValueError(
+            f"fit: {folder.folder} holds a finished run, {at} of {steps} steps, of something else "
+            f"({'; '.join(changed)}); choose another folder for this one."
+        )
+    if at < steps:
+        folder.settle(parts)
+    return [f"changed since this run began: {words}" for words in changed]
+
+
+def describe_key(state: TrainState) -> str:
+    """The key of a run, as numbers."""
+    return f"{jax.random.key_impl(state.rng)} {jax.random.key_data(state.rng).tolist()}"

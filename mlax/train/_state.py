@@ -1,4 +1,4 @@
-"""State: everything that training changes, in one tree."""
+"""TrainState: everything that training changes, in one tree."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from mlax.core import Tree
 from mlax.optim import State as OptimizerState
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """All that a step reads and writes, and all that a checkpoint needs to hold.
 
     `step` is also the position in the data, since a feed is a function of it. The key of a step is folded from `rng`,

@@ -1,4 +1,4 @@
-"""step: one training step as one compiled function, from the batch to the new state."""
+"""A training step: one compiled function from state and batch to new state and metrics."""
 
 from typing import Any
 
@@ -9,16 +9,14 @@ from jax import lax, random
 
 from mlax._jax import global_norm, leaves_with_paths
 from mlax.core import Layer, Tree, short_repr, short_signature, signature
-from mlax.optim import Optimizer
+from mlax.optim import Accumulate, Optimizer, ranges, values_of
 from mlax.place import Plan
+from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
-from mlax.train._gradients import Objective, gradients, loss_of
-from mlax.train._metrics import Metrics, packed
-from mlax.train._once import Once
-from mlax.train._rate import rate
-from mlax.train._scaling import Scaling
-from mlax.train._state import State
-from mlax.train._values import MASK, refuse_changed
+from mlax.train._loss_scale import LossScale
+from mlax.train._metrics import Metrics, pack_metrics
+from mlax.train._objective import MASK, Objective, check_non_trainables, gradients, loss_function
+from mlax.train._state import TrainState
 
 
 def step(
@@ -27,7 +25,7 @@ def step(
     *,
     many: int = 1,
     accumulate: int = 1,
-    scaling: Scaling | None = None,
+    scaling: LossScale | None = None,
     guard: bool = True,
     compilations: int = 1,
     plan: Plan | None = None,
@@ -42,7 +40,7 @@ def step(
 
     - `many`: steps in one call, by a scan; batches and metrics then have a leading axis of that size.
     - `accumulate`: parts that a batch is taken in, one after another, for the same gradient in less memory.
-    - `scaling`: of the loss, for float16: `train.DynamicScaling()`.
+    - `scaling`: of the loss, for float16: `train.DynamicLossScale()`.
     - `guard`: a step whose loss or gradient is not finite changes nothing but the counts of steps and skipped ones.
     - `plan`: where the state lives and how batches are split; a `place.Plan`. Feeds take `sharding=plan.batches`.
     - `compilations`: how many batch signatures may come, as with `train.Buckets`.
@@ -61,7 +59,7 @@ class Step:
         optimizer: Optimizer,
         many: int = 1,
         accumulate: int = 1,
-        scaling: Scaling | None = None,
+        scaling: LossScale | None = None,
         guard: bool = True,
         compilations: int = 1,
         plan: Plan | None = None,
@@ -74,12 +72,14 @@ class Step:
         self.guard = guard
         self.plan = plan
         _check(self)
-        self.once = Once(self._called, ("state", "batch"), compilations=compilations, plan=plan, stacked=many > 1)
+        self.once = CompiledFunction(
+            self._called, ("state", "batch"), compilations=compilations, plan=plan, stacked=many > 1
+        )
         self._names: tuple[str, ...] = ()  # of the metrics, known once it is traced
         self.evaluation = Evaluation(objective, optimizer, compilations=max(8, compilations), plan=plan)
 
-    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        if not isinstance(state, State):
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
             raise TypeError(f"step: the state is a {type(state).__name__}; call step(state, batch).")
         state, numbers = self.once(state, batch)
         return state, Metrics(self._names, numbers)
@@ -90,7 +90,7 @@ class Step:
         name = getattr(self.objective, "__qualname__", repr(self.objective))
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
 
-    def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> State:
+    def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> TrainState:
         """The first state, with these variables themselves, where the plan says: the first step donates them."""
         if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
             raise TypeError(
@@ -111,9 +111,9 @@ class Step:
         key = random.wrap_key_data(own(random.key_data(rng)), impl=str(random.key_impl(rng)))
         scaling = None if self.scaling is None else jax.tree.map(own, self.scaling.init())
         zero = jnp.zeros_like(optimizer.step)
-        return State(zero, trainables, non_trainables, optimizer, key, scaling, jnp.copy(zero))
+        return TrainState(zero, trainables, non_trainables, optimizer, key, scaling, jnp.copy(zero))
 
-    def advance(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The step as a pure function, not compiled."""
         rng = random.fold_in(state.rng, state.step)
         scale = None if self.scaling is None else state.scaling["scale"]
@@ -128,7 +128,7 @@ class Step:
             scale=scale,
             backward=None if stages is None else stages.backward,
         )
-        refuse_changed(state.non_trainables, non_trainables)
+        check_non_trainables(state.non_trainables, non_trainables)
         norm = global_norm(dict(leaves_with_paths(grads)))
         fine = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.guard else None
         trainables, optimizer = self.optimizer.update(
@@ -136,12 +136,12 @@ class Step:
             state.optimizer,
             state.trainables,
             value=values["loss"],
-            loss=loss_of(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
+            loss=loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
             take=fine,
         )
-        new = State(state.step, trainables, non_trainables, optimizer, state.rng, state.scaling, state.skipped)
+        new = TrainState(state.step, trainables, non_trainables, optimizer, state.rng, state.scaling, state.skipped)
         metrics = {**values, "gradient_norm": norm}
-        if (current := rate(self.optimizer, state.optimizer.step)) is not None:
+        if (current := learning_rate(self.optimizer, state.optimizer.step)) is not None:
             metrics["rate"] = current
         if fine is not None:
             kept = jax.tree.map(lambda new, old: jnp.where(fine, new, old), non_trainables, state.non_trainables)
@@ -152,7 +152,7 @@ class Step:
                 metrics["scale"] = state.scaling["scale"]
         return new._replace(step=state.step + 1), metrics
 
-    def _called(self, state: State, batch: Any) -> tuple[State, jax.Array]:
+    def _called(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         """What is compiled: one step, or many of them, and their metrics in one array."""
         if self.many == 1:
             state, metrics = self.advance(state, batch)
@@ -160,7 +160,7 @@ class Step:
             _check_stacked(self.many, batch)
             state, metrics = lax.scan(self.advance, state, batch, length=self.many)
         self._names = tuple(metrics)
-        return state, packed(metrics)
+        return state, pack_metrics(metrics)
 
 
 def _in_turns(step: Step) -> Any:
@@ -181,8 +181,8 @@ def _check(step: Step) -> None:
     for name in ("many", "accumulate"):
         if not isinstance(getattr(step, name), int) or getattr(step, name) < 1:
             raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
-    if step.scaling is not None and not isinstance(step.scaling, Scaling):
-        raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicScaling() or StaticScaling().")
+    if step.scaling is not None and not isinstance(step.scaling, LossScale):
+        raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicLossScale() or StaticLossScale().")
     if step.plan is not None and not isinstance(step.plan, Plan):
         raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan; write place.fsdp(), say.")
     if step.accumulate > 1 and _in_turns(step) is not None:
@@ -215,3 +215,13 @@ def _check_stacked(many: int, batches: Any) -> None:
                 f"step: many is {many}, so each array holds {many} batches on a leading axis, but {path} is "
                 f"{signature(leaf)}; take them from feed.stream(stacked={many})."
             )
+
+
+def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
+    """That of the outermost optimizer which has one, at one of its own steps; None if none has."""
+    if "rate" in ranges(type(optimizer)):
+        return jnp.asarray(values_of(optimizer, step, {})["rate"], jnp.float32)
+    if isinstance(optimizer, Accumulate):
+        step = step // optimizer.every
+    found: list[Any] = [learning_rate(inner, step) for inner in optimizer.within()]
+    return next((each for each in found if each is not None), None)

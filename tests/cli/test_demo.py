@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from mlax.cli import _demo, main
-from mlax.cli._demo import examples
-from mlax.cli._folders import free_folder
+from mlax.cli import _commands, main
+from mlax.cli._commands import examples, free_folder
 
 
 def run(folder, steps, *saved):
@@ -69,7 +68,7 @@ def demo(tmp_path, monkeypatch, capsys):
         f"    run: str = {str(tmp_path / 'digits')!r}\n"
         "def main(config: Config):\n    print(config.steps, config.run)\n"
     )
-    monkeypatch.setattr(_demo, "examples", lambda: {"digits": tmp_path / "digits.py"})
+    monkeypatch.setattr(_commands, "examples", lambda: {"digits": tmp_path / "digits.py"})
 
     def demonstrated(*args):
         assert main(["demo", *args]) == 0

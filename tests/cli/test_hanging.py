@@ -1,5 +1,4 @@
-from mlax.cli._beats import Beat, Beats
-from mlax.cli._hanging import Hanging
+from mlax.cli._process import HangDetector, Heartbeat, HeartbeatFile
 
 
 class Worker:
@@ -13,7 +12,7 @@ class Worker:
         return self.beat
 
     def says(self, count, step, phase):
-        self.beat = Beat(count, step, phase)
+        self.beat = Heartbeat(count, step, phase)
 
     def __str__(self):
         return f"process {self.index}"
@@ -22,7 +21,7 @@ class Worker:
 def watched(count=2, hang=20, patience=100):
     now = [0.0]
     workers = [Worker(index) for index in range(count)]
-    hanging = Hanging(workers, hang, patience, lambda: now[0])
+    hanging = HangDetector(workers, hang, patience, lambda: now[0])
 
     def after(seconds):
         now[0] += seconds
@@ -32,7 +31,7 @@ def watched(count=2, hang=20, patience=100):
 
 
 def test_a_beat_is_read_as_it_was_written(tmp_path):
-    reading, writing = Beats(tmp_path / "beats"), Beats(tmp_path / "beats")
+    reading, writing = HeartbeatFile(tmp_path / "beats"), HeartbeatFile(tmp_path / "beats")
     assert reading.read() is None
     writing.write(3, "step")
     writing.write(4, "waiting for data")

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from mlax.cli import _launch, main
+from mlax.cli import _supervisor, main
 from mlax.cli._supervisor import Supervisor
 
-BEATS = "from mlax.cli._beats import Beats; from pathlib import Path; beats = Beats(Path({beats!r}))\n"
+BEATS = (
+    "from mlax.cli._process import HeartbeatFile; from pathlib import Path; beats = HeartbeatFile(Path({beats!r}))\n"
+)
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def launch(tmp_path, monkeypatch):
             def worker(self, index, port, beats):
                 return ["-c", BEATS.format(beats=str(beats)) + "import os, sys, time, signal\n" + scripts[index]]
 
-        monkeypatch.setattr(_launch, "Supervisor", Scripts)
+        monkeypatch.setattr(_supervisor, "Supervisor", Scripts)
         (tmp_path / "script.py").touch()
         options = ["--restarts", str(restarts), "--hang", str(hang), "--grace", str(grace)]
         return main(["launch", "-n", str(len(scripts)), *options, str(tmp_path / "script.py")])

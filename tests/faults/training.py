@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mlax
 from mlax import nn, optim, train
-from mlax.train import _beat, _run
+from mlax.train import _heartbeat, _run
 
 EXAMPLES, FEATURES, CLASSES, BATCH = 120, 16, 4, 16
 
@@ -117,7 +117,7 @@ def main(argv):
     if options.devices:
         jax.config.update("jax_num_cpu_devices", options.devices)
     _run._has_matplotlib = lambda: False  # pictures take longer than the training
-    _beat.heard_by(Faults(options))
+    _heartbeat.add_heartbeat_listener(Faults(options))
     if options.slow_disk:
         fsync = os.fsync
         os.fsync = lambda number: (time.sleep(options.slow_disk), fsync(number))

@@ -92,7 +92,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         (np.ones(3), "nested dicts"),
         ({"a": [1, 2]}, "'a' is a list"),
         (mlax.F(np.tanh), "a F came, .* a model has none: save its variables, as init returns them"),
-        (train.State(*[None] * 7), "save state.trainables, or all of the state by train.Checkpoints"),
+        (train.TrainState(*[None] * 7), "save state.trainables, or all of the state by train.Checkpoints"),
         ([np.ones(3)], "a list came, but a file holds nested dicts of arrays; give it a name"),
         ({1: np.ones(3)}, "no string"),
         ({"a": {"..": np.ones(3)}}, "no names"),

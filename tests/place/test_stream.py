@@ -144,7 +144,7 @@ ADAM = optim.AdamW(1e-2)
         (optim.ClipGlobalNorm(ADAM, 0.1), {}),
         (ADAM, {"spoilt": (3,)}),
         (ADAM, {"accumulate": 2}),
-        (ADAM, {"scaling": train.StaticScaling()}),
+        (ADAM, {"scaling": train.StaticLossScale()}),
     ],
     ids=["plain", "clipped", "guarded", "in parts", "scaled"],
 )

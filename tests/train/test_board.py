@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlax.train._board import Board
+from mlax.train._monitor import TensorBoard
 
 pytest.importorskip("tensorboardX")
 
@@ -30,7 +30,7 @@ def shown(folder):
 
 
 def written(folder, start, steps, value):
-    board = Board(folder, start=start)
+    board = TensorBoard(folder, start=start)
     board.add([{"step": step, "seconds": 1.0, "loss": value} for step in steps])
     board.close()
 
@@ -44,5 +44,5 @@ def test_points_that_come_again_after_a_resume_are_shown_once(tmp_path):
 
 
 def test_without_a_folder_nothing_is_written():
-    Board(None).add([{"step": 1, "loss": 0.5}])
-    Board(None).close()
+    TensorBoard(None).add([{"step": 1, "loss": 0.5}])
+    TensorBoard(None).close()

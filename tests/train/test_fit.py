@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train._curves import read_records
+from mlax.train import read_records
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective
 from tests.train.test_step import compilations
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_pat
 
 
 def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._watch.Skipping", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    monkeypatch.setattr("mlax.train._monitor.Divergence", lambda feed, rollbacks: _impatient(feed, rollbacks))
     data, _ = poisoned(range(3, 10))
     with pytest.raises(train.Diverged, match=r"in steps \d+ to \d+, without exception.*Lower the rate.*out of range"):
         fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
@@ -132,9 +132,9 @@ def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns
 
 
 def _impatient(feed, rollbacks):
-    from mlax.train._skipping import Skipping
+    from mlax.train._divergence import Divergence
 
-    return Skipping(feed, rollbacks=rollbacks, patience=4)
+    return Divergence(feed, rollbacks=rollbacks, patience=4)
 
 
 def struck(number, at):
@@ -273,7 +273,7 @@ def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
 
 
 def test_going_back_goes_back_before_the_bad_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._watch.Skipping", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    monkeypatch.setattr("mlax.train._monitor.Divergence", lambda feed, rollbacks: _impatient(feed, rollbacks))
     data, _ = poisoned(range(3, 10))
     with pytest.raises(train.Diverged):
         fitted(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
@@ -302,7 +302,7 @@ def test_what_cannot_be_written_at_the_end_is_said_and_the_result_is_given(tmp_p
     def full(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("mlax.train._weights.files.save", full)
+    monkeypatch.setattr("mlax.train._export.files.save", full)
     assert fitted(tmp_path / "run", 10, show=True).saved == 10
     assert "could not be written" in capsys.readouterr().out
 
@@ -319,7 +319,7 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda state: train.fit(state, STEP, feed(), steps=1), TypeError, "State is no step"),
+        (lambda state: train.fit(state, STEP, feed(), steps=1), TypeError, "TrainState is no step"),
         (lambda state: train.fit(STEP, tuple(state), feed(), steps=1), TypeError, "tuple is no state"),
         (lambda state: train.fit(STEP, state, arrays(), steps=1), TypeError, "feed is a dict"),
         (lambda state: train.fit(STEP, state, feed(), steps=1, evaluate=[1]), TypeError, "evaluate is a list"),

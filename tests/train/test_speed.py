@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlax.train._speed import peak
+from mlax.train._monitor import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ from mlax.train._speed import peak
     ],
 )
 def test_a_device_is_found_by_whole_words_of_its_name(kind, expected):
-    assert peak(SimpleNamespace(device_kind=kind)) == expected
+    assert peak_flops(SimpleNamespace(device_kind=kind)) == expected

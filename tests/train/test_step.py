@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import dtypes, nn, optim, train
+from mlax import dtypes, nn, optim, place, train
 from tests.asserts import assert_close, unequal_leaves
 from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, begun, feed, objective
 
@@ -83,7 +83,7 @@ def test_a_step_compiles_once():
 def test_a_batch_that_would_compile_anew_is_refused_by_name_and_nothing_is_lost(other, words):
     step = train.step(objective, OPTIMIZER)
     state, _ = step(begun(step), batch())
-    with pytest.raises(train.Retraced, match=words):
+    with pytest.raises(train.RetraceError, match=words):
         step(state, other(batch()))
     step(state, batch())  # not donated by the call that was refused
 
@@ -92,7 +92,9 @@ def test_a_state_that_would_compile_anew_is_refused_by_name():
     step = train.step(objective, OPTIMIZER)
     state, _ = step(begun(step), batch())
     head = {**state.trainables["head"], "bias": jnp.zeros(3, jnp.bfloat16)}
-    with pytest.raises(train.Retraced, match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\]"):
+    with pytest.raises(
+        train.RetraceError, match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\]"
+    ):
         step(state._replace(trainables={**state.trainables, "head": head}), batch())
 
 
@@ -102,7 +104,7 @@ def test_declared_signatures_compile_and_no_others():
     for size in (8, 16, 8, 16):
         state, _ = step(state, batch(size))
     assert len(step.once.compiled) == 2
-    with pytest.raises(train.Retraced, match=r"\[24, 5\].*compiles 2 times"):
+    with pytest.raises(train.RetraceError, match=r"\[24, 5\].*compiles 2 times"):
         step(state, batch(24))
 
 
@@ -181,16 +183,16 @@ def test_a_scaled_loss_saves_gradients_that_float16_would_lose():
 
     given = {"x": jnp.full((4,), 1e-4, jnp.float16)}
     moved = {}
-    for scaling in (None, train.StaticScaling(2.0**12)):
+    for scaling in (None, train.StaticLossScale(2.0**12)):
         step = train.step(tiny, optim.SGD(1e9), scaling=scaling)
         state, _ = step(step.init(jax.random.key(0), {"w": jnp.ones((), jnp.float16)}), given)
         moved[scaling] = 1 - float(state.trainables["w"])
     assert moved[None] == 0  # 1e-9 is zero in float16
-    np.testing.assert_allclose(moved[train.StaticScaling(2.0**12)], 1, rtol=0.05)
+    np.testing.assert_allclose(moved[train.StaticLossScale(2.0**12)], 1, rtol=0.05)
 
 
 def test_a_dynamic_scale_halves_when_it_overflows_and_doubles_when_all_is_well():
-    step = train.step(objective, OPTIMIZER, scaling=train.DynamicScaling(scale=8.0, every=3))
+    step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(scale=8.0, every=3))
     state = begun(step)
     scales = []
     for i in range(8):
@@ -207,7 +209,7 @@ def test_float16_trains_with_a_dynamic_scale():
     def half(batch, *variables, rng=None, inference_mode=False):
         return objective(batch, *variables, rng=rng, inference_mode=inference_mode, model=model)
 
-    step = train.step(half, OPTIMIZER, scaling=train.DynamicScaling())
+    step = train.step(half, OPTIMIZER, scaling=train.DynamicLossScale())
     state = begun(step, model)
     losses = []
     for each in feed(size=16).stream(stop=60):
@@ -300,7 +302,7 @@ def test_a_step_that_cannot_fit_is_refused_before_the_state_is_given_up():
 
     step = train.step(greedy, optim.SGD(0.1))
     state = step.init(jax.random.key(0), {"w": jnp.ones(())})
-    with pytest.raises(train.WouldNotFit, match=r"needs \d.* TiB more .* free; nothing was run.*accumulate=4"):
+    with pytest.raises(place.DoesNotFit, match=r"needs \d.* TiB more .* free; nothing was run.*accumulate=4"):
         step(state, {"x": jnp.ones(3)})
     assert not state.trainables["w"].is_deleted()
 
@@ -330,13 +332,13 @@ def test_what_an_objective_must_return_is_said(returned, error, words):
         (lambda: train.step(objective, optax.adam(1e-3)), TypeError, "is no optimizer of mlax; wrap one of Optax"),
         (lambda: train.step("loss", OPTIMIZER), TypeError, "must be a function like `fwd`"),
         (lambda: train.step(objective, OPTIMIZER, many=0), ValueError, "many is 0, but must be an int of at least 1"),
-        (lambda: train.step(objective, OPTIMIZER, scaling=2.0), TypeError, r"pass train.DynamicScaling\(\)"),
+        (lambda: train.step(objective, OPTIMIZER, scaling=2.0), TypeError, r"pass train.DynamicLossScale\(\)"),
         (
-            lambda: train.step(objective, OPTIMIZER, scaling=train.DynamicScaling(), guard=False),
+            lambda: train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(), guard=False),
             ValueError,
             "guard must stay True",
         ),
-        (lambda: train.DynamicScaling(factor=1.0), ValueError, "must be above 1"),
+        (lambda: train.DynamicLossScale(factor=1.0), ValueError, "must be above 1"),
         (lambda: train.step(objective, OPTIMIZER).init(7, {}), TypeError, "rng is 7, but must be a key"),
         (
             lambda: train.step(objective, OPTIMIZER).init({f"weight_{i}": jnp.ones(3) for i in range(9)}, {}),
@@ -351,7 +353,7 @@ def test_bad_options_are_refused_in_words(make, error, words):
 
 
 def test_a_state_can_be_made_while_tracing():
-    step = train.step(objective, OPTIMIZER, scaling=train.DynamicScaling())
+    step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale())
 
     def made(rng):
         return step.init(rng, *MODEL.init(rng, batch()["x"]))

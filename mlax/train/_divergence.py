@@ -1,4 +1,4 @@
-"""Skipping: what happens when steps were not taken because something was not finite."""
+"""Rollback to a checkpoint after many non-finite steps in a row."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mlax.train._log import Log, Record
-from mlax.train._state import State
+from mlax.train._metrics import MetricsLog, Record
+from mlax.train._state import TrainState
 from mlax.train.checkpoints._checkpoints import Checkpoints
 
 
@@ -15,7 +15,7 @@ class Diverged(FloatingPointError):
     """Step after step had a loss or a gradient that was not finite, and going back did not help."""
 
 
-class Skipping:
+class Divergence:
     """Notes each skipped step with the ids of its examples. After `patience` of them in a row it goes back.
 
     To go back is to take weights and slots from the last checkpoint before the bad steps, and to go on with the data
@@ -31,11 +31,11 @@ class Skipping:
     def after(
         self,
         records: Sequence[Record],
-        state: State,
+        state: TrainState,
         checkpoints: Checkpoints | None,
-        log: Log,
+        log: MetricsLog,
         say: Callable[[str], None],
-    ) -> State:
+    ) -> TrainState:
         """The state to go on with."""
         for record in records:
             if not record.get("skipped"):
@@ -45,12 +45,12 @@ class Skipping:
             ids = self._ids(record["step"])
             log.write({"step": record["step"], "event": "skipped: the loss or a gradient is not finite", "ids": ids})
             if len(self.row) == 1:
-                say(_skipped(record))
+                say(_skip_message(record))
         if len(self.row) < self.patience:
             return state
         first, last = self.row[0], self.row[-1]
         self.row = []
-        good = _before(checkpoints, first) if self.left else None
+        good = _last_saved_before(checkpoints, first) if self.left else None
         if checkpoints is None or good is None:
             raise Diverged(
                 f"the loss or a gradient was not finite in steps {first} to {last}, without exception. None of them "
@@ -70,13 +70,13 @@ class Skipping:
         return ids[ids >= 0].tolist()
 
 
-def _skipped(record: Record) -> str:
+def _skip_message(record: Record) -> str:
     if "scale" in record:
         return f"step {record['step']} overflowed at a loss scale of {record['scale']:g} and was skipped"
     return f"step {record['step']} was skipped: the loss or a gradient is not finite; see the log"
 
 
-def _before(checkpoints: Checkpoints | None, first: int) -> int | None:
+def _last_saved_before(checkpoints: Checkpoints | None, first: int) -> int | None:
     """The last step saved before `first`, once nothing is being written: all processes are to find the same."""
     if checkpoints is None:
         return None

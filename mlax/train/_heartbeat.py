@@ -1,4 +1,4 @@
-"""Beats: a training says where it is, so that whoever watches over it can tell slow from hung."""
+"""Heartbeats, by which a supervisor tells a slow process from a hung one."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ Listener = Callable[[int, str], None]
 _listeners: list[Listener] = []
 
 
-def beat(step: int, phase: str = "step") -> None:
+def heartbeat(step: int, phase: str = "step") -> None:
     """Say that the main thread is alive: after `step` steps, in this phase.
 
     `fit` says it before each step, wait for data, evaluation and save. A loop of one's own under `mlax launch` says it
@@ -17,6 +17,6 @@ def beat(step: int, phase: str = "step") -> None:
         listener(step, phase)
 
 
-def heard_by(listener: Listener) -> None:
+def add_heartbeat_listener(listener: Listener) -> None:
     """Have every beat of this process told to `listener` from now on."""
     _listeners.append(listener)

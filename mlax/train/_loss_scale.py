@@ -1,4 +1,4 @@
-"""Scaling of the loss, so that float16 gradients are not too small to be told from zero."""
+"""Loss scaling, so that float16 gradients do not underflow."""
 
 import abc
 from typing import Any
@@ -10,7 +10,7 @@ from mlax.core import frozen
 
 
 @frozen
-class Scaling(abc.ABC):
+class LossScale(abc.ABC):
     """By how much the loss is multiplied before it is differentiated; the gradients are divided by it in float32."""
 
     @abc.abstractmethod
@@ -23,13 +23,13 @@ class Scaling(abc.ABC):
 
 
 @frozen
-class StaticScaling(Scaling):
+class StaticLossScale(LossScale):
     """Always the same factor."""
 
     scale: float = 2.0**15
 
     def __post_init__(self):
-        _positive(self, "scale", self.scale)
+        _check_positive(self, "scale", self.scale)
 
     def init(self):
         return {"scale": jnp.float32(self.scale)}
@@ -39,7 +39,7 @@ class StaticScaling(Scaling):
 
 
 @frozen
-class DynamicScaling(Scaling):
+class DynamicLossScale(LossScale):
     """The largest power that overflows seldom: halved when a gradient is not finite, doubled after `every` good steps.
 
     Section 3.2 of https://arxiv.org/abs/1710.03740.
@@ -53,9 +53,9 @@ class DynamicScaling(Scaling):
 
     def __post_init__(self):
         for name in ("scale", "every", "least", "most"):
-            _positive(self, name, getattr(self, name))
+            _check_positive(self, name, getattr(self, name))
         if not self.factor > 1:
-            raise ValueError(f"DynamicScaling: factor is {self.factor}, but must be above 1.")
+            raise ValueError(f"DynamicLossScale: factor is {self.factor}, but must be above 1.")
 
     def init(self):
         return {"scale": jnp.float32(self.scale), "good": jnp.int32(0)}
@@ -70,6 +70,6 @@ class DynamicScaling(Scaling):
         }
 
 
-def _positive(scaling: Scaling, name: str, value: float) -> None:
+def _check_positive(scaling: LossScale, name: str, value: float) -> None:
     if not value > 0:
         raise ValueError(f"{type(scaling).__name__}: {name} is {value}, but must be above 0.")

@@ -1,7 +1,7 @@
-"""Once: a function that is compiled for the signatures it was told to expect, and refuses any other."""
+"""Ahead-of-time compilation of a function for a fixed number of signatures."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -9,15 +9,37 @@ import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
 from mlax.core import signature
-from mlax.place import Plan, traced_for
-from mlax.train._memory import LESS, refuse_what_cannot_fit
+from mlax.inspect import free_bytes, gib
+from mlax.place import DoesNotFit, Plan, traced_for
+
+MEMORY_ADVICE = (
+    "To need less, take smaller batches, or the same in parts (accumulate=4), recompute activations (mlax.Remat, "
+    "Repeat(mode='remat')), compute in bfloat16 (mlax.dtypes.mixed_bfloat16), or spread the state over more devices."
+)
 
 
-class Retraced(TypeError):
+def check_memory(compiled: Any, leaves: Iterable[Any]) -> None:
+    """Raise before the first run if it cannot succeed: a run that fails has already given up what was donated."""
+    analysis = compiled.memory_analysis()
+    here = jax.local_devices()  # a device of another process says nothing
+    device = next((each for leaf in leaves for each in getattr(leaf, "devices", tuple)() if each in here), here[0])
+    free = free_bytes(device)
+    if analysis is None or free is None:
+        return
+    needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    if needed > free:
+        raise DoesNotFit(
+            f"the step needs {gib(needed)} more on {device}, of which {gib(analysis.temp_size_in_bytes)} for "
+            f"intermediate results, but {gib(free)} are free; nothing was run and the state is as it was. "
+            f"{MEMORY_ADVICE}"
+        )
+
+
+class RetraceError(TypeError):
     """Arguments came for which a function would have to be compiled again."""
 
 
-class Once:
+class CompiledFunction:
     """`function` compiled ahead of time, at most `compilations` times, the first of its arguments donated, or none.
 
     With a `plan` it is compiled for its mesh, and the last argument is a batch that lies where the plan says.
@@ -54,28 +76,30 @@ class Once:
         try:
             return run(*args)
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, Retraced) or "Disallowed" in str(error):  # a guard against transfers has its own words
+            if isinstance(error, RetraceError) or "Disallowed" in str(
+                error
+            ):  # a guard against transfers has its own words
                 raise
             if "RESOURCE_EXHAUSTED" in str(error):
-                error.add_note(f"What was donated is lost: go on from the last checkpoint. {LESS}")
+                error.add_note(f"What was donated is lost: go on from the last checkpoint. {MEMORY_ADVICE}")
                 raise
-            _refuse_donated(self.names, args)
+            _check_donated(self.names, args)
             if words := self._differences(args) if self._seen else "":
-                raise Retraced(words) from None
+                raise RetraceError(words) from None
             raise
 
     def compile(self, *args: Any) -> Any:
         """The compiled function for these arguments, which may be `jax.ShapeDtypeStruct`s, made if it is not there."""
-        key = _key(args)
+        key = _batch_signature(args)
         if key not in self.compiled:
             if len(self.compiled) == self.compilations:
-                raise Retraced(self._differences(args))
+                raise RetraceError(self._differences(args))
             with contextlib.nullcontext() if self.plan is None else traced_for(self.plan, args[0]):
                 traced = self._jitted(args).trace(*args)
                 compiled = traced.lower().compile()
-            refuse_what_cannot_fit(compiled, jax.tree.leaves(args))
+            check_memory(compiled, jax.tree.leaves(args))
             self.compiled[key], self._traces[key] = compiled, traced
-            self._seen.append(_signatures(self.names, args))
+            self._seen.append(_describe_leaves(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]
 
@@ -83,7 +107,7 @@ class Once:
         """(what was traced, what was compiled) for these arguments; without any, the last time."""
         if args:
             self.compile(*args)
-        key = _key(args) if args else next(reversed(self.compiled))
+        key = _batch_signature(args) if args else next(reversed(self.compiled))
         return self._traces[key], self.compiled[key]
 
     def _jitted(self, args: Any) -> Any:
@@ -104,7 +128,7 @@ class Once:
 
     def _differences(self, args: Any) -> str:
         """What is different from every signature compiled so far, in words; nothing if nothing is."""
-        now = _signatures(self.names, args)
+        now = _describe_leaves(self.names, args)
         before = min(self._seen, key=lambda seen: sum(seen.get(path) != got for path, got in now.items()), default={})
         changed = [
             f"{path} was {before.get(path, 'not there')} and is now {now.get(path, 'not there')}"
@@ -121,7 +145,7 @@ class Once:
         )
 
 
-def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
+def _check_donated(names: tuple[str, ...], args: Any) -> None:
     """Say so if an argument was given up to an earlier call."""
     for name, arg in zip(names, args, strict=True):
         gone = [path for path, leaf in leaves_with_paths(arg) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
@@ -132,22 +156,22 @@ def _refuse_donated(names: tuple[str, ...], args: Any) -> None:
             ) from None
 
 
-def _key(args: Any) -> Any:
+def _batch_signature(args: Any) -> Any:
     """What tells signatures apart, of the last argument; what is compiled refuses the others if they change."""
     leaves, structure = jax.tree.flatten(args[-1])
     return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _signatures(names: tuple[str, ...], args: Any) -> dict[str, str]:
+def _describe_leaves(names: tuple[str, ...], args: Any) -> dict[str, str]:
     """Shape, dtype and placement of each leaf by path, in words."""
     return {
-        f"{name}/{path}" if path else name: _words(leaf)
+        f"{name}/{path}" if path else name: _describe_leaf(leaf)
         for name, arg in zip(names, args, strict=True)
         for path, leaf in leaves_with_paths(arg)
     }
 
 
-def _words(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     sharding = getattr(leaf, "sharding", None)
     placed = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
     where = f" over {sharding.spec}" if placed else ""  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

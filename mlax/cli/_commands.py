@@ -1,0 +1,152 @@
+"""The commands `mlax demo`, `mlax train` and `mlax plot`."""
+
+import ast
+import dataclasses
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlax
+from mlax.cli._script import config_type, enable_compilation_cache, load_script, parse_config, run_script, takes_config
+
+FOLDER_FIELDS = ("run", "out")  # what examples call the folder that they fill
+
+
+def demo(name: str, list: bool, args: Sequence[str]) -> int:
+    """Run an example in a folder where nothing is lost, or list all examples."""
+    found = examples()
+    if list:
+        width = max(map(len, found), default=0) + 2
+        print("\n".join(f"{each:{width}}{_first_sentence(path)}" for each, path in found.items()))
+        return 0
+    if name not in found:
+        raise SystemExit(f"mlax demo: there is no example {name!r}; there are {', '.join(found) or 'none'}.")
+    enable_compilation_cache()
+    path = found[name]
+    if not takes_config(path):
+        run_script(path, args)
+        return 0
+    module = load_script(path)
+    module.main(parse_config(module, path, args, _default_folder(config_type(module), args)))
+    return 0
+
+
+def examples() -> dict[str, Path]:
+    """The examples by name: in the wheel they lie in the package, in the repository beside it."""
+    package = Path(mlax.__file__).parent
+    folder = next((each for each in (package / "examples", package.parent / "examples") if each.is_dir()), None)
+    files = sorted(folder.glob("*.py")) if folder else []
+    return {file.stem: file for file in files if not file.stem.startswith("_")}
+
+
+def _default_folder(kind: Any, args: Sequence[str]) -> dict[str, Any]:
+    """The field for the folder with a folder that may be filled, unless the user has said which one."""
+    given = [
+        arg for arg in args if arg in ("-h", "--help") or arg.split("=")[0] in [f"--{name}" for name in FOLDER_FIELDS]
+    ]
+    for field in () if given else dataclasses.fields(kind):
+        if field.name in FOLDER_FIELDS and isinstance(field.default, str | Path):
+            folder, words = free_folder(Path(field.default))
+            if words:
+                print(words, flush=True)
+            return {field.name: type(field.default)(folder)}
+    return {}
+
+
+def _first_sentence(path: Path) -> str:
+    words = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+    return " ".join(words.split(". ")[0].split("\n\n")[0].split()).rstrip(".:") + "."
+
+
+def train(script: str, args: Sequence[str]) -> int:
+    """Run the script."""
+    enable_compilation_cache()
+    run_script(script, args)
+    return 0
+
+
+def plot(runs: Sequence[str], output: str) -> int:
+    """Print the last and best scores of each run; draw the curves of all."""
+    from mlax import train
+    from mlax.train import read_records
+
+    found = {folder: read_records(Path(folder) / "metrics.jsonl") for folder in map(_strip_file_name, runs)}
+    empty = [folder for folder, records in found.items() if not records]
+    if empty:
+        print(f"left out, since there is no metrics.jsonl with records: {', '.join(empty)}")
+    found = {folder: records for folder, records in found.items() if records}
+    if not found:
+        raise SystemExit("mlax plot: none of these is the folder of a run.")
+    print(score_table(found))
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("mlax plot: the picture needs Matplotlib: pip install matplotlib.")
+    train.plot_curves(Path(output), found)
+    print(f"drawn: {output}")
+    return 0
+
+
+def score_table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each run: its last step, and the last and best of each score; losses are best when low."""
+    scores = {run: [r["evaluation"] for r in records if "evaluation" in r] for run, records in runs.items()}
+    names = list(dict.fromkeys(name for each in scores.values() for score in each for name in score)) or ["loss"]
+    heads = ["run", "step", *(f"{name} ({which})" for name in names for which in ("last", "best"))]
+    rows = [heads]
+    for run, records in runs.items():
+        source = scores[run] or records  # a run without evaluations is compared by its training
+        values = {name: [r[name] for r in source if r.get(name) is not None] for name in names}
+        cells = [cell for name in names for cell in _last_and_best(name, values[name])]
+        rows.append([run, f"{records[-1]['step']:,}", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _last_and_best(name: str, values: list[float]) -> tuple[str, str]:
+    if not values:
+        return "", ""
+    low = any(word in name for word in ("loss", "error", "perplexity"))
+    return f"{values[-1]:.4g}", f"{(min if low else max)(values):.4g}"
+
+
+def _strip_file_name(folder: str) -> str:
+    return folder.rstrip("/").removesuffix("/metrics.jsonl")
+
+
+_STEP = re.compile(r"step-(\d{8,18})(-\d+)?")
+
+
+def free_folder(folder: Path) -> tuple[Path, str]:
+    """The folder, if it is new or what is in it can go on, else one beside it; and what is to be said about that."""
+    for number in itertools.count(1):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if not candidate.exists() or not any(candidate.iterdir()):
+            return candidate, f"{folder} is finished and stays as it is; this run goes to {candidate}" * (number > 1)
+        runs = [each for each in (candidate, *sorted(candidate.iterdir())) if planned_steps(each) is not None]
+        for run in runs:
+            reached, steps = last_saved_step(run) or 0, planned_steps(run) or 0
+            if reached < steps:
+                at = f"step {reached} of {steps}" if reached else "the beginning, since nothing of it was saved"
+                return candidate, f"{run} is unfinished: going on from {at}"
+        if not runs and (candidate / "checkpoints").is_dir():
+            return candidate, f"going on in {candidate}, where checkpoints are"
+    raise AssertionError("there is always another number")
+
+
+def last_saved_step(folder: Path) -> int | None:
+    """The last step that is saved in the folder of a run."""
+    names = [each.parent.name for each in folder.glob("checkpoints/step-*/manifest.json")]
+    return max((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), default=None)
+
+
+def planned_steps(folder: Path) -> int | None:
+    """The steps that the run in a folder was to have, if that is known."""
+    try:
+        steps = json.loads((folder / "config.json").read_text())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
