@@ -11,8 +11,8 @@ takes about a minute on two CPU cores, writes a run directory for each, and prin
 
 The weights are float32 in all three, and so are the statistics of the norm: `dtypes.mixed_bfloat16` decides where a
 narrow dtype is safe, and `dtypes.audit` lists every operation that is not in the requested dtype. The exponent range of
-float16 is so small that small gradients underflow and large ones overflow: `train.DynamicLossScale` searches for the loss
-scale in between, and each step that overflows is skipped and counted.
+float16 is so small that small gradients underflow and large ones overflow: `train.DynamicLossScale` searches for the
+loss scale in between, and each step that overflows is skipped and counted.
 """
 
 import dataclasses
