@@ -3,7 +3,7 @@
     python benchmarks/convs.py [rounds]    # 3 minutes
 
 Each row is the gradient of the kernel alone, in float32, by JAX's own rule and a few examples at a time, and which of
-the two mlax takes (`by_chunks`, in mlax/ops/_conv_chunked.py).
+the two mlax takes (`use_chunked_kernel_grad`, in mlax/ops/_cpu.py).
 """
 
 import statistics
@@ -55,19 +55,20 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
     import jax.numpy as jnp
     from jax import lax
 
-    from mlax.ops._conv import numbers_of
-    from mlax.ops._conv_chunked import by_chunks, with_chunks
-    from mlax.ops._layout import layout_of
-    from mlax.ops._windows import windows
+    from mlax.ops import parse_layout, resolve_windows
+    from mlax.ops._conv import dimension_numbers
+    from mlax.ops._cpu import use_chunked_kernel_grad, with_chunked_kernel_grad
 
     rank = len(case.x) - 2
     x = jax.random.normal(jax.random.key(0), case.x)
     kernel = jnp.zeros((case.features, *(case.window,) * rank, case.x[-1]))
-    axes = layout_of("conv", "channel_last", x)
-    where = windows("conv", x, axes, case.window, case.stride, "SAME")
+    axes = parse_layout("conv", "channel_last", x)
+    where = resolve_windows("conv", x, axes, case.window, case.stride, "SAME")
 
     def whole(x, kernel):
-        return lax.conv_general_dilated(x, kernel, where.strides, where.padding, dimension_numbers=numbers_of(axes))
+        return lax.conv_general_dilated(
+            x, kernel, where.strides, where.padding, dimension_numbers=dimension_numbers(axes)
+        )
 
     y = jax.random.normal(jax.random.key(1), jax.eval_shape(whole, x, kernel).shape)
 
@@ -75,8 +76,8 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
         step = jax.jit(lambda x, y: jax.vjp(lambda kernel: convolve(x, kernel), kernel)[1](y)[0])
         return lambda: turn(lambda: jax.block_until_ready(step(x, y)), steps=3)
 
-    ways = {"JAX's own": steps(whole), "by chunks": steps(with_chunks(whole, axes, where, None))}
-    return ways, by_chunks(x, axes, 1, None)
+    ways = {"JAX's own": steps(whole), "by chunks": steps(with_chunked_kernel_grad(whole, axes, where, None))}
+    return ways, use_chunked_kernel_grad(x, axes, 1, None)
 
 
 def main(rounds: int) -> None:

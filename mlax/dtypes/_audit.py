@@ -14,7 +14,7 @@ from mlax._jax import layer_path
 
 
 @dataclasses.dataclass(frozen=True)
-class Departure:
+class DtypeViolation:
     """One operation that takes in or gives out a floating dtype other than the declared one."""
 
     path: str  # of the layer, like "blocks/mlp/up"; "" outside of any
@@ -31,11 +31,11 @@ class Departure:
         return f"{layer}{self.primitive} {inputs}-> {', '.join(self.outputs)}, declared {self.declared}{line}"
 
 
-class DtypeDeparture(TypeError):
+class DtypeError(TypeError):
     """Raised by `check`: an operation left the declared dtype."""
 
 
-def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> tuple[Departure, ...]:
+def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> tuple[DtypeViolation, ...]:
     """List the operations of `function(*args, **kwargs)` that leave `dtype`, in the order they run.
 
     Arrays and `jax.ShapeDtypeStruct`s anywhere in the arguments are traced; every other leaf is static.
@@ -47,17 +47,17 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
     typed scalars, since they are Python's numbers, and to round 0.999 to bfloat16 would be the mistake.
     """
     jaxpr = _trace(function, args, kwargs)
-    declared = _only_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
-    return tuple(_departures(jaxpr, declared))
+    declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
+    return tuple(_find_violations(jaxpr, declared))
 
 
 def check(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> None:
-    """Raise `DtypeDeparture` with the first operation that `audit` lists, if it lists any."""
+    """Raise `DtypeError` with the first operation that `audit` lists, if it lists any."""
     departures = audit(function, *args, dtype=dtype, **kwargs)
     if departures:
         first, *rest = departures
         more = f" (and {len(rest)} more, listed by audit)" if rest else ""
-        raise DtypeDeparture(
+        raise DtypeError(
             f"{first}{more}; compute in the dtype of the input, "
             "or declare the override (accum_dtype, param_dtype, Mixed)."
         )
@@ -78,7 +78,7 @@ def _trace(function, args, kwargs) -> Any:
     return jax.make_jaxpr(call)(*(leaf for leaf in leaves if isinstance(leaf, _ARRAYS)))
 
 
-def _only_dtype(avals) -> np.dtype:
+def _infer_dtype(avals) -> np.dtype:
     floats = {aval.dtype for aval in avals if _is_float(aval)}
     if len(floats) != 1:
         found = ", ".join(sorted(set(_dtype_names(avals)))) or "no arrays"
@@ -86,19 +86,19 @@ def _only_dtype(avals) -> np.dtype:
     return floats.pop()
 
 
-def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
+def _find_violations(jaxpr, declared, enclosing=()) -> Iterator[DtypeViolation]:
     for equation in jaxpr.eqns:
         nest = (*enclosing, equation)
         bodies = tuple(_bodies(equation))
         for body in bodies:
-            yield from _departures(body, declared, nest)
+            yield from _find_violations(body, declared, nest)
 
         inputs = [operand.aval for operand in equation.invars]
         outputs = [result.aval for result in equation.outvars]
         is_return = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
         is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
-        if is_foreign and not is_return and not _changes_nothing(equation) and not bodies:
-            yield Departure(
+        if is_foreign and not is_return and not _is_noop_cast(equation) and not bodies:
+            yield DtypeViolation(
                 path=layer_path(nest),
                 primitive=equation.primitive.name,
                 inputs=_dtype_names(inputs),
@@ -108,7 +108,7 @@ def _departures(jaxpr, declared, enclosing=()) -> Iterator[Departure]:
             )
 
 
-def _changes_nothing(equation) -> bool:
+def _is_noop_cast(equation) -> bool:
     """Whether it is a cast from a dtype to itself, which is how JAX turns a weakly typed number into a strong one."""
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype

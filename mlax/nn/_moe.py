@@ -11,7 +11,7 @@ from jax.lax import PrecisionLike
 from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun
 from mlax.dtypes import cast
-from mlax.ops import combine, dispatch, expert_capacity, expert_places, jitter, linear, route
+from mlax.ops import combine, dispatch, expert_capacity, expert_slots, jitter, linear, route
 
 
 @frozen
@@ -79,7 +79,7 @@ class MoE(Composite):
             sent = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
         else:
             size = expert_capacity(t, self.experts, self.k, self.capacity_factor)
-            place = expert_places(routes.expert, self.experts, size)
+            place = expert_slots(routes.expert, self.experts, size)
             sent = dispatch(tokens, place, self.experts * size).reshape(b, self.experts, size, d)
         out = sub.experts(sent)  # (b, experts, size, f)
         if out.shape[:-1] != sent.shape[:-1]:

@@ -13,7 +13,20 @@ from typing import Any, ClassVar
 from jax import lax
 
 from mlax.core import DType, Layer, frozen
-from mlax.ops import Padding, Sizes, larger, mean_pool, pool, pool_windows
+from mlax.ops import (
+    Padding,
+    Reduction,
+    Sizes,
+    adaptive_pool,
+    adaptive_sizes,
+    check_reduction,
+    global_pool,
+    maximum,
+    mean_pool,
+    parse_layout,
+    pool,
+    resolve_pool_windows,
+)
 
 
 @frozen
@@ -35,10 +48,10 @@ class Pool(Layer):
     layout: str = "channel_last"
 
     def init(self, rng, x):
-        return _checked(self, x)
+        return _check_windows(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return pool(x, self.combine, self.start, **_settings(self)), non_trainables
+        return pool(x, self.combine, self.start, **_window_fields(self)), non_trainables
 
 
 @frozen
@@ -57,10 +70,10 @@ class MaxPool(Layer):
     layout: str = "channel_last"
 
     def init(self, rng, x):
-        return _checked(self, x)
+        return _check_windows(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return pool(x, larger, -math.inf, **_settings(self)), non_trainables
+        return pool(x, maximum, -math.inf, **_window_fields(self)), non_trainables
 
 
 @frozen
@@ -79,10 +92,10 @@ class SumPool(Layer):
     accum_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        return _checked(self, x)
+        return _check_windows(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return pool(x, lax.add, 0.0, accum_dtype=self.accum_dtype, **_settings(self)), non_trainables
+        return pool(x, lax.add, 0.0, accum_dtype=self.accum_dtype, **_window_fields(self)), non_trainables
 
 
 @frozen
@@ -106,19 +119,74 @@ class MeanPool(Layer):
     accum_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        return _checked(self, x)
+        return _check_windows(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = mean_pool(x, count_padding=self.count_padding, accum_dtype=self.accum_dtype, **_settings(self))
+        y = mean_pool(x, count_padding=self.count_padding, accum_dtype=self.accum_dtype, **_window_fields(self))
         return y, non_trainables
 
 
-def _settings(layer: Any) -> dict[str, Any]:
+def _window_fields(layer: Any) -> dict[str, Any]:
     """The fields that all of them have, as `ops` takes them."""
     return {name: getattr(layer, name) for name in ("window", "strides", "padding", "dilation", "ceil", "layout")}
 
 
-def _checked(layer: Any, x: Any) -> tuple[None, None]:
+def _check_windows(layer: Any, x: Any) -> tuple[None, None]:
     """No variables, once the windows are known to fit the input."""
-    pool_windows(f"{layer}", x, **_settings(layer))
+    resolve_pool_windows(f"{layer}", x, **_window_fields(layer))
     return None, None
+
+
+@frozen
+class GlobalPool(Layer):
+    """Take the mean, the largest or the sum of all places: (b, *spatial, c) to (b, c), in the dtype of the input.
+
+    With `keep_axes=True` the spatial axes stay, of size 1. The gradient of the largest goes to the first of equals.
+    """
+
+    takes_statistics: ClassVar[bool] = True
+
+    _: KW_ONLY
+    by: Reduction = "mean"
+    keep_axes: bool = False
+    layout: str = "channel_last"
+    accum_dtype: DType = None  # None: the input's own
+
+    def __post_init__(self):
+        check_reduction(f"{self}", self.by)
+
+    def init(self, rng, x):
+        parse_layout(f"{self}", self.layout, x)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = global_pool(x, self.by, keep_axes=self.keep_axes, layout=self.layout, accum_dtype=self.accum_dtype)
+        return y, non_trainables
+
+
+@frozen
+class AdaptivePool(Layer):
+    """Take the mean, the largest or the sum of each of `size` bins: (b, *spatial, c) to (b, *size, c).
+
+    In the dtype of the input. `size` is one number for all spatial axes or one for each, None where an axis is to
+    stay as it is. Bin i of m over n places is PyTorch's, from floor(i n / m) up to ceil((i + 1) n / m): bins overlap
+    where m does not divide n.
+    """
+
+    takes_statistics: ClassVar[bool] = True
+
+    size: int | tuple[int | None, ...]
+    _: KW_ONLY
+    by: Reduction = "mean"
+    layout: str = "channel_last"
+    accum_dtype: DType = None  # None: the input's own
+
+    def __post_init__(self):
+        check_reduction(f"{self}", self.by)
+
+    def init(self, rng, x):
+        adaptive_sizes(f"{self}", self.size, x, parse_layout(f"{self}", self.layout, x))
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return adaptive_pool(x, self.size, self.by, layout=self.layout, accum_dtype=self.accum_dtype), non_trainables

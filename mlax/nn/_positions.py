@@ -1,5 +1,6 @@
-"""Learned and sinusoidal positions, added to the input."""
+"""Position embeddings: learned, sinusoidal, rotary and relative."""
 
+import abc
 from dataclasses import KW_ONLY
 
 import jax
@@ -9,7 +10,17 @@ import numpy as np
 from mlax._jax import named_key
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
-from mlax.ops import embed, is_known, sinusoids
+from mlax.ops import (
+    embedding,
+    is_static,
+    linear_frequencies,
+    llama3_frequencies,
+    ntk_frequencies,
+    relative_bias,
+    rotary,
+    rotary_frequencies,
+    sinusoids,
+)
 
 
 @frozen
@@ -29,16 +40,16 @@ class LearnedPositions(Layer):
     param_dtype: DType = None  # None: the input's own
 
     def init(self, rng, x):
-        x, _ = _parts(self, x)
-        if is_known(x.shape[1]) and x.shape[1] > self.length:
+        x, _ = _split_positions(self, x)
+        if is_static(x.shape[1]) and x.shape[1] > self.length:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
         table = self.table_init(named_key(rng, "table"), (self.length, x.shape[-1]), self.param_dtype or x.dtype)
-        return {"table": table}, _count(self)
+        return {"table": table}, _init_count(self)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        x, positions = _parts(self, x)
-        positions, non_trainables = _positions(x, positions, non_trainables)
-        return x + embed(positions, cast(trainables["table"], x.dtype)), non_trainables
+        x, positions = _split_positions(self, x)
+        positions, non_trainables = _next_positions(x, positions, non_trainables)
+        return x + embedding(positions, cast(trainables["table"], x.dtype)), non_trainables
 
 
 @frozen
@@ -55,18 +66,18 @@ class SinusoidalPositions(Layer):
     decoding: bool = False
 
     def init(self, rng, x):
-        x, _ = _parts(self, x)
+        x, _ = _split_positions(self, x)
         if x.shape[-1] % 2:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[-1]} wide, but the width must be even.")
-        return None, _count(self)
+        return None, _init_count(self)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        x, positions = _parts(self, x)
-        positions, non_trainables = _positions(x, positions, non_trainables)
+        x, positions = _split_positions(self, x)
+        positions, non_trainables = _next_positions(x, positions, non_trainables)
         return x + sinusoids(positions, x.shape[-1], x.dtype, base=self.base), non_trainables
 
 
-def _parts(layer, x):
+def _split_positions(layer, x):
     """The input and its positions, if they are given."""
     x, positions = x if isinstance(x, tuple) else (x, None)
     if x.ndim != 3:
@@ -76,11 +87,11 @@ def _parts(layer, x):
     return x, positions
 
 
-def _count(layer):
+def _init_count(layer):
     return {"count": jnp.zeros((), np.int32)} if layer.decoding else None
 
 
-def _positions(x: jax.Array, given, state):
+def _next_positions(x: jax.Array, given, state):
     """The position of each token, and the state after them."""
     if given is not None:
         return given, state
@@ -88,3 +99,124 @@ def _positions(x: jax.Array, given, state):
     if state is None:
         return positions, None
     return state["count"] + positions, {"count": state["count"] + x.shape[1]}
+
+
+@frozen
+class RotaryScaling(abc.ABC):
+    """A description of how rotary frequencies change for contexts longer than those trained on."""
+
+    @abc.abstractmethod
+    def frequencies(self, width: int, base: float) -> tuple[float, ...]:
+        """The frequencies of `width` features."""
+
+
+@frozen
+class LinearScaling(RotaryScaling):
+    """All frequencies divided by `factor`. https://arxiv.org/abs/2306.15595, equation 4."""
+
+    factor: float
+
+    def frequencies(self, width, base):
+        return linear_frequencies(rotary_frequencies(width, base), self.factor)
+
+
+@frozen
+class NTKScaling(RotaryScaling):
+    """A larger base, so that only the lowest frequency is divided by `factor`. https://arxiv.org/abs/2309.00071."""
+
+    factor: float
+
+    def frequencies(self, width, base):
+        return ntk_frequencies(width, base, self.factor)
+
+
+@frozen
+class Llama3Scaling(RotaryScaling):
+    """Low frequencies divided by `factor`, high ones kept, as Llama 3.1 does: the defaults are its numbers.
+
+    A wave is low below `low` turns in `length` positions, and high above `high`. https://arxiv.org/abs/2407.21783
+    """
+
+    _: KW_ONLY
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 8192
+
+    def frequencies(self, width, base):
+        return llama3_frequencies(rotary_frequencies(width, base), self.factor, self.low, self.high, self.length)
+
+
+@frozen
+class Rotary(Layer):
+    """Turn pairs of features by angles that grow with the position: (b, t, h, k) to the same, in its dtype.
+
+    Positions count from 0; the input may also be a pair of it and its positions, (t,) or (b, t). `width` features,
+    all unless given, are turned and the rest left. `interleaved` pairs neighbours, as GPT-J does, and otherwise
+    halves, as Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
+    """
+
+    _: KW_ONLY
+    base: float = 10_000.0
+    width: int | None = None
+    scaling: RotaryScaling | None = None
+    interleaved: bool = False
+
+    def __post_init__(self):
+        if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
+            raise ValueError(
+                f"Rotary: width is {self.width!r}, but must be an even number, since features turn in pairs."
+            )
+
+    def init(self, rng, x):
+        x = x[0] if isinstance(x, tuple) else x
+        if x.ndim != 4:
+            raise ValueError(f"{self}: the input has the shape {x.shape}, but must be (batch, time, heads, width).")
+        width = x.shape[-1] if self.width is None else self.width
+        if width % 2:
+            raise ValueError(
+                f"{self}: the input {x.shape} has heads of width {width}, which is odd, but features turn in pairs; "
+                "make it even, or turn only an even number of them with width=."
+            )
+        if width > x.shape[-1]:
+            raise ValueError(f"{self}: the input {x.shape} has heads of width {x.shape[-1]} only.")
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x, positions = x if isinstance(x, tuple) else (x, None)
+        width = x.shape[-1] if self.width is None else self.width
+        if self.scaling is None:
+            frequencies = rotary_frequencies(width, self.base)
+        else:
+            frequencies = self.scaling.frequencies(width, self.base)
+        return rotary(x, positions, frequencies=frequencies, interleaved=self.interleaved), non_trainables
+
+
+@frozen
+class RelativeBias(Layer):
+    """Look up a learned score for the distance between each query and key: T5's relative positions.
+
+    A pair of positions, whole numbers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
+    Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
+    """
+
+    heads: Size
+    _: KW_ONLY
+    buckets: Size = 32
+    farthest: int = 128  # distance from which all share the last bucket
+    bidirectional: bool = True  # False for decoders: keys ahead count as distance 0
+    table_init: Initializer = Normal(0.02)
+    param_dtype: DType = "float32"  # the input has no floating dtype to follow
+
+    def init(self, rng, x):
+        if not isinstance(x, tuple) or len(x) != 2 or any(each.ndim != 2 or each.dtype.kind not in "iu" for each in x):
+            raise TypeError(
+                f"{self}: the input is {x}, but must be a pair of whole numbers, (batch, t) and (batch, s)."
+            )
+        table = self.table_init(named_key(rng, "table"), (self.buckets, self.heads), self.param_dtype)
+        return {"table": table}, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        queries, keys = x
+        y = relative_bias(queries, keys, trainables["table"], bidirectional=self.bidirectional, farthest=self.farthest)
+        return y, non_trainables

@@ -9,12 +9,20 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax.ops._attention_chunked import attend_chunked
-from mlax.ops._attention_kernel import Kernel, attention_kernel, cudnn_obstacle
-from mlax.ops._attention_scores import Rule, Sight, biased, consecutive, product, raw_scores, visible
-from mlax.ops._checks import same_dtype
+from mlax.ops._activations import softmax_parts
+from mlax.ops._attention_backend import AttentionBackend, attention_backend, cudnn_obstacle
+from mlax.ops._attention_chunked import chunked_attention
+from mlax.ops._attention_scores import (
+    ScoreInputs,
+    ScoreSpec,
+    accum_einsum,
+    add_biases,
+    default_positions,
+    dot_scores,
+    visibility_mask,
+)
+from mlax.ops._checks import check_same_dtype
 from mlax.ops._dropout import dropout as drop
-from mlax.ops._softmax import softmax_parts
 
 
 def attention(
@@ -37,7 +45,7 @@ def attention(
     rng: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
     accum_dtype: Any = None,
-    implementation: Kernel | None = None,
+    implementation: AttentionBackend | None = None,
 ) -> Float[Array, "b t h w"]:
     """`softmax(softcap(scale * q k) + bias) v` for each head, in the dtype of `q`; h is a multiple of g.
 
@@ -50,11 +58,11 @@ def attention(
     - `mask`: the mask is False there.
 
     A query that sees nothing gets 0. `sinks` are one more score for each head, with nothing to see behind it.
-    `alibi` subtracts slope times distance. `attention_kernel` tells what computes it; `implementation` decides it.
+    `alibi` subtracts slope times distance. `attention_backend` tells what computes it; `implementation` decides it.
     https://arxiv.org/abs/1706.03762, equation 1; grouped heads https://arxiv.org/abs/2305.13245.
     """
     _check(q, k, v, lengths=lengths, mask=mask, bias=bias, sinks=sinks, window=window, dropout=dropout, rng=rng)
-    chosen = attention_kernel(
+    chosen = attention_backend(
         q,
         k,
         v,
@@ -73,7 +81,7 @@ def attention(
         implementation=implementation,
     ).partition(":")[0]
     (b, t, h, width), (s, g) = q.shape, k.shape[1:3]
-    rule = Rule(
+    spec = ScoreSpec(
         scale=width**-0.5 if scale is None else scale,
         causal=causal,
         window=window,
@@ -84,8 +92,10 @@ def attention(
         accum_dtype=None if accum_dtype is None else jnp.dtype(accum_dtype).name,
     )
     ours, theirs = segments if isinstance(segments, tuple) else (segments, segments)
-    queries, keys = (consecutive(t), consecutive(s)) if positions is None else map(jnp.atleast_2d, positions)
-    sight = Sight(
+    queries, keys = (
+        (default_positions(t), default_positions(s)) if positions is None else map(jnp.atleast_2d, positions)
+    )
+    inputs = ScoreInputs(
         query_positions=queries,
         key_positions=keys,
         key_indices=lax.iota(np.int32, s),
@@ -101,9 +111,9 @@ def attention(
         q = q.reshape(b, t, g, h // g, width).transpose(0, 2, 3, 1, 4)  # (b, g, r, t, k)
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (b, g, s, k)
         if chosen == "chunked" and t and s:  # nothing cannot be cut in tiles
-            y = attend_chunked(q, k, v, sight, grouped_sinks, rule)
+            y = chunked_attention(q, k, v, inputs, grouped_sinks, spec)
         else:
-            y = attend_whole(q, k, v, sight, grouped_sinks, rule, dropout, rng)
+            y = dense_attention(q, k, v, inputs, grouped_sinks, spec, dropout, rng)
         return y.transpose(0, 3, 1, 2, 4).reshape(b, t, h, v.shape[-1])
 
     if chosen != "cudnn":
@@ -115,36 +125,36 @@ def attention(
             k,
             v,
             bias,
-            scale=rule.scale,
+            scale=spec.scale,
             is_causal=causal,
             key_value_seq_lengths=None if lengths is None else lengths.astype(np.int32),
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
 
-    _check_cudnn(q, k, v, sight, rule, bias, sinks, dropout)
+    _check_cudnn(q, k, v, inputs, spec, bias, sinks, dropout)
     return lax.platform_dependent(q, k, v, cuda=fused, default=composed)  # part of a GPU program may run on its CPU
 
 
-def attend_whole(
+def dense_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    sight: Sight,
+    inputs: ScoreInputs,
     sinks: jax.Array | None,
-    rule: Rule,
+    spec: ScoreSpec,
     dropout: float,
     rng: jax.Array | None,
 ) -> jax.Array:
     """Attention of q (b, g, r, t, k), k and v (b, g, s, k) with all scores held at once: (b, g, r, t, k)."""
-    scores = biased(raw_scores(q * rule.scale, k, rule), sight, rule)
+    scores = add_biases(dot_scores(q * spec.scale, k, spec), inputs, spec)
     if sinks is not None:
         sinks = sinks[:, :, None, None].astype(scores.dtype)
-    weights, total, _ = softmax_parts(scores, visible(sight, rule), sinks)
+    weights, total, _ = softmax_parts(scores, visibility_mask(inputs, spec), sinks)
     if dropout > 0.0 and rng is not None:
         weights = drop(weights, rng, dropout)
     # divided after the product: there are t x k quotients and not t x s, and the backward pass keeps one array less
-    return (product("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, rule) / total).astype(q.dtype)
+    return (accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec) / total).astype(q.dtype)
 
 
 def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
@@ -156,7 +166,7 @@ def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
 
 
 def _check(q: Any, k: Any, v: Any, *, lengths: Any, window: Any, dropout: float, rng: Any, **planes: Any) -> None:
-    same_dtype("attention", q=q, k=k, v=v, bias=planes["bias"], sinks=planes["sinks"])
+    check_same_dtype("attention", q=q, k=k, v=v, bias=planes["bias"], sinks=planes["sinks"])
     for name, array in {"q": q, "k": k, "v": v}.items():
         if array.ndim != 4:
             raise ValueError(f"attention: {name} has the shape {array.shape}, but must be (batch, time, heads, width).")
@@ -192,16 +202,18 @@ def _check(q: Any, k: Any, v: Any, *, lengths: Any, window: Any, dropout: float,
         raise ValueError("attention: there is no key to drop by; pass rng=.")
 
 
-def _check_cudnn(q: Any, k: Any, v: Any, sight: Sight, rule: Rule, bias: Any, sinks: Any, dropout: float) -> None:
+def _check_cudnn(
+    q: Any, k: Any, v: Any, inputs: ScoreInputs, spec: ScoreSpec, bias: Any, sinks: Any, dropout: float
+) -> None:
     others = {
-        "segments": sight.query_segments is not None,
-        "positions": not rule.ordered,
-        "a mask": sight.mask is not None,
-        "ALiBi": rule.alibi,
-        "a soft cap": rule.softcap is not None,
+        "segments": inputs.query_segments is not None,
+        "positions": not spec.ordered,
+        "a mask": inputs.mask is not None,
+        "ALiBi": spec.alibi,
+        "a soft cap": spec.softcap is not None,
         "sinks": sinks is not None,
         "dropout": dropout > 0.0,
     }
-    obstacle = cudnn_obstacle(q, k, v, causal=rule.causal, window=rule.window, bias=bias, others=others)
+    obstacle = cudnn_obstacle(q, k, v, causal=spec.causal, window=spec.window, bias=bias, others=others)
     if obstacle is not None:
         raise ValueError(f"attention: cuDNN was asked for, but {obstacle}; leave implementation out to let it choose.")

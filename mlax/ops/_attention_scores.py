@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 
 from mlax._jax import pcast_like
-from mlax.ops._alibi import alibi_slopes
+from mlax.ops._positions import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ScoreSpec:
     """What is fixed about an attention while it is traced."""
 
     scale: float
@@ -30,7 +30,7 @@ class Rule:
     accum_dtype: Any = None
 
 
-class Sight(NamedTuple):
+class ScoreInputs(NamedTuple):
     """What decides which query sees which key, and how well; None where it plays no role. Axes of size 1 broadcast."""
 
     query_positions: jax.Array  # (b, t) int
@@ -43,81 +43,81 @@ class Sight(NamedTuple):
     bias: jax.Array | None = None  # (b, g, r, t, s)
 
 
-def raw_scores(q: jax.Array, k: jax.Array, rule: Rule) -> jax.Array:
+def dot_scores(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> jax.Array:
     """The scaled and capped products of q (b, g, r, t, k), scaled already, and k (b, g, s, k): (b, g, r, t, s)."""
-    scores = product("bgrtk,bgsk->bgrts", q, k, rule)
-    if rule.softcap is not None:
-        scores = lax.tanh(scores / rule.softcap) * rule.softcap
+    scores = accum_einsum("bgrtk,bgsk->bgrts", q, k, spec)
+    if spec.softcap is not None:
+        scores = lax.tanh(scores / spec.softcap) * spec.softcap
     return scores
 
 
-def biased(scores: jax.Array, sight: Sight, rule: Rule) -> jax.Array:
+def add_biases(scores: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.Array:
     """The scores (b, g, r, t, s) with the biases added."""
-    if rule.alibi:
-        distance = jnp.abs(_offsets(sight)).astype(scores.dtype)  # (b, 1, 1, t, s)
+    if spec.alibi:
+        distance = jnp.abs(_relative_positions(inputs)).astype(scores.dtype)  # (b, 1, 1, t, s)
         g, r = scores.shape[1:3]
         slopes = jnp.asarray(alibi_slopes(g * r).reshape(g, r, 1, 1).astype(scores.dtype))
         scores = scores - slopes * distance
-    if sight.bias is not None:
-        scores = scores + sight.bias.astype(scores.dtype)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias.astype(scores.dtype)
     return scores
 
 
-def visible(sight: Sight, rule: Rule) -> jax.Array | None:
+def visibility_mask(inputs: ScoreInputs, spec: ScoreSpec) -> jax.Array | None:
     """Which query sees which key, broadcasting to (b, g, r, t, s); None: each sees all."""
     seen: list[jax.Array] = []
-    if rule.causal:
-        seen.append(_offsets(sight) >= 0)
-    if rule.window is not None:
-        offsets = _offsets(sight)
-        seen.append(offsets < rule.window)
-        if not rule.causal:
-            seen.append(offsets > -rule.window)
-    if sight.key_limit is not None:
-        seen.append((sight.key_indices[None, :] < sight.key_limit[:, None])[:, None, None, None, :])
-    if sight.query_segments is not None and sight.key_segments is not None:
-        same = sight.query_segments[:, :, None] == sight.key_segments[:, None, :]
+    if spec.causal:
+        seen.append(_relative_positions(inputs) >= 0)
+    if spec.window is not None:
+        offsets = _relative_positions(inputs)
+        seen.append(offsets < spec.window)
+        if not spec.causal:
+            seen.append(offsets > -spec.window)
+    if inputs.key_limit is not None:
+        seen.append((inputs.key_indices[None, :] < inputs.key_limit[:, None])[:, None, None, None, :])
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        same = inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :]
         seen.append(same[:, None, None])
-    if sight.mask is not None:
-        seen.append(sight.mask)
+    if inputs.mask is not None:
+        seen.append(inputs.mask)
     return functools.reduce(jnp.logical_and, seen) if seen else None
 
 
-def product(subscripts: str, a: jax.Array, b: jax.Array, rule: Rule) -> jax.Array:
+def accum_einsum(subscripts: str, a: jax.Array, b: jax.Array, spec: ScoreSpec) -> jax.Array:
     """An einsum whose sums, and result, are in accum_dtype if there is one; its gradients multiply a's dtype."""
-    if rule.accum_dtype is None or jnp.dtype(rule.accum_dtype) == a.dtype:
-        return jnp.einsum(subscripts, a, b, precision=rule.precision)
-    return _wide_product(subscripts, rule, *pcast_like((a, b), (a, b)))
+    if spec.accum_dtype is None or jnp.dtype(spec.accum_dtype) == a.dtype:
+        return jnp.einsum(subscripts, a, b, precision=spec.precision)
+    return _accum_einsum(subscripts, spec, *pcast_like((a, b), (a, b)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _wide_product(subscripts: str, rule: Rule, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, precision=rule.precision, preferred_element_type=rule.accum_dtype)
+def _accum_einsum(subscripts: str, spec: ScoreSpec, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, precision=spec.precision, preferred_element_type=spec.accum_dtype)
 
 
-def _wide_product_fwd(subscripts: str, rule: Rule, a: jax.Array, b: jax.Array) -> tuple[jax.Array, Any]:
-    return _wide_product(subscripts, rule, a, b), (a, b)
+def _accum_einsum_fwd(subscripts: str, spec: ScoreSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, Any]:
+    return _accum_einsum(subscripts, spec, a, b), (a, b)
 
 
-def _wide_product_bwd(subscripts: str, rule: Rule, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # JAX's own rule would multiply float32 by bfloat16, which no tensor core does
+def _accum_einsum_bwd(subscripts: str, spec: ScoreSpec, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # JAX's own spec would multiply float32 by bfloat16, which no tensor core does
     a, b = saved
     (left, right), out = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
     narrow = grad.astype(a.dtype)
-    by_a: Any = _wide_product(f"{out},{right}->{left}", rule, narrow, b)
-    by_b: Any = _wide_product(f"{out},{left}->{right}", rule, narrow, a)
+    by_a: Any = _accum_einsum(f"{out},{right}->{left}", spec, narrow, b)
+    by_b: Any = _accum_einsum(f"{out},{left}->{right}", spec, narrow, a)
     return by_a.astype(a.dtype), by_b.astype(b.dtype)
 
 
-_wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
+_accum_einsum.defvjp(_accum_einsum_fwd, _accum_einsum_bwd)
 
 
-def _offsets(sight: Sight) -> jax.Array:
+def _relative_positions(inputs: ScoreInputs) -> jax.Array:
     """How far each key lies behind each query: (b, 1, 1, t, s)."""
-    offsets = sight.query_positions[:, :, None] - sight.key_positions[:, None, :]
+    offsets = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
     return offsets[:, None, None]
 
 
-def consecutive(length: int) -> jax.Array:
+def default_positions(length: int) -> jax.Array:
     """The positions 0, 1, 2, ... of one row: (1, length)."""
     return lax.iota(np.int32, length)[None]

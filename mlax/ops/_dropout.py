@@ -1,4 +1,6 @@
-"""Dropout of elements, and of all that share a place along some axes."""
+"""Dropout of elements, of slices along some axes, and alpha dropout."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +22,10 @@ def dropout(
         return x
     if rate == 1.0:
         return jnp.zeros_like(x)
-    return lax.select(kept(x, rng, rate, axes), x / (1.0 - rate), jnp.zeros_like(x))
+    return lax.select(keep_mask(x, rng, rate, axes), x / (1.0 - rate), jnp.zeros_like(x))
 
 
-def kept(
+def keep_mask(
     x: Float[Array, "..."], rng: jax.Array, rate: float, axes: tuple[int, ...] | None = None
 ) -> Bool[Array, "..."]:
     """Which elements of `x` stay where each, or all that share their place along `axes`, goes with that probability."""
@@ -33,3 +35,21 @@ def kept(
     bits = jax.random.bits(rng, shape, np.uint32, out_sharding=explicit_sharding(x, own))
     stay = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.broadcast_to(stay, x.shape, out_sharding=explicit_sharding(x))
+
+
+# where SELU ends for x to minus infinity is -FLOOR: its alpha times its scale
+SELU_FLOOR = 1.6732632423543772848170429916717 * 1.0507009873554804934193349852946
+
+
+def alpha_dropout(x: Float[Array, "..."], rng: jax.Array, rate: float) -> Float[Array, "..."]:
+    """Set each element to the floor of SELU with the probability `rate`, then scale and shift all of them.
+
+    Elements of mean 0 and variance 1 keep both. https://arxiv.org/abs/1706.02515, section 3.
+    """
+    if rate == 0.0:
+        return x
+    if rate == 1.0:
+        return jnp.zeros_like(x)
+    scale = 1.0 / math.sqrt((1.0 - rate) * (1.0 + rate * SELU_FLOOR**2))
+    shift = scale * rate * SELU_FLOOR
+    return lax.select(keep_mask(x, rng, rate), x * scale + shift, jnp.full_like(x, shift - scale * SELU_FLOOR))

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         return tuple(sizes[axis] for axis in range(len(sizes)))
 
 
-def layout_of(name: str, layout: str, x: Any) -> Layout:
+def parse_layout(name: str, layout: str, x: Any) -> Layout:
     """The axes of inputs like `x` in a layout; `name` is who asks, for the errors.
 
     "channel_last" is (batch, spatial..., channel) with kernels (output, spatial..., input), and "channel_first"

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from mlax._jax import explicit_sharding
-from mlax.ops._reduce import mean
+from mlax.ops._norms import mean
 
 
 class Routes(NamedTuple):
@@ -60,7 +60,7 @@ def expert_capacity(tokens: int, experts: int, k: int, factor: float) -> int:
     return max(1, min(tokens, math.ceil(factor * k * tokens / experts)))
 
 
-def expert_places(expert: Integer[Array, "b t k"], experts: int, capacity: int) -> Integer[Array, "b t k"]:
+def expert_slots(expert: Integer[Array, "b t k"], experts: int, capacity: int) -> Integer[Array, "b t k"]:
     """The place of each choice in a row of `capacity` places for each of the experts: `expert * capacity + rank`.
 
     Places are given to tokens in order, so that no token loses its place to a later one. A choice that comes when its

@@ -1,20 +1,22 @@
-"""Pooling: each window of the spatial axes, reduced to one number."""
+"""Pooling over windows, over bins and over all positions, and the extraction of patches."""
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._layout import Layout, layout_of
-from mlax.ops._windows import Padding, Sizes, Windows, all_places, places, windows
+from mlax._jax import explicit_sharding
+from mlax.ops._layout import Layout, parse_layout
+from mlax.ops._windows import Padding, Sizes, Windows, axis_window_slices, pad, resolve_windows, window_slices
 
 Combine = Callable[[Any, Any], Any]  # of two arrays, element by element; associative
-FEW = 16  # places of a window that are combined one by one
+MAX_UNROLLED = 16  # places of a window that are combined one by one
 
 
 def pool(
@@ -40,18 +42,18 @@ def pool(
     XLA's own `reduce_window` is some ten times slower on a CPU, in its gradient above all. So the windows are
     combined by whole arrays: the first place of every window with the second place of every window, and so on.
     """
-    axes = layout_of("pool", layout, x)
-    where = pool_windows("pool", x, layout, window, strides, padding, dilation, ceil)
+    axes = parse_layout("pool", layout, x)
+    where = resolve_pool_windows("pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
-    y = _padded(wide, axes, where, start)
+    y = _pad_windows(wide, axes, where, start)
     apart = all(stride >= window for stride, window in zip(where.strides, where.window, strict=True))
-    if combine is larger and math.prod(where.window) <= FEW:
-        y = _largest(all_places(y, axes, where))
-    elif apart and math.prod(where.window) <= FEW:
-        y = functools.reduce(combine, all_places(y, axes, where))
+    if combine is maximum and math.prod(where.window) <= MAX_UNROLLED:
+        y = _window_max(window_slices(y, axes, where))
+    elif apart and math.prod(where.window) <= MAX_UNROLLED:
+        y = functools.reduce(combine, window_slices(y, axes, where))
     else:
         for number, axis in reversed(list(enumerate(axes.spatial))):
-            y = _along(y, axis, combine, *where.along(number))
+            y = _reduce_axis(y, axis, combine, *where.along(number))
     return lax.convert_element_type(y, x.dtype)
 
 
@@ -71,8 +73,8 @@ def mean_pool(
 
     What hangs over the padding (by `ceil`) never counts. The rest is as in `pool`.
     """
-    axes = layout_of("mean_pool", layout, x)
-    where = pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
+    axes = parse_layout("mean_pool", layout, x)
+    where = resolve_pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
     total = pool(
         wide, lax.add, 0.0, window, strides=strides, padding=padding, dilation=dilation, ceil=ceil, layout=layout
@@ -86,7 +88,7 @@ def mean_pool(
     return lax.convert_element_type(total / counts.astype(total.dtype), x.dtype)
 
 
-def pool_windows(
+def resolve_pool_windows(
     name: str,
     x: Any,
     layout: str,
@@ -97,8 +99,8 @@ def pool_windows(
     ceil: bool,
 ) -> Windows:
     """Where the windows of a pooling lie; `name` is who asks, for the errors."""
-    axes = layout_of(name, layout, x)
-    where = windows(name, x, axes, window, window if strides is None else strides, padding, dilation, ceil)
+    axes = parse_layout(name, layout, x)
+    where = resolve_windows(name, x, axes, window, window if strides is None else strides, padding, dilation, ceil)
     sizes = tuple(x.shape[axis] for axis in axes.spatial)
     if any((held == 0).any() for held in where.held(sizes)):
         raise ValueError(
@@ -109,25 +111,25 @@ def pool_windows(
 
 
 @jax.custom_jvp
-def larger(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+def maximum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
     """The larger of two, element by element; NaN if either is. The gradient goes to the first where they are equal."""
     return lax.max(a, b)
 
 
-@larger.defjvp
-def _larger_jvp(primals, tangents):
+@maximum.defjvp
+def _maximum_jvp(primals, tangents):
     (a, b), (a_dot, b_dot) = primals, tangents
-    return larger(a, b), lax.select(b > a, b_dot, a_dot)
+    return maximum(a, b), lax.select(b > a, b_dot, a_dot)
 
 
 @jax.custom_jvp
-def _largest(pieces: list[Array]) -> Array:
+def _window_max(pieces: list[Array]) -> Array:
     """The largest of several, as `larger` of each and the next would give it."""
     return functools.reduce(lax.max, pieces)
 
 
-@_largest.defjvp
-def _largest_jvp(primals, tangents):
+@_window_max.defjvp
+def _window_max_jvp(primals, tangents):
     """Which of them it is is kept for the derivative, one byte for each window, and not all of their elements."""
     (pieces,), (dots,) = primals, tangents
     best, which = pieces[0], lax.full_like(pieces[0], 0, np.uint8)
@@ -137,28 +139,30 @@ def _largest_jvp(primals, tangents):
     if jax.default_backend() == "cpu":
         which = lax.optimization_barrier(which)  # else XLA finds it again, from elements that it has to keep
     parts = [lax.select(which == place, dot, lax.full_like(dot, 0)) for place, dot in enumerate(dots)]
-    return _largest(pieces), functools.reduce(lax.add, parts)
+    return _window_max(pieces), functools.reduce(lax.add, parts)
 
 
-def _padded(x: Array, axes: Layout, where: Windows, start: float) -> Array:
+def _pad_windows(x: Array, axes: Layout, where: Windows, start: float) -> Array:
     widths = [(0, 0, 0)] * x.ndim
     for axis, (low, high), over in zip(axes.spatial, where.padding, where.overhang, strict=True):
         widths[axis] = (low, high + over, 0)
     return lax.pad(x, np.asarray(start, x.dtype), widths) if any(map(any, widths)) else x
 
 
-def _along(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
+def _reduce_axis(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
     """Combine along one axis; windows of many places by steps, so that the number of arrays stays small."""
-    if window <= FEW:
-        return functools.reduce(combine, places(x, axis, count, window, stride, dilation))
-    part = next((part for part in range(FEW, 1, -1) if window % part == 0), 1)
+    if window <= MAX_UNROLLED:
+        return functools.reduce(combine, axis_window_slices(x, axis, count, window, stride, dilation))
+    part = next((part for part in range(MAX_UNROLLED, 1, -1) if window % part == 0), 1)
     if dilation == 1 and stride == window and part > 1:
-        x = _along(x, axis, combine, count * window // part, part, part, 1)
-        return _along(x, axis, combine, count, window // part, window // part, 1)
-    return _by_runs(x, axis, combine, count, window, stride, dilation)
+        x = _reduce_axis(x, axis, combine, count * window // part, part, part, 1)
+        return _reduce_axis(x, axis, combine, count, window // part, window // part, 1)
+    return _reduce_by_doubling(x, axis, combine, count, window, stride, dilation)
 
 
-def _by_runs(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
+def _reduce_by_doubling(
+    x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int
+) -> Array:
     """Combine along one axis by runs of 1, 2, 4... places: a window of n takes log n arrays."""
     total: Any = None
     covered, run, length = 0, x, 1
@@ -174,3 +178,148 @@ def _by_runs(x: Array, axis: int, combine: Combine, count: int, window: int, str
         size = run.shape[axis] - step
         run = combine(lax.slice_in_dim(run, 0, size, 1, axis), lax.slice_in_dim(run, step, step + size, 1, axis))
         length *= 2
+
+
+Reduction = Literal["mean", "max", "sum"]
+
+
+def global_pool(
+    x: Float[Array, "..."],
+    by: Reduction = "mean",
+    *,
+    keep_axes: bool = False,
+    layout: str = "channel_last",
+    accum_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """The mean, largest or sum of all places: (b, *spatial, c) to (b, c), in the dtype of `x`.
+
+    Spatial axes stay, of size 1, if `keep_axes`. Added up in `accum_dtype` if one is given. The gradient of the
+    largest goes to the first of equal elements.
+    """
+    check_reduction("global_pool", by)
+    axes = parse_layout("global_pool", layout, x).spatial
+    if by == "max":
+        y = _global_max(x, axes)
+    else:
+        wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
+        y = lax.reduce_sum(wide, axes)
+        y = y / math.prod(x.shape[axis] for axis in axes) if by == "mean" else y
+        y = lax.convert_element_type(y, x.dtype)
+    return lax.expand_dims(y, axes) if keep_axes else y
+
+
+def adaptive_pool(
+    x: Float[Array, "..."],
+    size: int | tuple[int | None, ...],
+    by: Reduction = "mean",
+    *,
+    layout: str = "channel_last",
+    accum_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """The mean, largest or sum of each of `size` bins along each spatial axis, in the dtype of `x`.
+
+    Bin i of m over n places is PyTorch's: from floor(i n / m) up to ceil((i + 1) n / m), so that bins overlap
+    where m does not divide n. A size of None leaves its axis as it is.
+    """
+    check_reduction("adaptive_pool", by)
+    axes = parse_layout("adaptive_pool", layout, x)
+    sizes = adaptive_sizes("adaptive_pool", size, x, axes)
+    before = tuple(x.shape[axis] for axis in axes.spatial)
+    if all(n % m == 0 for n, m in zip(before, sizes, strict=True)):
+        window = tuple(n // m for n, m in zip(before, sizes, strict=True))
+        match by:
+            case "mean":
+                return mean_pool(x, window, layout=layout, accum_dtype=accum_dtype)
+            case "max":
+                return pool(x, maximum, -math.inf, window, layout=layout)
+            case "sum":
+                return pool(x, lax.add, 0.0, window, layout=layout, accum_dtype=accum_dtype)
+    y = x if accum_dtype is None or by == "max" else lax.convert_element_type(x, accum_dtype)
+    for axis, bins in zip(reversed(axes.spatial), reversed(sizes), strict=True):
+        y = _reduce_bins(y, axis, bins, by)
+    return lax.convert_element_type(y, x.dtype)
+
+
+def adaptive_sizes(name: str, size: int | tuple[int | None, ...], x: Any, axes: Layout) -> tuple[int, ...]:
+    """How many bins along each spatial axis; `name` is who asks, for the errors."""
+    rank = len(axes.spatial)
+    sizes = size if isinstance(size, tuple) else (size,) * rank
+    if len(sizes) != rank:
+        raise ValueError(
+            f"{name}: size has {len(sizes)} numbers but the input {x.shape} has {rank} spatial axes; "
+            f"pass size={((sizes or (1,)) * rank)[:rank]}."
+        )
+    sizes = tuple(x.shape[axis] if size is None else size for axis, size in zip(axes.spatial, sizes, strict=True))
+    if any(type(each) is not int or each < 1 for each in sizes):
+        raise ValueError(f"{name}: size is {size}, but must be whole numbers, 1 or more, or None.")
+    return sizes
+
+
+def check_reduction(name: str, by: str) -> None:
+    """Refuse a word that names no reduction."""
+    if by not in get_args(Reduction):
+        raise ValueError(f"{name}: by is {by!r}, but must be one of {', '.join(get_args(Reduction))}.")
+
+
+def _reduce_bins(x: Array, axis: int, bins: int, by: Reduction) -> Array:
+    """Reduce each bin along one axis: the first place of every bin, with the second place of every bin..."""
+    starts = np.arange(bins) * x.shape[axis] // bins
+    lengths = -(-np.arange(1, bins + 1) * x.shape[axis] // bins) - starts
+    along = [-1 if other == axis else 1 for other in range(x.ndim)]
+
+    def place(number: int) -> Array:
+        piece = jnp.take(x, starts + np.minimum(number, lengths - 1), axis=axis, mode="clip")
+        return piece if by == "max" else piece * (number < lengths).reshape(along).astype(x.dtype)
+
+    y = functools.reduce(maximum if by == "max" else lax.add, map(place, range(lengths.max())))
+    return y / lengths.reshape(along).astype(x.dtype) if by == "mean" else y
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _global_max(x: Array, axes: tuple[int, ...]) -> Array:
+    return lax.reduce_max(x, axes)
+
+
+@_global_max.defjvp
+def _global_max_jvp(axes, primals, tangents):
+    (x,), (x_dot,) = primals, tangents
+    y = _global_max(x, axes)
+    order = lax.iota(np.int32, math.prod(x.shape[axis] for axis in axes)).reshape([x.shape[axis] for axis in axes])
+    order = lax.broadcast_in_dim(order, x.shape, axes, out_sharding=explicit_sharding(x))
+    first = lax.reduce_min(lax.select(x == lax.expand_dims(y, axes), order, lax.full_like(order, order.size)), axes)
+    chosen = order == lax.expand_dims(first, axes)
+    return y, lax.reduce_sum(lax.select(chosen, x_dot, lax.full_like(x_dot, 0)), axes)
+
+
+def patches(
+    x: Float[Array, "..."],
+    window: Sizes,
+    *,
+    strides: Sizes | None = None,
+    padding: Padding = "VALID",
+    dilation: Sizes = 1,
+    layout: str = "channel_last",
+) -> Float[Array, "..."]:
+    """The elements of each window as features: (b, *spatial, c) to (b, *windows, window * c), exact copies.
+
+    Their order is that of a kernel's axes in the layout, so that a convolution is a product of the patches with
+    its flattened kernel. Windows lie side by side unless `strides` says otherwise.
+    """
+    axes = parse_layout("patches", layout, x)
+    where = resolve_windows("patches", x, axes, window, window if strides is None else strides, padding, dilation)
+    x = pad(x, axes.spatial, where.padding) if any(map(any, where.padding)) else x
+    rank = x.ndim
+    for number, axis in enumerate(axes.spatial):  # axis becomes the windows, and a new last axis their places
+        count, size, stride, rate = where.along(number)
+        if stride == size and rate == 1:
+            whole = lax.slice_in_dim(x, 0, count * size, 1, axis)
+            apart = whole.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+            x = jnp.moveaxis(apart, axis + 1, -1)
+        else:
+            x = jnp.stack(axis_window_slices(x, axis, count, size, stride, rate), -1)
+    of_kernel = {axes.inputs: axes.channel, **{axis: rank + number for number, axis in enumerate(axes.window)}}
+    order = [axis for axis in range(rank) if axis != axes.channel]
+    order[axes.channel : axes.channel] = [of_kernel[axis] for axis in sorted(of_kernel)]
+    x = lax.transpose(x, order)
+    features = math.prod(x.shape[axes.channel : axes.channel + len(of_kernel)])
+    return x.reshape(*x.shape[: axes.channel], features, *x.shape[axes.channel + len(of_kernel) :])

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import pcast_like, shard_like
-from mlax.ops._checks import same_dtype
+from mlax.ops._checks import check_same_dtype
 
 
 def selective_scan(
@@ -33,7 +33,7 @@ def selective_scan(
     backward pass, so that no more than `chunk` states of each row are held at once, and one for each chunk.
     https://arxiv.org/abs/2312.00752, equations 2 and 4 and algorithm 2.
     """
-    same_dtype("selective_scan", x=x, step=step, log_rate=log_rate, write=write, read=read, skip=skip)
+    check_same_dtype("selective_scan", x=x, step=step, log_rate=log_rate, write=write, read=read, skip=skip)
     b, t, c = x.shape
     dtype = x.dtype if accum_dtype is None else jnp.dtype(accum_dtype)
     wide = [lax.convert_element_type(array, dtype) for array in (x, step, write, read)]
@@ -41,10 +41,10 @@ def selective_scan(
     zeros = jnp.zeros((b, c, rate.shape[-1]), dtype)
     last: Any = shard_like(zeros, x) if state is None else pcast_like(state, x)
     chunk = max(1, min(chunk, t))
-    pieces = [_chunked(array, chunk) for array in wide]
+    pieces = [_split_chunks(array, chunk) for array in wide]
 
     def piece(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _chunk(state, rate, *now)
+        return _scan_chunk(state, rate, *now)
 
     if t <= chunk:
         last, y = piece(last, [array[0] for array in pieces])
@@ -66,7 +66,7 @@ def causal_filter(
     Also returns the last `w - 1` inputs, which are `before` for the times that follow; None stands for zeros.
     A sum of shifted products: for a handful of rows it is faster than a convolution with one group for each channel.
     """
-    same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
+    check_same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
     (b, t, c), w = x.shape, kernel.shape[0]
     first = shard_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
     seen = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
@@ -76,7 +76,7 @@ def causal_filter(
     return y, seen[:, t:]
 
 
-def _chunked(x: jax.Array, chunk: int) -> jax.Array:
+def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
     """(b, t, ...) as (chunks, b, chunk, ...), with zeros after the end: a step of 0 leaves the state as it is."""
     b, t, *rest = x.shape
     count = max(1, -(-t // chunk))
@@ -84,7 +84,7 @@ def _chunked(x: jax.Array, chunk: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(b, count, chunk, *rest), 1, 0)
 
 
-def _chunk(
+def _scan_chunk(
     state: jax.Array, rate: jax.Array, x: jax.Array, step: jax.Array, write: jax.Array, read: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One chunk, all times at once: the state after it, and what is read out at each time."""

@@ -1,13 +1,14 @@
-"""Windows: where the windows of a convolution or of a pooling lie along the spatial axes."""
+"""The windows of convolutions and pooling, and their padding."""
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from mlax.ops._layout import Layout
 
@@ -41,7 +42,7 @@ class Windows(NamedTuple):
         return held
 
 
-def windows(
+def resolve_windows(
     name: str,
     x: Any,
     layout: Layout,
@@ -57,12 +58,14 @@ def windows(
     rounded up, the odd place after; "CAUSAL" for all of it before, so that no window sees what comes after its
     own place; or places. `ceil` lets the last window hang over the end, if it starts before it.
     """
-    window = per_axis(name, "window", window, x, layout)
-    strides = per_axis(name, "strides", strides, x, layout)
-    dilation = per_axis(name, "dilation", dilation, x, layout)
+    window = sizes_per_axis(name, "window", window, x, layout)
+    strides = sizes_per_axis(name, "strides", strides, x, layout)
+    dilation = sizes_per_axis(name, "dilation", dilation, x, layout)
     spans = tuple((size - 1) * rate + 1 for size, rate in zip(window, dilation, strict=True))
     sizes = tuple(x.shape[axis] for axis in layout.spatial)
-    pads = pads_of(name, padding, x, [same(*axis) for axis in zip(sizes, spans, strides, strict=True)], spans)
+    pads = resolve_padding(
+        name, padding, x, [same_padding(*axis) for axis in zip(sizes, spans, strides, strict=True)], spans
+    )
     count, overhang = [], []
     for size, span, stride, (low, high) in zip(sizes, spans, strides, pads, strict=True):
         room = size + low + high - span
@@ -79,27 +82,27 @@ def windows(
     return Windows(tuple(count), window, strides, dilation, pads, tuple(overhang))
 
 
-def per_axis(name: str, what: str, value: Sizes, x: Any, layout: Layout, least: int = 1) -> tuple[int, ...]:
+def sizes_per_axis(name: str, what: str, value: Sizes, x: Any, layout: Layout, least: int = 1) -> tuple[int, ...]:
     """One number for each spatial axis, from one for all or one for each."""
     rank = len(layout.spatial)
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:
         raise ValueError(
-            f"{name}: {what} has {_axes(len(values))} but the input {x.shape} has {_axes(rank, 'spatial ')}; "
-            f"pass {what}={((values or (least,)) * rank)[:rank]}."
+            f"{name}: {what} has {_count_axes(len(values))} but the input {x.shape} has "
+            f"{_count_axes(rank, 'spatial ')}; pass {what}={((values or (least,)) * rank)[:rank]}."
         )
     if any(type(each) is not int or each < least for each in values):
         raise ValueError(f"{name}: {what} is {value}, but must be whole numbers, {least} or more.")
     return values
 
 
-def same(size: int, span: int, stride: int) -> tuple[int, int]:
+def same_padding(size: int, span: int, stride: int) -> tuple[int, int]:
     """The padding that makes windows of that span as many as the places, divided by the stride and rounded up."""
     total = max(0, (-(-size // stride) - 1) * stride + span - size)
     return total // 2, total - total // 2
 
 
-def pads_of(
+def resolve_padding(
     name: str, padding: Padding, x: Any, same: list[tuple[int, int]], spans: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
     """The padding before and after along each spatial axis, from a word or from places."""
@@ -116,8 +119,9 @@ def pads_of(
             raise ValueError(f"{name}: padding is {padding!r}, but must be 'SAME', 'VALID', 'CAUSAL' or places.")
     if len(padding) != len(spans):
         raise ValueError(
-            f"{name}: padding has {_axes(len(padding))} but the input {x.shape} has {_axes(len(spans), 'spatial ')}; "
-            f"pass a number or a pair (before, after) for each, padding={((1, 1),) * len(spans)} say."
+            f"{name}: padding has {_count_axes(len(padding))} but the input {x.shape} has "
+            f"{_count_axes(len(spans), 'spatial ')}; pass a number or a pair (before, after) for each, "
+            f"padding={((1, 1),) * len(spans)} say."
         )
     pads = tuple((pad, pad) if isinstance(pad, int) else pad for pad in padding)
     if any(len(pad) != 2 or min(pad) < 0 for pad in pads):
@@ -125,24 +129,24 @@ def pads_of(
     return pads
 
 
-def all_places(x: Array, layout: Layout, where: Windows) -> list[Array]:
+def window_slices(x: Array, layout: Layout, where: Windows) -> list[Array]:
     """For each place of a window, in row-major order, that place of every window."""
     pieces = [x]
     for number, axis in enumerate(layout.spatial):
-        cut = [places(piece, axis, *where.along(number)) for piece in pieces]
+        cut = [axis_window_slices(piece, axis, *where.along(number)) for piece in pieces]
         pieces = list(itertools.chain.from_iterable(cut))
     return pieces
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4, 5))
-def places(x: Array, axis: int, count: int, window: int, stride: int, dilation: int) -> list[Array]:
+def axis_window_slices(x: Array, axis: int, count: int, window: int, stride: int, dilation: int) -> list[Array]:
     """The first place of every window along an axis, the second place of every window, and so on to the last."""
     starts = range(0, window * dilation, dilation)
     return [lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis) for start in starts]
 
 
-@places.defjvp
-def _places_jvp(axis, count, window, stride, dilation, primals, tangents):
+@axis_window_slices.defjvp
+def _axis_window_slices_jvp(axis, count, window, stride, dilation, primals, tangents):
     """The same of the tangent, by other means, for the sake of their transposes.
 
     That of a strided slice is a spread of zeros, slow on a CPU, and one for each place. Instead the axis is split
@@ -156,8 +160,41 @@ def _places_jvp(axis, count, window, stride, dilation, primals, tangents):
     lanes = [lax.squeeze(lane, (axis + 1,)) for lane in lax.split(apart, (1,) * stride, axis + 1)]
     starts = [divmod(place * dilation, stride) for place in range(window)]
     dots = [lax.slice_in_dim(lanes[lane], start, start + count, 1, axis) for start, lane in starts]
-    return places(x, axis, count, window, stride, dilation), dots
+    return axis_window_slices(x, axis, count, window, stride, dilation), dots
 
 
-def _axes(count: int, kind: str = "") -> str:
+def _count_axes(count: int, kind: str = "") -> str:
     return f"{count} {kind}{'axis' if count == 1 else 'axes'}"
+
+
+PadWith = Literal["zeros", "circular", "reflect", "edge"]
+
+
+def pad(
+    x: Float[Array, "..."], axes: tuple[int, ...], widths: tuple[tuple[int, int], ...], pad_with: PadWith = "zeros"
+) -> Float[Array, "..."]:
+    """`x` with so many more places before and after along each of `axes`, in its dtype.
+
+    They hold zeros; the places at the other end ("circular"); the places as in a mirror that stands on the last
+    one, which is not repeated ("reflect"); or the last place, repeated ("edge").
+    """
+    check_pad("pad", x.shape, axes, widths, pad_with)
+    full = [(0, 0)] * x.ndim
+    for axis, width in zip(axes, widths, strict=True):
+        full[axis] = width
+    return jnp.pad(x, full, mode={"zeros": "constant", "circular": "wrap"}.get(pad_with, pad_with))
+
+
+def check_pad(
+    name: str, shape: tuple[Any, ...], axes: tuple[int, ...], widths: tuple[tuple[int, int], ...], pad_with: str
+) -> None:
+    """Refuse a kind of padding that is none, or that would need more places than the input has."""
+    if pad_with not in get_args(PadWith):
+        raise ValueError(f"{name}: pad_with is {pad_with!r}, but must be one of {', '.join(get_args(PadWith))}.")
+    for axis, width in zip(axes, widths, strict=True):
+        most = {"circular": shape[axis], "reflect": shape[axis] - 1}.get(pad_with, max(width))
+        if max(width) > most:
+            raise ValueError(
+                f"{name}: the padding {width} is {pad_with} but axis {axis} of the input {shape} gives {most} places "
+                "for it; pad less, or with zeros."
+            )

@@ -329,7 +329,7 @@ def test_a_line_in_core_gives_way_to_the_line_that_called_it():
 
 def test_a_departure_reads_as_one_line():
     known = {"declared": "bfloat16", "outputs": ("float32",)}
-    product = dtypes.Departure(
+    product = dtypes.DtypeViolation(
         path="blocks/mlp/up",
         primitive="dot_general",
         inputs=("bfloat16", "bfloat16"),
@@ -339,12 +339,12 @@ def test_a_departure_reads_as_one_line():
     assert str(product) == (
         "blocks/mlp/up: dot_general bfloat16, bfloat16 -> float32, declared bfloat16, at model.py:31 (wire)"
     )
-    bare = dtypes.Departure(path="", primitive="iota", inputs=(), source="", **known)
+    bare = dtypes.DtypeViolation(path="", primitive="iota", inputs=(), source="", **known)
     assert str(bare) == "iota -> float32, declared bfloat16"
 
 
 def test_check_raises_the_first_departure_and_says_what_to_do():
-    with pytest.raises(dtypes.DtypeDeparture) as error:
+    with pytest.raises(dtypes.DtypeError) as error:
         dtypes.check(scoped("mlp", leak), x)
     assert str(error.value) == (
         f"mlp/up: convert_element_type bfloat16 -> float32, declared bfloat16, at {LEAK_LINE} "

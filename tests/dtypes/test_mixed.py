@@ -100,5 +100,5 @@ def test_a_planted_upcast_deep_in_a_scanned_rematerialised_block_is_found():
     assert {departure.source.split(":")[0] for departure in departures} == {"test_mixed.py"}
     backward = dtypes.audit(jax.grad(lambda t: jax.lax.reduce_sum(model.fwd(x, t, state)[0], (0, 1))), trainables)
     assert {departure.path for departure in backward} == {"blocks/layer/deep/leak"}
-    with pytest.raises(dtypes.DtypeDeparture, match="blocks/layer/deep/leak"):
+    with pytest.raises(dtypes.DtypeError, match="blocks/layer/deep/leak"):
         dtypes.check(model.fwd, x, trainables, state)

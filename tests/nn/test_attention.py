@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops import _attention_chunked, _attention_kernel
+from mlax.ops import _attention_backend, _attention_chunked
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
 from tests.catalogue.attention import attend
@@ -32,8 +32,8 @@ def torch():
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
     """Each kernel, in tiles so small that every shape has several."""
-    monkeypatch.setattr(_attention_chunked, "QUERIES", 3)
-    monkeypatch.setattr(_attention_chunked, "KEYS", 2)
+    monkeypatch.setattr(_attention_chunked, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(_attention_chunked, "KEY_BLOCK", 2)
     return request.param
 
 
@@ -109,8 +109,8 @@ def test_any_choice_of_options_computes_the_definition(sizes, causal, window, so
     seen = seen & (np.asarray(segments[0])[:, None, :, None] == np.asarray(segments[1])[:, None, None, :])
     options = {"causal": causal, "window": window, "softcap": softcap}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_attention_chunked, "QUERIES", 3)
-        patch.setattr(_attention_chunked, "KEYS", 2)
+        patch.setattr(_attention_chunked, "QUERY_BLOCK", 3)
+        patch.setattr(_attention_chunked, "KEY_BLOCK", 2)
         y = run(
             q,
             k,
@@ -335,15 +335,15 @@ def test_dropout_drops_weights_while_training_only():
 def test_the_kernel_is_named_with_its_reason(monkeypatch):
     def named(*shape, dtype=jnp.bfloat16, accum_dtype="float32", **options):
         q = jax.ShapeDtypeStruct(shape, dtype)
-        return ops.attention_kernel(q, q, q, accum_dtype=accum_dtype, **options)
+        return ops.attention_backend(q, q, q, accum_dtype=accum_dtype, **options)
 
     small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
-    monkeypatch.setattr(_attention_kernel, "_capability", lambda: None)
+    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: None)
     assert named(*small).startswith("xla: 131,072 scores") and "no NVIDIA GPU" in named(*small)
     assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are many")
     assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: only it drops weights")
     assert named(*small, implementation="chunked") == "chunked: it was asked for"
-    monkeypatch.setattr(_attention_kernel, "_capability", lambda: 9.0)
+    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 9.0)
     for options in ({}, {"causal": True}, {"causal": True, "window": 7}, {"lengths": jnp.ones(2)}, {"bias": even}):
         assert named(*small, **options).startswith("cudnn: ")
     assert named(2, 128, 4, 256).startswith("cudnn: ")
@@ -353,7 +353,7 @@ def test_the_kernel_is_named_with_its_reason(monkeypatch):
     assert "looks back only" in named(*small, window=7)
     assert "does not take a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
     assert "it takes a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
-    monkeypatch.setattr(_attention_kernel, "_capability", lambda: 8.0)
+    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 8.0)
     assert "up to 128 but not 256" in named(2, 128, 4, 256)
 
 
@@ -381,7 +381,7 @@ def test_softmax_is_in_the_dtype_of_its_input():
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
-    monkeypatch.setattr(_attention_kernel, "_capability", lambda: None)
+    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: None)
     shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops._conv_chunked import by_chunks
-from mlax.ops._layout import layout_of
+from mlax.ops import parse_layout
+from mlax.ops._cpu import use_chunked_kernel_grad
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
@@ -99,7 +99,10 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
         return found
 
     def by(chunks):
-        monkeypatch.setattr("mlax.ops._conv.by_chunks", lambda *given: asked.append(by_chunks(*given)) or chunks)
+        monkeypatch.setattr(
+            "mlax.ops._conv.use_chunked_kernel_grad",
+            lambda *given: asked.append(use_chunked_kernel_grad(*given)) or chunks,
+        )
         return jax.jit(lambda *given: derivatives(*given))(trainables, x)
 
     chunked, own = by(True), by(False)
@@ -111,14 +114,14 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
 
 def test_narrow_and_sharded_convolutions_are_not_by_chunks():
     x = jnp.zeros((8, 5, 5, 16))
-    axes = layout_of("conv", "channel_last", x)
-    assert by_chunks(x, axes, 1, None)
-    assert not by_chunks(x.astype(jnp.bfloat16), axes, 1, None)
-    assert not by_chunks(x, axes, 1, jnp.float32)
-    assert not by_chunks(x, axes, 2, None)
+    axes = parse_layout("conv", "channel_last", x)
+    assert use_chunked_kernel_grad(x, axes, 1, None)
+    assert not use_chunked_kernel_grad(x.astype(jnp.bfloat16), axes, 1, None)
+    assert not use_chunked_kernel_grad(x, axes, 1, jnp.float32)
+    assert not use_chunked_kernel_grad(x, axes, 2, None)
     with jax.set_mesh(jax.make_mesh((1,), ("b",), (jax.sharding.AxisType.Explicit,))):
         split = jax.reshard(x, jax.P("b"))
-        assert not by_chunks(split, axes, 1, None)
+        assert not use_chunked_kernel_grad(split, axes, 1, None)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops._moe import expert_capacity, expert_places
+from mlax.ops import expert_capacity, expert_slots
 from tests.arrays import normal
 from tests.asserts import assert_close
 from tests.catalogue.experts import linear_expert, moe
@@ -76,7 +76,7 @@ def test_no_token_sees_a_later_one():
 
 def test_a_dropped_token_gets_nothing_and_the_first_ones_stay():
     expert = jnp.zeros((1, 5, 1), jnp.int32)  # all want expert 0, which takes 2
-    place = expert_places(expert, 3, 2)
+    place = expert_slots(expert, 3, 2)
     assert place[0, :, 0].tolist() == [0, 1, 6, 6, 6]
     x = normal(1, 5, 4)
     sent = ops.dispatch(x, place, 6)

@@ -10,7 +10,7 @@ import pytest
 
 import mlax
 from mlax import nn, ops
-from mlax.ops._positions import waves
+from mlax.ops._positions import cos_and_sin
 from tests.arrays import normal
 from tests.catalogue import FLOATS
 from tests.catalogue.attention import frequencies, llama3, rotate
@@ -22,7 +22,7 @@ FAR = [0, 1, 7, 1023, 1024, 131_071, 1_000_003, 2**20 - 1]
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_waves_are_exact_in_every_dtype_a_million_positions_away(dtype):
     with jax.enable_x64(dtype == "float64"):
-        found = waves(jnp.asarray(FAR), ops.rotary_frequencies(16), jnp.dtype(dtype))
+        found = cos_and_sin(jnp.asarray(FAR), ops.rotary_frequencies(16), jnp.dtype(dtype))
         angles = np.asarray(FAR)[:, None] * frequencies(16)
         for wave, want in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
             error = np.abs(np.asarray(wave, np.float64) - want).max()
@@ -30,7 +30,7 @@ def test_waves_are_exact_in_every_dtype_a_million_positions_away(dtype):
 
 
 def test_a_position_beyond_the_waves_shows():
-    cos, _ = waves(jnp.asarray([-1, 0, 2**20 - 1, 2**20]), (1.0,), jnp.float32)
+    cos, _ = cos_and_sin(jnp.asarray([-1, 0, 2**20 - 1, 2**20]), (1.0,), jnp.float32)
     np.testing.assert_array_equal(np.isnan(cos[:, 0]), [True, False, False, True])
 
 
@@ -132,7 +132,7 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
     assert mlax.paths(trainables) == ("embed/table",)
 
     def by_hand(table):
-        return ops.attend(table[tokens], table)
+        return ops.tied_logits(table[tokens], table)
 
     table = trainables["embed"]["table"]
     np.testing.assert_allclose(model.fwd(tokens, trainables)[0], by_hand(table), rtol=1e-5)
@@ -150,7 +150,7 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
         (lambda: nn.Rotary().init(RNG, normal(1, 2, 6)), "must be .batch, time, heads, width."),
         (lambda: nn.SinusoidalPositions().init(RNG, normal(1, 2, 5)), "is 5 wide, but the width must be even"),
         (lambda: nn.LearnedPositions(4).init(RNG, normal(2, 5)), "must be .batch, time, width."),
-        (lambda: inspect.unwrap(ops.attend)(normal(2, 3), normal(5, 4)), "widths must be equal"),
+        (lambda: inspect.unwrap(ops.tied_logits)(normal(2, 3), normal(5, 4)), "widths must be equal"),
         (lambda: ops.relative_buckets(jnp.arange(3), 5), "an even number of at least 4"),
         (lambda: ops.relative_buckets(jnp.arange(3), 32, farthest=8), "farthest is 8, but must be above 8"),
         (lambda: ops.rotary_frequencies(7), "the width is 7, but must be even"),

@@ -73,8 +73,8 @@ class KeyValueCache(Layer):
         if not isinstance(end, Tracer) and int(end) > self.capacity:
             raise ValueError(f"{self}: the cache is full: token {int(end)} came, and there are {self.capacity} slots.")
         value = jnp.where(end > self.capacity, jnp.full_like(x["value"], jnp.nan), x["value"])
-        new = {"key": _written(state["key"], x["key"], start), "value": _written(state["value"], value, start)}
-        return {**_read(new, x), "positions": jnp.arange(self.capacity, dtype=np.int32)}, new
+        new = {"key": _write(state["key"], x["key"], start), "value": _write(state["value"], value, start)}
+        return {**_cast_to_inputs(new, x), "positions": jnp.arange(self.capacity, dtype=np.int32)}, new
 
     def _turn(self, x, state):
         """Slot i holds the last position that is i modulo the capacity."""
@@ -87,8 +87,8 @@ class KeyValueCache(Layer):
             for name in ("key", "value")
         }
         if t == 1:
-            return {**_read(new, x), "positions": after}, new
-        old = _read(state, x)  # an earlier query of these sees tokens that a later one overwrites
+            return {**_cast_to_inputs(new, x), "positions": after}, new
+        old = _cast_to_inputs(state, x)  # an earlier query of these sees tokens that a later one overwrites
         both = {name: jnp.concatenate([old[name], x[name]], axis=1) for name in ("key", "value")}
         return {**both, "positions": jnp.concatenate([before, positions])}, new
 
@@ -99,10 +99,10 @@ class KeyValueCache(Layer):
         return jnp.where(held < 0, EMPTY, held)
 
 
-def _written(held, new, start):
+def _write(held, new, start):
     zero = jnp.zeros_like(start)
     return lax.dynamic_update_slice(held, new.astype(held.dtype), (zero, start, zero, zero))
 
 
-def _read(state, like):
+def _cast_to_inputs(state, like):
     return {name: state[name].astype(like[name].dtype) for name in ("key", "value")}

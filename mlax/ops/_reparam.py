@@ -1,4 +1,4 @@
-"""A kernel over its largest singular value, which power iteration finds."""
+"""Weight normalisation and spectral normalisation of kernels."""
 
 from typing import Any
 
@@ -6,7 +6,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._reduce import norm
+from mlax.ops._checks import check_same_dtype
+from mlax.ops._norms import norm
+
+
+def weight_norm(
+    direction: Float[Array, "..."], magnitude: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None
+) -> Float[Array, "..."]:
+    """`direction` with the Euclidean norm `magnitude` for each place along `axis`, in its dtype."""
+    check_same_dtype("weight_norm", direction=direction, magnitude=magnitude)
+    length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
+    unit = lax.convert_element_type(direction, length.dtype) / length
+    return lax.convert_element_type(unit * lax.convert_element_type(magnitude, length.dtype), direction.dtype)
+
+
+def output_norms(kernel: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None) -> Float[Array, "..."]:
+    """The Euclidean norm of a kernel over all axes but `axis`; they stay as axes of size 1."""
+    wide = lax.convert_element_type(kernel, kernel.dtype if accum_dtype is None else accum_dtype)
+    return norm(wide, tuple(each for each in range(kernel.ndim) if each != axis % kernel.ndim))
 
 
 def spectral_norm(
@@ -21,7 +38,7 @@ def spectral_norm(
 
     In the dtype of the kernel, and within in that of the vectors, which are taken as constants.
     """
-    matrix = _matrix(lax.convert_element_type(kernel, left.dtype), axis)
+    matrix = _as_matrix(lax.convert_element_type(kernel, left.dtype), axis)
     left, right = lax.stop_gradient((left, right))
     sigma = _dot(left, _dot(matrix, right, precision), precision)
     return lax.convert_element_type(lax.convert_element_type(kernel, left.dtype) / sigma, kernel.dtype)
@@ -40,21 +57,21 @@ def power_iteration(
 
     The matrix is that of `spectral_norm`. No gradient passes. https://arxiv.org/abs/1802.05957, algorithm 1.
     """
-    matrix = lax.stop_gradient(_matrix(lax.convert_element_type(kernel, left.dtype), axis))
+    matrix = lax.stop_gradient(_as_matrix(lax.convert_element_type(kernel, left.dtype), axis))
 
     def nearer(_: Any, vectors: Any) -> Any:
-        left = unit(_dot(matrix, vectors[1], precision))
-        return left, unit(_dot(matrix.T, left, precision))
+        left = l2_normalize(_dot(matrix, vectors[1], precision))
+        return left, l2_normalize(_dot(matrix.T, left, precision))
 
     return lax.fori_loop(0, times, nearer, lax.stop_gradient((left, right)))
 
 
-def unit(x: Float[Array, " n"]) -> Float[Array, " n"]:
+def l2_normalize(x: Float[Array, " n"]) -> Float[Array, " n"]:
     """`x` over its Euclidean norm, and 0 for 0."""
     return x / jnp.maximum(norm(x, (0,)), jnp.finfo(x.dtype).tiny)
 
 
-def _matrix(kernel: Any, axis: int) -> Any:
+def _as_matrix(kernel: Any, axis: int) -> Any:
     rows = jnp.moveaxis(kernel, axis, 0)
     return rows.reshape(rows.shape[0], -1)
 

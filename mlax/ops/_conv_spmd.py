@@ -17,23 +17,23 @@ from mlax.ops._layout import Layout
 Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
 
 
-def whole_images(x: Array, axes: Layout) -> Array:
+def unshard_spatial_axes(x: Array, axes: Layout) -> Array:
     """`x`, each of its images on one device, if it lies on a mesh over whose axes the compiler may split arrays.
 
     The axes of examples and channels stay as they are, so nothing changes where only these are split.
     """
     if not jax.typeof(x).sharding.mesh.auto_axes:
         return x
-    return _laid(x, [None if axis in axes.spatial else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)])
+    return _constrain(x, [None if axis in axes.spatial else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)])
 
 
-def over_several_axes(x: Array) -> bool:
+def has_several_auto_axes(x: Array) -> bool:
     """Whether `x` lies on a mesh that has more than one axis which the compiler may split arrays over."""
     mesh = jax.typeof(x).sharding.mesh
     return sum(mesh.shape[name] > 1 for name in mesh.auto_axes) > 1
 
 
-def with_whole_batches(convolve: Convolve) -> Convolve:
+def with_unsharded_kernel_grad(convolve: Convolve) -> Convolve:
     """The same function, whose derivative by the kernel has both its factors whole on each device.
 
     Split over one axis of a mesh of several, the gradient of a grouped kernel is summed over the others too.
@@ -43,16 +43,16 @@ def with_whole_batches(convolve: Convolve) -> Convolve:
         return made(dot, kernel)
 
     def by_kernel(dot: Array, x: Array, kernel: Array) -> Array:
-        return _whole(made(_whole(x), dot))
+        return _unshard(made(_unshard(x), dot))
 
     made = with_jvps(convolve, by_x, by_kernel)
     return made
 
 
-def _whole(x: Array) -> Array:
-    return _laid(x, [None] * x.ndim)
+def _unshard(x: Array) -> Array:
+    return _constrain(x, [None] * x.ndim)
 
 
-def _laid(x: Array, entries: list[Any]) -> Array:
+def _constrain(x: Array, entries: list[Any]) -> Array:
     """`x` so laid on its own mesh, which need not be the one that is set."""
     return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries)))

@@ -7,15 +7,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mlax.ops._checks import is_known
+from mlax.ops._checks import is_static
 
-Kernel = Literal["cudnn", "xla", "chunked"]
+AttentionBackend = Literal["cudnn", "xla", "chunked"]
 
-PLANE = 1 << 20  # scores of one head, from which a CPU is faster in tiles that fit its cache
-LARGE = 1 << 28  # scores of all heads, from which they are not held at once anywhere
+CPU_CHUNK_SCORES = 1 << 20  # scores of one head, from which a CPU is faster in tiles that fit its cache
+CHUNK_SCORES = 1 << 28  # scores of all heads, from which they are not held at once anywhere
 
 
-def attention_kernel(
+def attention_backend(
     q: Any,
     k: Any,
     v: Any,
@@ -32,7 +32,7 @@ def attention_kernel(
     sinks: Any = None,
     dropout: float = 0.0,
     accum_dtype: Any = None,
-    implementation: Kernel | None = None,
+    implementation: AttentionBackend | None = None,
 ) -> str:
     """The kernel that `attention` takes for these arguments, arrays or shapes, and why: "xla: 840 scores are ...".
 
@@ -68,11 +68,11 @@ def attention_kernel(
         obstacle = "its softmax is in float32, which accum_dtype='float32' would allow"
     if obstacle is None:
         return "cudnn: the device and the arguments allow it"
-    plane = math.prod(filter(is_known, (q.shape[1], k.shape[1])))  # at least
-    scores = math.prod(filter(is_known, (q.shape[0], q.shape[2]))) * plane
+    plane = math.prod(filter(is_static, (q.shape[1], k.shape[1])))  # at least
+    scores = math.prod(filter(is_static, (q.shape[0], q.shape[2]))) * plane
     if dropout > 0.0:
         return f"xla: only it drops weights; not cudnn, since {obstacle}"
-    if scores >= LARGE or (plane >= PLANE and jax.default_backend() == "cpu"):
+    if scores >= CHUNK_SCORES or (plane >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu"):
         return f"chunked: {scores:,} scores are many to hold at once; not cudnn, since {obstacle}"
     return f"xla: {scores:,} scores are few enough to hold at once; not cudnn, since {obstacle}"
 
@@ -81,7 +81,7 @@ def cudnn_obstacle(
     q: Any, k: Any, v: Any, *, causal: bool, window: int | None, bias: Any, others: dict[str, bool]
 ) -> str | None:
     """Why cuDNN cannot compute this attention on the default device; None if it can."""
-    capability = _capability()
+    capability = _compute_capability()
     if capability is None:
         return "there is no NVIDIA GPU"
     (_, t, h, width), s = q.shape, k.shape[1]
@@ -103,7 +103,7 @@ def cudnn_obstacle(
     return None
 
 
-def _capability() -> float | None:
+def _compute_capability() -> float | None:
     """The compute capability of the default device, None if it is no NVIDIA GPU."""
     found = str(getattr(jax.devices()[0], "compute_capability", ""))
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else None

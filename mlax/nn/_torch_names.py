@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import jax
 
-_HERE = {
+_EQUIVALENTS = {
     "AvgPool": "nn.MeanPool",
     "AdaptiveAvgPool": "nn.AdaptivePool, or nn.GlobalPool for one number a channel",
     "AdaptiveMaxPool": 'nn.AdaptivePool(size, by="max")',
@@ -26,7 +26,7 @@ _HERE = {
 }
 
 
-def no_such_layer(name: str, names: Iterable[str]) -> str:
+def missing_layer_message(name: str, names: Iterable[str]) -> str:
     """The words for a name that `mlax.nn` lacks, with what there is in its place."""
     names = list(names)
     plain, axes = re.fullmatch(r"(.*?)([123]d)?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
@@ -35,8 +35,8 @@ def no_such_layer(name: str, names: Iterable[str]) -> str:
         advice = "write nn.ChannelDropout."
     elif axes and plain in names:
         advice = f"nn.{plain} takes any number of axes."
-    elif plain in _HERE:
-        advice = f"write {_HERE[plain]}."
+    elif plain in _EQUIVALENTS:
+        advice = f"write {_EQUIVALENTS[plain]}."
     elif name.endswith("Loss"):
         advice = "a loss is a function, one of optax say, which the objective of train.step calls."
     elif name.replace("_", "").lower() in functions:

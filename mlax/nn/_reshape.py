@@ -1,12 +1,14 @@
-"""Flatten and Reshape: the same numbers in another shape."""
+"""Flatten, Reshape and Patches."""
 
 import math
+from dataclasses import KW_ONLY
 
 import jax
 from jax import lax
 
 from mlax._jax import explicit_sharding
 from mlax.core import Layer, frozen
+from mlax.ops import Padding, Sizes, parse_layout, patches, resolve_windows
 
 
 @frozen
@@ -64,3 +66,37 @@ class Reshape(Layer):
                 f"{self.shape}; pass sizes whose product is that."
             )
         return tuple(rest if size == -1 else size for size in self.shape)
+
+
+@frozen
+class Patches(Layer):
+    """Copy the elements of each window into one vector of features.
+
+    (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. Windows lie side by side unless
+    `strides` says otherwise. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so
+    that a `Linear` on patches is that `Conv`, its kernel flattened. `padding`, `dilation`, `layout`: as in `Conv`.
+    """
+
+    window: Sizes
+    _: KW_ONLY
+    strides: Sizes | None = None  # None: the window's size
+    padding: Padding = "VALID"
+    dilation: Sizes = 1
+    layout: str = "channel_last"
+
+    def init(self, rng, x):
+        axes = parse_layout(f"{self}", self.layout, x)
+        strides = self.window if self.strides is None else self.strides
+        resolve_windows(f"{self}", x, axes, self.window, strides, self.padding, self.dilation)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y = patches(
+            x,
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            layout=self.layout,
+        )
+        return y, non_trainables

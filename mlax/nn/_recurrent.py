@@ -1,0 +1,399 @@
+"""Recurrent cells, and stacked and bidirectional recurrent layers."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY
+from typing import Any, Literal, Self
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import PrecisionLike
+
+from mlax import ops
+from mlax.core import (
+    Composite,
+    CompositeCell,
+    DType,
+    Initializer,
+    Layer,
+    Normal,
+    Recurrent,
+    Size,
+    Sub,
+    Zeros,
+    frozen,
+    lecun,
+    with_fields,
+)
+from mlax.nn._conv import Conv
+from mlax.nn._linear import Linear, Scaler
+from mlax.ops import Sizes
+
+
+@frozen
+class RNNCell(CompositeCell):
+    """`h' = activation(input(x) + recurrent(h))`, and `y = h'`.
+
+    (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x.
+    Parts: input, a Linear (d, features); recurrent, one of (features, features) without a bias.
+    Elman 1990, https://doi.org/10.1207/s15516709cog1402_1.
+    """
+
+    features: Size
+    _: KW_ONLY
+    activation: Literal["tanh", "relu"] = "tanh"
+    bias: bool = True
+    kernel_init: Initializer = lecun()
+    recurrent_init: Initializer = lecun()
+    bias_init: Initializer = Zeros()
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def __post_init__(self):
+        if self.activation not in ("tanh", "relu"):
+            raise ValueError(f"{self}: activation is {self.activation!r}, but must be 'tanh' or 'relu'.")
+
+    def parts(self):
+        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
+        return {
+            "input": Linear(
+                self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
+            "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+        }
+
+    def start(self, x):
+        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+
+    def ahead(self, sub, x):
+        return sub.input(x)
+
+    def feedback(self, sub, carry):
+        return sub.recurrent(carry)
+
+    def step(self, sub, carry, ahead):
+        h = lax.tanh(ahead) if self.activation == "tanh" else lax.max(ahead, jnp.zeros_like(ahead))
+        return h, h
+
+
+@frozen
+class MGUCell(CompositeCell):
+    """One gate `f` both forgets and blends: `y = h' = (1 - f) h + f n`, with `n = tanh(W x + b + U (f h))`.
+
+    (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. https://arxiv.org/abs/1603.09420
+    Parts: input, a Linear (d, 2 features) for f and n; recurrent and candidate, each a Linear (features, features)
+    without a bias, for f and for n.
+    """
+
+    features: Size
+    _: KW_ONLY
+    bias: bool = True
+    kernel_init: Initializer = lecun()
+    recurrent_init: Initializer = lecun()
+    bias_init: Initializer = Zeros()
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def parts(self):
+        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
+        return {
+            "input": Linear(
+                2 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
+            "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+            "candidate": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+        }
+
+    def start(self, x):
+        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+
+    def ahead(self, sub, x):
+        return sub.input(x)
+
+    def step(self, sub, carry, ahead):
+        f, n = jnp.split(ahead, 2, -1)
+        f = lax.logistic(f + sub.recurrent(carry))
+        h = ops.blend(f, lax.tanh(n + sub.candidate(f * carry)), carry)
+        return h, h
+
+
+@frozen
+class GRUCell(CompositeCell):
+    """A gate z blends the old h with a candidate n, for which a gate r may forget it: `y = h' = z h + (1 - z) n`.
+
+    (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. `reset` says where r acts:
+    - "after" the product, `n = tanh(W x + b + r (U h + c))`, as cuDNN and PyTorch have it;
+    - "before" it, `n = tanh(W x + b + U (r h))`, equation 8 of https://arxiv.org/abs/1406.1078.
+    Parts: input, a Linear (d, 3 features) for r, z and n. "after": recurrent, a Linear (features, 3 features).
+    "before": recurrent, a Linear (features, 2 features) for r and z, and candidate, (features, features), no biases.
+    """
+
+    features: Size
+    _: KW_ONLY
+    reset: Literal["after", "before"] = "after"
+    bias: bool = True
+    kernel_init: Initializer = lecun()
+    recurrent_init: Initializer = lecun()
+    bias_init: Initializer = Zeros()
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def __post_init__(self):
+        if self.reset not in ("after", "before"):
+            raise ValueError(f"{self}: reset is {self.reset!r}, but must be 'after' or 'before' (the product).")
+
+    def parts(self):
+        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
+        parts = {
+            "input": Linear(
+                3 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            )
+        }
+        if self.reset == "after":
+            recurrent = Linear(
+                3 * self.features, bias=self.bias, kernel_init=self.recurrent_init, bias_init=self.bias_init, **shared
+            )
+            return {**parts, "recurrent": recurrent}
+        return {
+            **parts,
+            "recurrent": Linear(2 * self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+            "candidate": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+        }
+
+    def start(self, x):
+        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+
+    def ahead(self, sub, x):
+        return sub.input(x)
+
+    def step(self, sub, carry, ahead):
+        if self.reset == "after":
+            h = ops.gru(ahead, sub.recurrent(carry), carry)
+            return h, h
+        gates, n = jnp.split(ahead, (2 * self.features,), -1)
+        r, z = jnp.split(lax.logistic(gates + sub.recurrent(carry)), 2, -1)
+        h = ops.blend(z, carry, lax.tanh(n + sub.candidate(r * carry)))
+        return h, h
+
+
+@frozen
+class ForgetBias(Initializer):
+    """`value` for the forget gate, the second of four, and zero for the others: memories last from the start.
+
+    https://proceedings.mlr.press/v37/jozefowicz15.html
+    """
+
+    value: float = 1.0
+
+    def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
+        gate = shape[-1] // 4
+        return jnp.zeros(shape, dtype).at[..., gate : 2 * gate].set(self.value)
+
+
+@frozen
+class LSTMCell(CompositeCell):
+    """Gates decide what a memory c keeps, takes in and shows: `c' = f c + i u`, and `y = h' = o tanh(c')`.
+
+    ((h, c), x) to ((h, c), y): c (b, features), h and y (b, features) or, with a `projection`, (b, projection),
+    x (b, d), in the dtype of x. The gates i, f and o are sigmoids and u a tanh of `input(x) + recurrent(h)`.
+    Parts: input, a Linear (d, 4 features) for i, f, u, o in turn; recurrent, one of (h's width, 4 features) without
+    a bias. https://doi.org/10.1162/neco.1997.9.8.1735, https://doi.org/10.1162/089976600300015015.
+    - `peephole`: i and f see c, and o sees c', by parts peep_i, peep_f and peep_o, each a Scaler (features,).
+      https://www.jmlr.org/papers/v3/gers02a.html
+    - `projection`: h' is multiplied by the part project, a Linear (features, projection) without a bias.
+      https://arxiv.org/abs/1402.1128
+    """
+
+    features: Size
+    _: KW_ONLY
+    peephole: bool = False
+    projection: int | None = None
+    bias: bool = True
+    kernel_init: Initializer = lecun()
+    recurrent_init: Initializer = lecun()
+    bias_init: Initializer = ForgetBias()
+    peephole_init: Initializer = Normal(0.1)
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def __post_init__(self):
+        if self.projection is not None and not 0 < self.projection <= self.features:
+            raise ValueError(
+                f"{self}: projection is {self.projection}, but must be from 1 to features, {self.features}; "
+                "for a wider output put a Linear after the Recurrent."
+            )
+
+    def parts(self):
+        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
+        parts = {
+            "input": Linear(
+                4 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
+            "recurrent": Linear(4 * self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+        }
+        if self.peephole:
+            peep = Scaler(scale_init=self.peephole_init, param_dtype=self.param_dtype)
+            parts |= {"peep_i": peep, "peep_f": peep, "peep_o": peep}
+        if self.projection is not None:
+            parts["project"] = Linear(self.projection, bias=False, kernel_init=self.kernel_init, **shared)
+        return parts
+
+    def start(self, x):
+        def zeros(width):
+            return jnp.zeros((*x.shape[:-1], width), x.dtype)
+
+        return zeros(self.projection or self.features), zeros(self.features)
+
+    def ahead(self, sub, x):
+        return sub.input(x)
+
+    def feedback(self, sub, carry):
+        return sub.recurrent(carry[0])
+
+    def step(self, sub, carry, ahead):
+        c = carry[1]
+        if self.peephole:
+            i, f, u, o = jnp.split(ahead, 4, -1)
+            c = ops.lstm_memory(i + sub.peep_i(c), f + sub.peep_f(c), u, c)
+            h = ops.lstm_output(o + sub.peep_o(c), c)
+        else:
+            c, h = ops.lstm(ahead, c)
+        if self.projection is not None:
+            h = sub.project(h)
+        return (h, c), h
+
+
+@frozen
+class ConvLSTMCell(CompositeCell):
+    """An LSTM whose h and c have spatial axes, and whose gates see windows of x and of h.
+
+    ((h, c), x) to ((h, c), y): x (b, *spatial, channels), the others (b, *spatial, features), in the dtype of x; as
+    many spatial axes as x has, padded so that they keep their sizes. Parts: input, a Conv to 4 features for i, f, u
+    and o in turn; recurrent, another without a bias. https://arxiv.org/abs/1506.04214, equation 3, without peepholes.
+    """
+
+    features: Size
+    _: KW_ONLY
+    window: Sizes = 3
+    bias: bool = True
+    kernel_init: Initializer = lecun()
+    recurrent_init: Initializer = lecun()
+    bias_init: Initializer = ForgetBias()
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's own
+
+    def parts(self):
+        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
+        wide = 4 * self.features
+        return {
+            "input": Conv(
+                wide, self.window, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+            ),
+            "recurrent": Conv(wide, self.window, bias=False, kernel_init=self.recurrent_init, **shared),
+        }
+
+    def start(self, x):
+        zeros = jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+        return zeros, zeros
+
+    def ahead(self, sub, x):
+        return sub.input(x)
+
+    def feedback(self, sub, carry):
+        return sub.recurrent(carry[0])
+
+    def step(self, sub, carry, ahead):
+        c, h = ops.lstm(ahead, carry[1])
+        return (h, c), h
+
+
+@frozen
+class Bidirectional(Composite):
+    """The outputs of `forward` and of `backward`, each reading x from its own end, side by side on the last axis.
+
+    x (b, t, ...) to y (b, t, ..., forward's width + backward's), in the dtype of x. `backward` is a `Recurrent`
+    with `reverse=True`. Both take the carry, or the lengths, or neither: the input is then like theirs, (x, lengths)
+    say, but with a pair of carries, and the output (carries, y).
+    """
+
+    forward: Recurrent
+    backward: Recurrent
+
+    def __post_init__(self):
+        for name, part, reverse in (("forward", self.forward, False), ("backward", self.backward, True)):
+            if not isinstance(part, Recurrent) or part.reverse is not reverse:
+                raise ValueError(f"Bidirectional: {name} is {part!r}, but must be a Recurrent with reverse={reverse}.")
+        for field in ("axis", "carry", "lengths"):
+            if getattr(self.forward, field) != getattr(self.backward, field):
+                raise ValueError(f"Bidirectional: forward and backward differ in `{field}`; give both the same.")
+
+    def wire(self, sub: Sub, x: Any) -> Any:
+        if not self.forward.carry:
+            return jnp.concatenate([sub.forward(x), sub.backward(x)], -1)
+        (ahead, back), *rest = x
+        ahead, y = sub.forward((ahead, *rest))
+        back, z = sub.backward((back, *rest))
+        return (ahead, back), jnp.concatenate([y, z], -1)
+
+
+@frozen
+class Stacked(Composite):
+    """Apply each layer to the output of the one below it, and hand the carries and lengths to those that take them.
+
+    x (b, t, ...) to what the last layer gives. With `lengths=True` the input is (x, lengths); with `carry=True` it is
+    (carries, x) or (carries, x, lengths), a tuple with one carry for each recurrent layer, and the output
+    (carries, y). The recurrent layers, each `Recurrent` or `Bidirectional`, must all be built for the same. Between
+    them may stand any others, `Dropout` say. Parts: layer_0, layer_1 and so on. Without carries and lengths, `Series`
+    does the same.
+    """
+
+    layers: tuple[Layer, ...]
+    carry: bool = False
+    lengths: bool = False
+
+    def __init__(self, *layers: Layer, carry: bool = False, lengths: bool = False):
+        object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "carry", carry)
+        object.__setattr__(self, "lengths", lengths)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            inner = _recurrent_of(layer)
+            if inner is not None and (inner.carry, inner.lengths) != (self.carry, self.lengths):
+                raise ValueError(
+                    f"Stacked: carry={self.carry} and lengths={self.lengths}, but a layer has carry={inner.carry} and "
+                    f"lengths={inner.lengths}; give all the same."
+                )
+
+    def parts(self) -> Mapping[str, Layer]:
+        return {f"layer_{place}": layer for place, layer in enumerate(self.layers)}
+
+    def with_parts(self, parts: Mapping[str, Layer]) -> Self:
+        return with_fields(self, layers=tuple({**self.parts(), **parts}.values()))
+
+    def wire(self, sub: Sub, x: Any) -> Any:
+        given, *lengths = x[self.carry :] if self.carry or self.lengths else (x,)
+        before, after = iter(x[0]) if self.carry else None, []
+        for layer, part in zip(self.layers, sub, strict=True):
+            if _recurrent_of(layer) is None:
+                given = part(given)
+            elif before is None:
+                given = part((given, *lengths) if lengths else given)
+            else:
+                carry, given = part((next(before), given, *lengths))
+                after.append(carry)
+        return (tuple(after), given) if self.carry else given
+
+    def __repr__(self) -> str:
+        told = [f"{name}=True" for name in ("carry", "lengths") if getattr(self, name)]
+        return f"Stacked({', '.join([*map(repr, self.layers), *told])})"
+
+
+def _recurrent_of(layer: Layer) -> Recurrent | None:
+    layer = layer.forward if isinstance(layer, Bidirectional) else layer
+    return layer if isinstance(layer, Recurrent) else None
