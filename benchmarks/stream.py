@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
         return losses.mean(-1), new
 
-    step = train.step(objective, optim.AdamW(1e-4, rounding=optim.Master()))
+    step = train.step(objective, optim.AdamW(1e-4, rounding=optim.MasterWeights()))
     draws = np.random.default_rng(0)
     tokens = draws.zipf(1.5, (options.steps, options.batch, options.length + 1)) % options.vocabulary
     variables = model.init(jax.random.key(0), tokens[0, :, :-1].astype(np.int32))

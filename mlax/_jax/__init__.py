@@ -19,7 +19,7 @@ from mlax._jax._name_stack import fused_op_names, layer_path, path_of, scopes_of
 from mlax._jax._private import with_weak_type
 from mlax._jax._random import abstract_key, constant, name_hash, named_key, sample
 from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, time_vmap
-from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like
+from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like, with_auto_axes
 from mlax._jax._trees import (
     at_least_float32,
     cast_scalar,
@@ -69,6 +69,7 @@ __all__ = [
     "tree_add",
     "tree_vdot",
     "widest_dtype",
+    "with_auto_axes",
     "with_jvps",
     "with_weak_type",
     "write_slice",

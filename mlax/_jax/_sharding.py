@@ -1,6 +1,6 @@
 """Shard new arrays like the arrays they are combined with."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -46,6 +46,23 @@ def is_unsharded_cpu(x: Any) -> bool:
     """Whether JAX computes on a CPU, and `x` lies on no mesh over whose axes it is or may be split."""
     sharding = jax.typeof(x).sharding
     return jax.default_backend() == "cpu" and not sharding.mesh.auto_axes and not any(sharding.spec)
+
+
+def with_auto_axes(function: Callable[..., Any], *arrays: Any, like: Any) -> Any:
+    """`function(*arrays)`, a tree of arrays sharded like those of `like`, with the sharding in between left to XLA.
+
+    Explicit axes need an `out_sharding` for each product; here GSPMD chooses.
+    """
+    shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves((arrays, like))]
+    names = {name for sharding in shardings for entry in sharding.spec for name in _axis_names(entry)}
+    if not names:
+        return function(*arrays)
+    out_sharding = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
+    return jax.sharding.auto_axes(function, axes=tuple(sorted(names)), out_sharding=out_sharding)(*arrays)
+
+
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _varying_axes(leaf: Any) -> frozenset[Any]:

@@ -1,45 +1,25 @@
 """Optimizers: frozen descriptions with a guaranteed structure and guaranteed dtypes, and the schedules they follow."""
 
-from mlax.optim._accumulate import Accumulate
-from mlax.optim._adabelief import AdaBelief
-from mlax.optim._adadelta import Adadelta
 from mlax.optim._adafactor import Adafactor
-from mlax.optim._adagrad import Adagrad
-from mlax.optim._adam import Adam
-from mlax.optim._adamw import AdamW
-from mlax.optim._ademamix import AdEMAMix
-from mlax.optim._amsgrad import AMSGrad
-from mlax.optim._around import Around
-from mlax.optim._average import Average
+from mlax.optim._adam import LAMB, AdaBelief, Adam, AdamW, AdEMAMix, AMSGrad, NAdam, RAdam
+from mlax.optim._averaging import Average, Lookahead
+from mlax.optim._base import Leafwise, Optimizer
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
-from mlax.optim._decay import Decay
-from mlax.optim._freeze import Freeze
-from mlax.optim._groups import Groups
-from mlax.optim._lamb import LAMB
-from mlax.optim._lars import LARS
+from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates
+from mlax.optim._hyperparams import Beta, NonNegative, Rate
+from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
+from mlax.optim._hyperparams import hyperparams_at as hyperparams_at
 from mlax.optim._lbfgs import LBFGS
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._lion import Lion
-from mlax.optim._lookahead import Lookahead
 from mlax.optim._muon import Muon
-from mlax.optim._nadam import NAdam
-from mlax.optim._numbers import Amount, Beta, Rate, ranges, values_of
 from mlax.optim._optax import FromOptax, from_optax, to_optax
-from mlax.optim._optimizer import Optimizer
 from mlax.optim._packing import Packing
-from mlax.optim._plateau import Plateau
-from mlax.optim._radam import RAdam
-from mlax.optim._rates import LayerwiseRates, Rates
-from mlax.optim._rmsprop import RMSProp
-from mlax.optim._rounding import Kahan, Master, Nearest, Rounding, Stochastic
-from mlax.optim._sam import SAM
+from mlax.optim._rounding import KahanSummation, MasterWeights, Rounding, RoundToNearest, StochasticRounding
 from mlax.optim._schedule_free import ScheduleFree
-from mlax.optim._sgd import SGD
-from mlax.optim._skip_non_finite import SkipNonFinite
-from mlax.optim._slot import Slot
+from mlax.optim._sgd import LARS, SGD, Adadelta, Adagrad, Lion, RMSProp
+from mlax.optim._slots import OptimizerState, Slot
 from mlax.optim._soap import SOAP
-from mlax.optim._sophia_g import SophiaG
-from mlax.optim._state import State
+from mlax.optim._sophia import SophiaG
+from mlax.optim._wrappers import SAM, Accumulate, Decay, OptimizerWrapper, Plateau, SkipNonFinite
 from mlax.optim.schedules import *  # noqa: F403
 from mlax.optim.schedules import __all__ as _schedules
 
@@ -54,8 +34,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Adagrad",
     "Adam",
     "AdamW",
-    "Amount",
-    "Around",
     "Average",
     "Beta",
     "ClipAdaptive",
@@ -66,7 +44,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Freeze",
     "FromOptax",
     "Groups",
-    "Kahan",
+    "KahanSummation",
     "LAMB",
     "LARS",
     "LBFGS",
@@ -74,17 +52,20 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Leafwise",
     "Lion",
     "Lookahead",
-    "Master",
+    "MasterWeights",
     "Muon",
     "NAdam",
-    "Nearest",
+    "NonNegative",
     "Optimizer",
+    "OptimizerState",
+    "OptimizerWrapper",
     "Packing",
     "Plateau",
     "RAdam",
     "RMSProp",
     "Rate",
     "Rates",
+    "RoundToNearest",
     "Rounding",
     "SAM",
     "SGD",
@@ -93,8 +74,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "SkipNonFinite",
     "Slot",
     "SophiaG",
-    "State",
-    "Stochastic",
+    "StochasticRounding",
     "from_optax",
     "to_optax",
 ]

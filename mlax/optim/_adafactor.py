@@ -5,11 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Rate
-from mlax.optim._patterns import Patterns
-from mlax.optim._slot import Slot
+from mlax.optim._base import Leafwise
+from mlax.optim._hyperparams import NonNegative, Patterns, Rate
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average
 
 
 @frozen
@@ -23,11 +22,11 @@ class Adafactor(Leafwise):
     """
 
     rate: Rate = 0.01
-    power: Amount = 0.8
-    eps: Amount | None = None  # None: that of the dtype
-    scale_eps: Amount = 1e-3
-    clip: Amount = 1.0
-    decay: Amount = 0.0
+    power: NonNegative = 0.8
+    eps: NonNegative | None = None  # None: that of the dtype
+    scale_eps: NonNegative = 1e-3
+    clip: NonNegative = 1.0
+    decay: NonNegative = 0.0
     decayed: Patterns | None = None
     smallest: int = 1
 
@@ -47,12 +46,12 @@ class Adafactor(Leafwise):
         new = 1 - (now.t**-now.power).astype(g.dtype)  # how much of the old stays
         square = g * g
         if "square" in slots:
-            kept = {"square": average(slots["square"], square, new)}
+            kept = {"square": moving_average(slots["square"], square, new)}
             estimate = kept["square"]
         else:
             row, column = self._factored(w.shape) or (0, 1)
-            rows = average(slots["rows"], jnp.mean(square, column), new)
-            columns = average(slots["columns"], jnp.mean(square, row), new)
+            rows = moving_average(slots["rows"], jnp.mean(square, column), new)
+            columns = moving_average(slots["columns"], jnp.mean(square, row), new)
             kept = {"rows": rows, "columns": columns}
             size = jnp.mean(rows, row - (column < row), keepdims=True)
             share = rows / jnp.maximum(size, eps)

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 
 from mlax._jax import cast_scalar, tree_vdot
 from mlax.core import frozen
-from mlax.optim._around import Around
-from mlax.optim._norms import norm
-from mlax.optim._numbers import Amount
-from mlax.optim._optimizer import Flat
+from mlax.optim._base import ByPath
+from mlax.optim._hyperparams import NonNegative
+from mlax.optim._trees import norm
+from mlax.optim._wrappers import OptimizerWrapper
 
 
 @frozen
-class ClipValue(Around):
+class ClipValue(OptimizerWrapper):
     """Each number of a gradient between -`limit` and `limit`."""
 
     elementwise = True
-    limit: Amount = 1.0
+    limit: NonNegative = 1.0
 
     def advance(self, now, grads, weights, slots):
         limit = now.numbers(self)["limit"]
@@ -25,10 +25,10 @@ class ClipValue(Around):
 
 
 @frozen
-class ClipNorm(Around):
+class ClipNorm(OptimizerWrapper):
     """Each leaf of the gradient scaled down to the norm `limit`, if its own is larger."""
 
-    limit: Amount = 1.0
+    limit: NonNegative = 1.0
 
     def advance(self, now, grads, weights, slots):
         limit = now.numbers(self)["limit"]
@@ -37,14 +37,14 @@ class ClipNorm(Around):
 
 
 @frozen
-class ClipGlobalNorm(Around):
+class ClipGlobalNorm(OptimizerWrapper):
     """The whole gradient scaled down to the norm `limit`, if its own is larger.
 
     https://proceedings.mlr.press/v28/pascanu13.html
     """
 
     elementwise = True  # but for the norm, which `now.total` sees to
-    limit: Amount = 1.0
+    limit: NonNegative = 1.0
 
     def advance(self, now, grads, weights, slots):
         size = jnp.sqrt(now.total(tree_vdot(grads, grads)))
@@ -54,15 +54,15 @@ class ClipGlobalNorm(Around):
 
 
 @frozen
-class ClipAdaptive(Around):
+class ClipAdaptive(OptimizerWrapper):
     """The gradient of each output scaled down to `limit` times the norm of its weights, that being at least `eps`.
 
     An output is a place on the last axis of a leaf of two axes, on the first of one of more, as kernels lie; a vector
     counts as a whole. Equation 3 of https://arxiv.org/abs/2102.06171
     """
 
-    limit: Amount = 0.01
-    eps: Amount = 1e-3
+    limit: NonNegative = 0.01
+    eps: NonNegative = 1e-3
 
     def advance(self, now, grads, weights, slots):
         numbers = now.numbers(self)
@@ -71,7 +71,7 @@ class ClipAdaptive(Around):
             most = cast_scalar(numbers["limit"], g) * jnp.maximum(_by_output(w), cast_scalar(numbers["eps"], g))
             return g * _shrink(_by_output(g), most)
 
-        changed: Flat = {path: clipped(g, weights[path]) for path, g in grads.items()}
+        changed: ByPath = {path: clipped(g, weights[path]) for path, g in grads.items()}
         return self.optimizer.advance(now, changed, weights, slots)
 
 

@@ -10,11 +10,11 @@ from jax import lax
 
 from mlax._jax import tree_vdot
 from mlax.core import DType, frozen
-from mlax.optim._layout import Policy
-from mlax.optim._numbers import Beta, Rate
-from mlax.optim._optimizer import Advanced, Flat, Optimizer
-from mlax.optim._rounding import Nearest, Rounding
-from mlax.optim._slot import Slot
+from mlax.optim._base import ByPath, Optimizer, StepResult
+from mlax.optim._hyperparams import Beta, Rate
+from mlax.optim._rounding import Rounding, RoundToNearest
+from mlax.optim._slot_layout import LeafPolicy
+from mlax.optim._slots import Slot
 
 Leaf = dict[str, jax.Array]
 
@@ -38,10 +38,10 @@ class LBFGS(Optimizer):
     slope: Beta = 0.9
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
     slot_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), kw_only=True)
-    rounding: Rounding = dataclasses.field(default=Nearest(), kw_only=True)
+    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
 
     def policy(self, path):
-        return Policy(self.accum_dtype, self.slot_dtypes, self.rounding)
+        return LeafPolicy(self.accum_dtype, self.slot_dtypes, self.rounding)
 
     def slots(self, path, w):
         several = Slot((None, *range(len(w.shape))), (self.history,))
@@ -57,9 +57,9 @@ class LBFGS(Optimizer):
         length = self._length(now, weights, way, slope)
         move = {path: length.astype(leaf.dtype) * leaf for path, leaf in way.items()}
         after = {"step": slots["step"], "steps": steps, "changes": changes, "gradient": dict(grads), "move": move}
-        return Advanced({path: weights[path] + leaf for path, leaf in move.items()}, after)
+        return StepResult({path: weights[path] + leaf for path, leaf in move.items()}, after)
 
-    def _remembered(self, now: Any, grads: Flat, slots: Mapping[str, Any]) -> tuple[Leaf, Leaf]:
+    def _remembered(self, now: Any, grads: ByPath, slots: Mapping[str, Any]) -> tuple[Leaf, Leaf]:
         """The memory with the last step in it, the newest first, unless its curvature was not positive."""
         change = {path: g - slots["gradient"][path] for path, g in grads.items()}
         move = {path: slots["move"][path] for path in grads}
@@ -74,7 +74,7 @@ class LBFGS(Optimizer):
             {path: pushed(slots["changes"][path], leaf) for path, leaf in change.items()},
         )
 
-    def _length(self, now: Any, weights: Flat, way: Leaf, slope: jax.Array) -> jax.Array:
+    def _length(self, now: Any, weights: ByPath, way: Leaf, slope: jax.Array) -> jax.Array:
         numbers = now.numbers(self)
         first = jnp.asarray(numbers["rate"]).astype(slope.dtype)
         if self.search == 0:
@@ -91,10 +91,10 @@ class LBFGS(Optimizer):
         # before anything is known of the curvature, a step no longer than 1
         first = jnp.where(now.step == 0, jnp.minimum(first, 1 / jnp.sqrt(tree_vdot(way, way) + 1e-30)), first)
         start = now.value.astype(slope.dtype) if now.value is not None else at(jnp.zeros_like(slope))[0]
-        return _searched(at, start, slope, first, self.search, numbers["decrease"], numbers["slope"])
+        return _line_search(at, start, slope, first, self.search, numbers["decrease"], numbers["slope"])
 
 
-def _searched(
+def _line_search(
     at: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     start: jax.Array,
     slope: jax.Array,
@@ -127,28 +127,28 @@ def _searched(
     return jnp.where(done, length, best)
 
 
-def _direction(grads: Flat, steps: Leaf, changes: Leaf) -> Leaf:
+def _direction(grads: ByPath, steps: Leaf, changes: Leaf) -> Leaf:
     """Minus the inverse curvature times the gradient: the two loops, from the newest step to the oldest and back."""
 
     def down(way: Leaf, pair: tuple[Leaf, Leaf]) -> tuple[Leaf, jax.Array]:
         step, change = pair
-        part = _over(tree_vdot(step, way), tree_vdot(step, change))
+        part = _safe_divide(tree_vdot(step, way), tree_vdot(step, change))
         return {path: leaf - part.astype(leaf.dtype) * change[path] for path, leaf in way.items()}, part
 
     def up(way: Leaf, pair: tuple[Leaf, Leaf, jax.Array]) -> tuple[Leaf, None]:
         step, change, part = pair
-        part = part - _over(tree_vdot(change, way), tree_vdot(step, change))
+        part = part - _safe_divide(tree_vdot(change, way), tree_vdot(step, change))
         return {path: leaf + part.astype(leaf.dtype) * step[path] for path, leaf in way.items()}, None
 
     way, parts = lax.scan(down, dict(grads), (steps, changes))
     step, change = ({path: leaf[0] for path, leaf in leaves.items()} for leaves in (steps, changes))
     bend, size = tree_vdot(step, change), tree_vdot(change, change)
-    scale = jnp.where(size > 0, _over(bend, size), 1.0)
+    scale = jnp.where(size > 0, _safe_divide(bend, size), 1.0)
     way = {path: scale.astype(leaf.dtype) * leaf for path, leaf in way.items()}
     way, _ = lax.scan(up, way, (steps, changes, parts), reverse=True)
     return {path: -leaf for path, leaf in way.items()}
 
 
-def _over(above: jax.Array, below: jax.Array) -> jax.Array:
+def _safe_divide(above: jax.Array, below: jax.Array) -> jax.Array:
     """The quotient, and zero where nothing is remembered."""
     return jnp.where(below > 0, above / jnp.where(below > 0, below, 1.0), 0.0)

@@ -4,16 +4,13 @@ import math
 
 import jax
 
+from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
-from mlax.optim._adamw import AdamW
-from mlax.optim._freely import freely
-from mlax.optim._leafwise import Leafwise, chosen
-from mlax.optim._moving_average import average
-from mlax.optim._norms import norm
-from mlax.optim._numbers import Amount, Beta, Rate
-from mlax.optim._optimizer import Advanced, Optimizer, among, check_inside
-from mlax.optim._patterns import Patterns
-from mlax.optim._slot import Slot
+from mlax.optim._adam import AdamW
+from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, matches_any, subset
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average, norm
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/posts/muon
 
@@ -32,14 +29,14 @@ class Muon(Leafwise):
     momentum: Beta = 0.95
     nesterov: bool = True
     steps: int = 5
-    decay: Amount = 0.1
+    decay: NonNegative = 0.1
     matrices: Patterns | None = None
     rest: Optimizer = AdamW(3e-4)
     newton_dtype: DType = None  # None: that of the arithmetic
 
     def __post_init__(self):
         super().__post_init__()
-        check_inside(self, self.rest)
+        check_wrappable(self, self.rest)
 
     def patterns(self):
         return (*self.stacked, *(self.matrices or ()), *self.rest.patterns())
@@ -64,22 +61,22 @@ class Muon(Leafwise):
     def advance(self, now, grads, weights, slots):
         mine = [path for path in grads if self._is_matrix(path)]
         others = [path for path in grads if path not in mine]
-        new, after = super().advance(now, among(grads, mine), among(weights, mine), slots)
-        rest, kept = self.rest.advance(now.without(self), among(grads, others), among(weights, others), slots)
+        new, after = super().advance(now, subset(grads, mine), subset(weights, mine), slots)
+        rest, kept = self.rest.advance(now.without(self), subset(grads, others), subset(weights, others), slots)
         merged = {
             name: {**after.get(name, {}), **leaves} if isinstance(leaves, dict) else leaves
             for name, leaves in kept.items()
         }
-        return Advanced({**new, **rest}, {**after, **merged})
+        return StepResult({**new, **rest}, {**after, **merged})
 
     def shared(self, now, scalars):
         return dict(scalars)
 
     def step(self, now, g, w, slots):
-        mean = average(slots["mean"], g, now.momentum)
-        step = average(g, mean, 1 - now.momentum) if self.nesterov else mean
+        mean = moving_average(slots["mean"], g, now.momentum)
+        step = moving_average(g, mean, 1 - now.momentum) if self.nesterov else mean
         outputs, inputs = (g.shape[1], g.shape[0]) if g.ndim == 2 else (g.shape[0], math.prod(g.shape[1:]))
-        step = freely(self._orthogonal, step, like=step) * math.sqrt(max(1.0, outputs / max(1, inputs)))
+        step = with_auto_axes(self._orthogonal, step, like=step) * math.sqrt(max(1.0, outputs / max(1, inputs)))
         return w - now.rate * now.decayed(step, w), {"mean": mean}
 
     def _orthogonal(self, x: jax.Array) -> jax.Array:
@@ -95,4 +92,4 @@ class Muon(Leafwise):
         return (matrix.T if tall else matrix).astype(x.dtype).reshape(x.shape)
 
     def _is_matrix(self, path: str) -> bool:
-        return chosen(self.matrices, path, ("kernel",))
+        return matches_any(self.matrices, path, ("kernel",))

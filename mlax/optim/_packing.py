@@ -79,7 +79,7 @@ class Packing:
                     f"Packing: the vector {name!r} is {signature(vectors[name])}, but must have {size} numbers; "
                     "pass what `pack` gave, or its gradient."
                 )
-            leaves: Any = _unjoined(tuple(shape for _, shape, _, _ in members), vectors[name])
+            leaves: Any = _split_vector(tuple(shape for _, shape, _, _ in members), vectors[name])
             found |= {path: leaf for (path, *_), leaf in zip(members, leaves, strict=True)}
         return self.structure.unflatten([found[path] for path, *_ in self.leaves])
 
@@ -89,18 +89,18 @@ class Packing:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unjoined(shapes: tuple[tuple[int, ...], ...], vector: jax.Array) -> list[jax.Array]:
+def _split_vector(shapes: tuple[tuple[int, ...], ...], vector: jax.Array) -> list[jax.Array]:
     """The parts of a vector, each in its shape. JAX's own gradient would add up one padded vector for each part."""
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
     return [part.reshape(shape) for part, shape in zip(jnp.split(vector, ends[:-1]), shapes, strict=True)]
 
 
-def _unjoined_fwd(shapes: Any, vector: jax.Array) -> tuple[list[jax.Array], None]:
-    return _unjoined(shapes, vector), None
+def _split_vector_fwd(shapes: Any, vector: jax.Array) -> tuple[list[jax.Array], None]:
+    return _split_vector(shapes, vector), None
 
 
-def _unjoined_bwd(shapes: Any, _: None, grads: list[jax.Array]) -> tuple[jax.Array]:
+def _split_vector_bwd(shapes: Any, _: None, grads: list[jax.Array]) -> tuple[jax.Array]:
     return (jnp.concatenate([g.reshape(-1) for g in grads]),)
 
 
-_unjoined.defvjp(_unjoined_fwd, _unjoined_bwd)
+_split_vector.defvjp(_split_vector_fwd, _split_vector_bwd)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._slot import Slot
+from mlax.optim._slots import Slot
 
 
 @frozen
@@ -34,7 +34,7 @@ class Rounding(abc.ABC):
 
 
 @frozen
-class Nearest(Rounding):
+class RoundToNearest(Rounding):
     """To the nearest number. A change smaller than half of the distance to the next one is lost."""
 
     def write(self, new, dtype, step, path, row=0):
@@ -42,7 +42,7 @@ class Nearest(Rounding):
 
 
 @frozen
-class Master(Rounding):
+class MasterWeights(Rounding):
     """To the nearest number, of weights that the slot `master` keeps in the wide dtype.
 
     https://arxiv.org/abs/1710.03740. The slot rules: weights that are replaced from outside need a new state.
@@ -61,7 +61,7 @@ class Master(Rounding):
 
 
 @frozen
-class Kahan(Rounding):
+class KahanSummation(Rounding):
     """To the nearest number, and what that lost is kept in the slot `remainder` and added the next time.
 
     The compensated summation of https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
@@ -79,7 +79,7 @@ class Kahan(Rounding):
 
 
 @frozen
-class Stochastic(Rounding):
+class StochasticRounding(Rounding):
     """Up or down at random, the nearer the likelier, so that the mean is exact: small changes add up.
 
     The draws follow from `seed`, the step, the path and the place in the leaf. https://arxiv.org/abs/2010.06192
@@ -89,10 +89,10 @@ class Stochastic(Rounding):
 
     def write(self, new, dtype, step, path, row=0):
         seed = zlib.crc32(f"{self.seed} {path}".encode())
-        return stochastically(new, dtype, scattered(new.shape, step, seed, row)), {}
+        return stochastic_round(new, dtype, hash_bits(new.shape, step, seed, row)), {}
 
 
-def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
+def stochastic_round(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
     """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits.
 
     Beyond the largest number, which has a neighbour on one side only, to the nearest: chance makes no infinity.
@@ -112,7 +112,7 @@ def stochastically(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
     return lax.select(lax.abs(x) <= float(narrow.max), rounded, x).astype(dtype)
 
 
-def scattered(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) -> jax.Array:
+def hash_bits(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) -> jax.Array:
     """32 bits for each place, which look random: a hash of the place, of the step and of the seed.
 
     `row` is where the first axis begins, in a larger array of which this is a piece.
@@ -124,10 +124,10 @@ def scattered(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) 
     for axis, size in enumerate(shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
         place = place if axis else place + jnp.asarray(row).astype(jnp.uint32)
-    return _hashed(_hashed(place ^ jnp.uint32(seed)) ^ _hashed(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
+    return _hash(_hash(place ^ jnp.uint32(seed)) ^ _hash(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
 
 
-def _hashed(x: jax.Array) -> jax.Array:
+def _hash(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
     return x ^ (x >> 15)

@@ -4,11 +4,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Beta, Numbers, Rate, values_of
-from mlax.optim._patterns import Patterns
-from mlax.optim._slot import Slot
+from mlax.optim._base import Leafwise
+from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate, hyperparams_at
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average
 
 
 @frozen
@@ -24,8 +23,8 @@ class ScheduleFree(Leafwise):
     rate: Rate
     b1: Beta = 0.9
     b2: Beta = 0.999
-    eps: Amount = 1e-8
-    decay: Amount = 0.0
+    eps: NonNegative = 1e-8
+    decay: NonNegative = 0.0
     decayed: Patterns | None = None
     warmup: int = 0
 
@@ -44,7 +43,7 @@ class ScheduleFree(Leafwise):
         return {"rate": rate, "largest": largest, "weight": weight, "share": share}
 
     def step(self, now, g, w, slots):
-        square = average(slots["square"], g * g, now.b2)
+        square = moving_average(slots["square"], g * g, now.b2)
         step = now.decayed(g / (lax.sqrt(square * now.debias(now.b2)) + now.eps), w)
         base = slots["base"] - now.rate * step
         # (1 - b1) * base + b1 * x, where x, as `shows` gives it, has gone its share of the way to the new base
@@ -53,5 +52,5 @@ class ScheduleFree(Leafwise):
         return y, {"base": base, "square": square}
 
     def shows(self, path, w, slots, step):
-        b1 = Numbers(step, values_of(self, step, {}), path, w.dtype).b1
+        b1 = Hyperparams(step, hyperparams_at(self, step, {}), path, w.dtype).b1
         return (w - (1 - b1) * slots["base"]) / b1

@@ -1,9 +1,13 @@
-"""SGD: stochastic gradient descent, with momentum or without."""
+"""SGD, LARS, Lion, RMSProp, Adagrad and Adadelta."""
+
+import jax.numpy as jnp
+from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._numbers import Beta, Rate
-from mlax.optim._slot import Slot
+from mlax.optim._base import Leafwise
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average, norm, trust_ratio
 
 
 @frozen
@@ -31,3 +35,129 @@ class SGD(Leafwise):
             return w - now.rate * g, {}
         m = now.momentum * slots["momentum"] + g
         return w - now.rate * (g + now.momentum * m if self.nesterov else m), {"momentum": m}
+
+
+@frozen
+class LARS(Leafwise):
+    """SGD with momentum at the rate `rate * trust * |w| / (|g| + decay * |w|)`, decay included, leaf by leaf.
+
+    Leaves that do not decay, biases and norms for the most part, keep the rate as it is. `decayed` as in `AdamW`.
+    Slot: momentum. Algorithm 1 of https://arxiv.org/abs/1708.03888
+    """
+
+    rate: Rate
+    momentum: Beta = 0.9
+    trust: NonNegative = 0.001
+    decay: NonNegative = 1e-4
+    decayed: Patterns | None = None
+
+    def keeps(self, path, w):
+        return {"momentum": Slot()}
+
+    def step(self, now, g, w, slots):
+        step = now.rate * g
+        if self._decays(now.path):
+            size = norm(w)
+            scale = trust_ratio(now.trust * size, norm(g), now.decay * size)
+            step = now.rate * scale * now.decayed(g, w)
+        m = now.momentum * slots["momentum"] + step
+        return w - m, {"momentum": m}
+
+
+@frozen
+class Lion(Leafwise):
+    """`w - rate * (sign(b1 * mean + (1 - b1) * g) + decay * w)`; one slot, mean, which averages by `b2`.
+
+    Its rate is 3 to 10 times smaller than Adam's, its decay as much larger. `decayed` as in `AdamW`.
+    Program 1 of https://arxiv.org/abs/2302.06675
+    """
+
+    elementwise = True
+    rate: Rate
+    b1: Beta = 0.9
+    b2: Beta = 0.99
+    decay: NonNegative = 0.0
+    decayed: Patterns | None = None
+
+    def keeps(self, path, w):
+        return {"mean": Slot()}
+
+    def step(self, now, g, w, slots):
+        step = lax.sign(moving_average(slots["mean"], g, now.b1))
+        return w - now.rate * now.decayed(step, w), {"mean": moving_average(slots["mean"], g, now.b2)}
+
+
+@frozen
+class RMSProp(Leafwise):
+    """`w - rate * g / (sqrt(square) + eps)`, where `square` is the moving average of the gradients' squares.
+
+    `centred` takes their variance instead; `momentum` adds up the steps. Slots: square; mean, if centred; momentum, if
+    there is one. https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf,
+    centred: equations 38 to 45 of https://arxiv.org/abs/1308.0850
+    """
+
+    elementwise = True
+    rate: Rate
+    b2: Beta = 0.99
+    eps: NonNegative = 1e-8
+    momentum: Beta = 0.0
+    centred: bool = False
+
+    def keeps(self, path, w):
+        kept = {"square": Slot(wide=True)}
+        kept |= {"mean": Slot(wide=True)} if self.centred else {}
+        return kept if self.momentum == 0 else {**kept, "momentum": Slot()}
+
+    def step(self, now, g, w, slots):
+        new = {"square": moving_average(slots["square"], g * g, now.b2)}
+        square = new["square"]
+        if self.centred:
+            new["mean"] = moving_average(slots["mean"], g, now.b2)
+            square = lax.max(
+                square - new["mean"] * new["mean"], jnp.zeros_like(square)
+            )  # rounding may make it negative
+        step = g / (lax.sqrt(square) + now.eps)
+        if "momentum" in slots:
+            step = new["momentum"] = now.momentum * slots["momentum"] + step
+        return w - now.rate * step, new
+
+
+@frozen
+class Adagrad(Leafwise):
+    """`w - rate * g / (sqrt(total) + eps)`, where `total` adds up the squares of the gradients, beginning at `start`.
+
+    Slot: total. https://jmlr.org/papers/v12/duchi11a.html
+    """
+
+    elementwise = True
+    rate: Rate
+    start: float = 0.0
+    eps: NonNegative = 1e-10
+
+    def keeps(self, path, w):
+        return {"total": Slot(start=self.start, wide=True)}
+
+    def step(self, now, g, w, slots):
+        total = slots["total"] + g * g
+        return w - now.rate * g / (lax.sqrt(total) + now.eps), {"total": total}
+
+
+@frozen
+class Adadelta(Leafwise):
+    """The gradient times the root of the mean square of past steps over that of past gradients.
+
+    Slots: square, of the gradients; change, the mean square of the steps. Algorithm 1 of https://arxiv.org/abs/1212.5701
+    """
+
+    elementwise = True
+    rate: Rate = 1.0
+    b2: Beta = 0.9
+    eps: NonNegative = 1e-6
+
+    def keeps(self, path, w):
+        return {"square": Slot(wide=True), "change": Slot(wide=True)}
+
+    def step(self, now, g, w, slots):
+        square = moving_average(slots["square"], g * g, now.b2)
+        step = lax.sqrt(slots["change"] + now.eps) / lax.sqrt(square + now.eps) * g
+        return w - now.rate * step, {"square": square, "change": moving_average(slots["change"], step * step, now.b2)}

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlax._jax import with_auto_axes
 from mlax.core import frozen
-from mlax.optim._adam import adam, quotient
-from mlax.optim._freely import freely
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Beta, Numbers, Rate
-from mlax.optim._patterns import Patterns
-from mlax.optim._slot import Slot
+from mlax.optim._adam import adam, adam_direction
+from mlax.optim._base import Leafwise
+from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average
 
 
 @frozen
@@ -33,8 +32,8 @@ class SOAP(Leafwise):
     rate: Rate
     b1: Beta = 0.95
     b2: Beta = 0.95
-    eps: Amount = 1e-8
-    decay: Amount = 0.01
+    eps: NonNegative = 1e-8
+    decay: NonNegative = 0.01
     decayed: Patterns | None = None
     every: int = 10
     largest: int = 10_000
@@ -61,16 +60,18 @@ class SOAP(Leafwise):
         def turned(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
             return self._turned(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
 
-        step, kept = freely(turned, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
+        step, kept = with_auto_axes(turned, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
         return jnp.where(now.step == 0, w, w - now.rate * now.decayed(step, w)), kept
 
     def _turned(
-        self, now: Numbers, g: jax.Array, slots: dict[str, jax.Array]
+        self, now: Hyperparams, g: jax.Array, slots: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step of a leaf with bases, and its slots."""
         shape, g = g.shape, g.reshape(g.shape[0], -1)
         products = {"left": lambda: g @ g.T, "right": lambda: g.T @ g}
-        sides = {name: average(slots[name], product(), now.b2) for name, product in products.items() if name in slots}
+        sides = {
+            name: moving_average(slots[name], product(), now.b2) for name, product in products.items() if name in slots
+        }
         bases = {name: slots[f"{name}_basis"] for name in sides}
         mean, square = slots["mean"].reshape(g.shape), slots["square"].reshape(g.shape)
 
@@ -79,11 +80,16 @@ class SOAP(Leafwise):
 
         def stepped() -> tuple[Any, ...]:
             later = dataclasses.replace(now, step=now.step - 1)
-            new_mean, new_square = average(mean, g, now.b1), average(square, _into(g, bases) ** 2, now.b2)
-            step = quotient(later, _into(new_mean, bases), new_square)
-            step = _into(step, {name: basis.T for name, basis in bases.items()})
+            new_mean, new_square = (
+                moving_average(mean, g, now.b1),
+                moving_average(square, _project(g, bases) ** 2, now.b2),
+            )
+            step = adam_direction(later, _project(new_mean, bases), new_square)
+            step = _project(step, {name: basis.T for name, basis in bases.items()})
             due = now.step % self.every == 0
-            refreshed = lax.cond(due, _refreshed, lambda square, bases, _: (square, bases), new_square, bases, sides)
+            refreshed = lax.cond(
+                due, _refresh_bases, lambda square, bases, _: (square, bases), new_square, bases, sides
+            )
             return step, new_mean, *refreshed
 
         step, mean, square, bases = lax.cond(now.step == 0, told, stepped)
@@ -91,7 +97,7 @@ class SOAP(Leafwise):
         return step.reshape(shape), kept | {f"{name}_basis": basis for name, basis in bases.items()}
 
 
-def _into(x: jax.Array, bases: dict[str, jax.Array]) -> jax.Array:
+def _project(x: jax.Array, bases: dict[str, jax.Array]) -> jax.Array:
     """`left' x right`, where a side that is missing is the identity."""
     x = bases["left"].T @ x if "left" in bases else x
     return x @ bases["right"] if "right" in bases else x
@@ -101,7 +107,7 @@ def _eigenbasis(side: jax.Array) -> jax.Array:
     return jnp.linalg.eigh(side)[1][:, ::-1]
 
 
-def _refreshed(square: jax.Array, bases: dict[str, jax.Array], sides: dict[str, jax.Array]) -> tuple[Any, Any]:
+def _refresh_bases(square: jax.Array, bases: dict[str, jax.Array], sides: dict[str, jax.Array]) -> tuple[Any, Any]:
     """The bases one power iteration on, sorted by the eigenvalues they say, and the squares in the same order."""
     new = {}
     for name, basis in bases.items():

@@ -1,10 +1,11 @@
-"""The leaves of the trees that an optimizer meets, by path, checked against each other."""
+"""Trainables by path, and arithmetic on their leaves."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
@@ -13,7 +14,7 @@ from mlax.core import short_repr, signature
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaves:
+class FlatTree:
     """The leaves of the trainables, by path."""
 
     owner: str
@@ -58,12 +59,12 @@ class Leaves:
         )
 
 
-def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
+def flatten_trainables(optimizer: Any, trainables: Any) -> FlatTree:
     """The trainables by path; a leaf that is no floating-point array is refused."""
     by_path = dict(leaves_with_paths(trainables, _is_spec))
     for path, leaf in by_path.items():
         if _is_spec(leaf):
-            by_path[path] = Shapeless(short_repr(optimizer))
+            by_path[path] = UnknownShape(short_repr(optimizer))
             continue
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | Tracer):
             raise TypeError(
@@ -77,11 +78,11 @@ def leaves_of(optimizer: Any, trainables: Any) -> Leaves:
                 "numbers "
                 "can be trained; keep it out of the trainables (`mlax.freeze` splits a tree)."
             )
-    return Leaves(short_repr(optimizer), by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
+    return FlatTree(short_repr(optimizer), by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
 
 
 @dataclasses.dataclass(frozen=True)
-class Shapeless:
+class UnknownShape:
     """A parameter of which only the path is known, as long as that is enough."""
 
     owner: str
@@ -93,7 +94,7 @@ class Shapeless:
         )
 
 
-def like(new: jax.Array, old: jax.Array) -> jax.Array:
+def cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` in the dtype, and as weak, as `old`."""
     new = new.astype(old.dtype)
     return with_weak_type(new) if jax.typeof(old).weak_type else new
@@ -101,3 +102,19 @@ def like(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec | Sharding)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """The root of the sum of squares."""
+    return lax.sqrt(jnp.sum(x * x, dtype=x.dtype))
+
+
+def trust_ratio(above: jax.Array, below: jax.Array, added: jax.Array | float = 0.0) -> jax.Array:
+    """`above / (below + added)`, and 1 where one of the first two is zero."""
+    usable = (above > 0) & (below > 0)
+    return jnp.where(usable, above / jnp.where(usable, below + added, jnp.ones_like(below)), jnp.ones_like(above))
+
+
+def moving_average(old: jax.Array, new: jax.Array, beta: Any) -> jax.Array:
+    """`beta * old + (1 - beta) * new`."""
+    return beta * old + (1 - beta) * new

@@ -8,8 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mlax._jax import is_on_host
 from mlax.core import Layer, Tree, check_key, flatten_paths, replace_leaves, variable_shapes
-from mlax.optim import Optimizer
-from mlax.optim import State as OptimizerState
+from mlax.optim import Optimizer, OptimizerState
 from mlax.place._batches import batch_shardings
 from mlax.place._constrained import constrained
 from mlax.place._describe import Objective, described

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax.core import Tree
-from mlax.optim import State as OptimizerState
+from mlax.optim import OptimizerState
 
 
 class TrainState(NamedTuple):

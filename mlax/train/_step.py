@@ -9,7 +9,7 @@ from jax import lax, random
 
 from mlax._jax import global_norm, leaves_with_paths
 from mlax.core import Layer, Tree, short_repr, short_signature, signature
-from mlax.optim import Accumulate, Optimizer, ranges, values_of
+from mlax.optim import Accumulate, Optimizer, hyperparam_ranges, hyperparams_at
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
@@ -219,8 +219,8 @@ def _check_stacked(many: int, batches: Any) -> None:
 
 def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
     """That of the outermost optimizer which has one, at one of its own steps; None if none has."""
-    if "rate" in ranges(type(optimizer)):
-        return jnp.asarray(values_of(optimizer, step, {})["rate"], jnp.float32)
+    if "rate" in hyperparam_ranges(type(optimizer)):
+        return jnp.asarray(hyperparams_at(optimizer, step, {})["rate"], jnp.float32)
     if isinstance(optimizer, Accumulate):
         step = step // optimizer.every
     found: list[Any] = [learning_rate(inner, step) for inner in optimizer.within()]

@@ -40,7 +40,7 @@ def test_the_optimizer_of_contributing_keeps_its_word(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     from sign_sgd import SignSGD  # pyright: ignore[reportMissingImports]
 
-    optimizer = optim.ClipGlobalNorm(SignSGD(optim.Cosine(0.1, 100), rounding=optim.Master()), 1.0)
+    optimizer = optim.ClipGlobalNorm(SignSGD(optim.Cosine(0.1, 100), rounding=optim.MasterWeights()), 1.0)
     trainables = {"kernel": jnp.full((4, 4), 3.0, jnp.bfloat16)}
     state = optimizer.init(trainables)
     for _ in range(100):

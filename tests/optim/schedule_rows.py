@@ -9,17 +9,17 @@ import optax
 
 from mlax.optim import schedules
 from mlax.optim.schedules import (
-    Constant,
+    ConstantSchedule,
     Cosine,
     Exponential,
-    InverseRoot,
-    Joined,
-    Linear,
+    InverseSqrt,
+    JoinedSchedules,
+    LinearSchedule,
     OneCycle,
+    PiecewiseConstant,
     Polynomial,
-    Restarts,
-    Scaled,
-    Steps,
+    ScaledSchedule,
+    WarmRestarts,
     Warmup,
     WarmupCosine,
     WarmupStableDecay,
@@ -60,8 +60,8 @@ def again(step):
 
 
 ROWS = {
-    "constant": Row(lambda: Constant(0.1), 0, {0: 0.1, 7: 0.1}, optax.constant_schedule(0.1)),
-    "linear": Row(lambda: Linear(0.3, 0.1, 49), 49, {0: 0.3, 49: 0.1}, optax.linear_schedule(0.3, 0.1, 49)),
+    "constant": Row(lambda: ConstantSchedule(0.1), 0, {0: 0.1, 7: 0.1}, optax.constant_schedule(0.1)),
+    "linear": Row(lambda: LinearSchedule(0.3, 0.1, 49), 49, {0: 0.3, 49: 0.1}, optax.linear_schedule(0.3, 0.1, 49)),
     "polynomial": Row(
         lambda: Polynomial(0.3, 0.01, 49), 49, {0: 0.3, 49: 0.01}, optax.polynomial_schedule(0.3, 0.01, 2.0, 49)
     ),
@@ -88,7 +88,7 @@ ROWS = {
         optax.exponential_decay(0.1, 1, 1.1, end_value=2.0),
     ),
     "steps": Row(
-        lambda: Steps(0.1, ((30, 0.1), (60, 0.5))),
+        lambda: PiecewiseConstant(0.1, ((30, 0.1), (60, 0.5))),
         60,
         {0: 0.1, 29: 0.1, 30: 0.1 * 0.1, 59: 0.1 * 0.1, 60: 0.1 * 0.1 * 0.5},
         optax.piecewise_constant_schedule(0.1, {30: 0.1, 60: 0.5}),
@@ -121,7 +121,7 @@ ROWS = {
         stable_decay(lambda gone: 1 - np.sqrt(gone)),
     ),
     "inverse root": Row(
-        lambda: InverseRoot(1e-3, 30),
+        lambda: InverseSqrt(1e-3, 30),
         None,
         {0: 0.0, 30: 1e-3},
         lambda step: 1e-3 * math.sqrt(30) * np.minimum(np.maximum(step, 1.0) ** -0.5, step * 30**-1.5),
@@ -143,25 +143,32 @@ ROWS = {
         optax.warmup_exponential_decay_schedule(0.1, 0.3, 10, 7, 0.9),
     ),
     "joined": Row(
-        lambda: Joined(((Linear(0.0, 1.0, 10), 10), (Constant(0.5), 20), (Cosine(0.5, 40), None))),
+        lambda: JoinedSchedules(
+            ((LinearSchedule(0.0, 1.0, 10), 10), (ConstantSchedule(0.5), 20), (Cosine(0.5, 40), None))
+        ),
         70,
         {0: 0.0, 10: 0.5, 30: 0.5, 70: 0.0},
         joined,
     ),
     "joined and cut off": Row(
-        lambda: Joined(((Constant(0.3), 30), (Exponential(0.5, 0.5, every=10), 20))),
+        lambda: JoinedSchedules(((ConstantSchedule(0.3), 30), (Exponential(0.5, 0.5, every=10), 20))),
         50,
         {0: 0.3, 29: 0.3, 30: 0.5},
         lambda step: np.where(step < 30, 0.3, 0.5 * 0.5 ** ((np.minimum(step, 50) - 30) / 10)),
     ),
     "scaled": Row(
-        lambda: Scaled(Cosine(0.3, 49), -2.0),
+        lambda: ScaledSchedule(Cosine(0.3, 49), -2.0),
         49,
         {0: -0.6, 49: 0.0},
         lambda step: -2.0 * ROWS["cosine"].reference(step),
     ),
-    "restarts": Row(lambda: Restarts(Cosine(0.5, 10), 3, stretch=2, factor=0.8), 70, {0: 0.5, 10: 0.4, 70: 0.0}, sgdr),
+    "restarts": Row(
+        lambda: WarmRestarts(Cosine(0.5, 10), 3, stretch=2, factor=0.8), 70, {0: 0.5, 10: 0.4, 70: 0.0}, sgdr
+    ),
     "even restarts": Row(
-        lambda: Restarts(Linear(1.0, 0.0, 25), 4, factor=0.5), 100, {0: 1.0, 25: 0.5, 75: 0.125, 100: 0.0}, again
+        lambda: WarmRestarts(LinearSchedule(1.0, 0.0, 25), 4, factor=0.5),
+        100,
+        {0: 1.0, 25: 0.5, 75: 0.125, 100: 0.0},
+        again,
     ),
 }

@@ -96,7 +96,7 @@ def test_between_two_steps_of_gathered_gradients_the_average_stays():
 
 
 def test_leaves_that_nobody_averages_are_themselves():
-    optimizer = optim.Groups(("**/kernel", AVERAGE), ("**", optim.Adam(1e-2, rounding=optim.Master())))
+    optimizer = optim.Groups(("**/kernel", AVERAGE), ("**", optim.Adam(1e-2, rounding=optim.MasterWeights())))
     trainables = tree("bfloat16")
     shown = optimizer.averaged(optimizer.init(trainables), trainables)
     assert shown["dense"]["bias"] is trainables["dense"]["bias"] and shown["temperature"] is trainables["temperature"]
@@ -112,6 +112,6 @@ def test_narrow_weights_are_shown_in_their_dtype(inner):
 def test_with_master_weights_the_average_is_that_of_the_masters():
     start = tree("bfloat16")
     wide = evaluated(FREE, trainables=jax.tree.map(lambda w: w.astype(jnp.float32), start))[1]
-    narrow = evaluated(optim.ScheduleFree(1e-2, rounding=optim.Master()), trainables=start)[1]
+    narrow = evaluated(optim.ScheduleFree(1e-2, rounding=optim.MasterWeights()), trainables=start)[1]
     for path in LEAVES:
         np.testing.assert_allclose(np.float32(narrow[path]), wide[path], rtol=2**-8)

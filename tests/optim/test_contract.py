@@ -13,7 +13,7 @@ from tests.asserts import assert_close
 from tests.catalogue.optimizers import ROWS, SHAPES, tree
 
 STRUCTURE = jax.tree.structure(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
-WORDS = ("Optimizer", "Leafwise", "Around")  # what authors subclass
+WORDS = ("Optimizer", "Leafwise", "OptimizerWrapper")  # what authors subclass
 
 
 def signature(tree):

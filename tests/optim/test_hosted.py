@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mlax import optim
-from mlax._jax import _memory
-from mlax._jax._memory import to_host
+from mlax._jax import _memory, to_host
 from tests.asserts import assert_close
 
 STACKED = ("blocks/**",)
@@ -25,9 +24,9 @@ OPTIMIZERS = {
     "Average": optim.Average(optim.Adam(1e-2)),
     "SkipNonFinite": optim.SkipNonFinite(optim.Adam(1e-2)),
     "Accumulate": optim.Accumulate(optim.Adam(1e-2), 2),
-    "Master": optim.AdamW(1e-2, rounding=optim.Master()),
-    "Stochastic": optim.AdamW(1e-2, rounding=optim.Stochastic()),
-    "Kahan": optim.AdamW(1e-2, rounding=optim.Kahan()),
+    "Master": optim.AdamW(1e-2, rounding=optim.MasterWeights()),
+    "Stochastic": optim.AdamW(1e-2, rounding=optim.StochasticRounding()),
+    "Kahan": optim.AdamW(1e-2, rounding=optim.KahanSummation()),
 }
 NARROW = ("Master", "Stochastic", "Kahan")
 

@@ -155,6 +155,6 @@ def test_without_a_search_the_step_is_the_rate():
 def test_bfloat16_weights_with_a_master_come_to_the_minimum():
     target = jnp.asarray([0.3, -1.7, 2.2], jnp.bfloat16)
     loss = lambda trainables: jnp.sum((trainables["x"] - target).astype(jnp.float32) ** 2)  # noqa: E731
-    optimizer = optim.LBFGS(rounding=optim.Master(), search=10)
+    optimizer = optim.LBFGS(rounding=optim.MasterWeights(), search=10)
     (trainables, _), values = run(optimizer, loss, {"x": jnp.zeros(3, jnp.bfloat16)}, 10)
     assert trainables["x"].dtype == jnp.bfloat16 and values[-1] < 1e-4

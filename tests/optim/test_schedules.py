@@ -12,15 +12,15 @@ import pytest
 from mlax.core import frozen
 from mlax.optim import schedules
 from mlax.optim.schedules import (
-    Constant,
+    ConstantSchedule,
     Cosine,
     Exponential,
-    Joined,
-    Linear,
+    JoinedSchedules,
+    LinearSchedule,
     OneCycle,
-    Restarts,
-    Scaled,
-    Steps,
+    PiecewiseConstant,
+    ScaledSchedule,
+    WarmRestarts,
     WarmupStableDecay,
 )
 from tests.optim.schedule_rows import ROWS
@@ -39,7 +39,7 @@ def test_every_exported_schedule_has_a_row():
 def test_equal_schedules_are_equal_and_hash_equal(row):
     schedule = row.make()
     assert schedule == row.make() and hash(schedule) == hash(row.make())
-    assert schedule != Scaled(schedule, 2.0)
+    assert schedule != ScaledSchedule(schedule, 2.0)
     assert eval(repr(schedule), vars(schedules)) == schedule == pickle.loads(pickle.dumps(schedule))
 
 
@@ -182,7 +182,7 @@ def test_equal_schedules_share_one_compilation():
 
 
 def test_the_curve_looks_like_the_schedule():
-    assert Linear(0.0, 1.0, 8).curve(width=4, height=2).splitlines() == [
+    assert LinearSchedule(0.0, 1.0, 8).curve(width=4, height=2).splitlines() == [
         "1 │⠀⠀⣠⠞",
         "0 │⣠⠞⠁⠀",
         "  └────",
@@ -219,24 +219,24 @@ def test_restarts_are_those_of_torch():
     # torch 2.13: CosineAnnealingWarmRestarts(optimizer, T_0=4, T_mult=2) from 0.5
     want = [0.5, 0.42677669529663687, 0.25, 0.07322330470336313, 0.5, 0.4809698831278217, 0.42677669529663687]
     want += [0.34567085809127246, 0.25, 0.15432914190872757, 0.07322330470336313, 0.019030116872178315, 0.5]
-    np.testing.assert_allclose(Restarts(Cosine(0.5, 4), 3, stretch=2).values(13), want, rtol=1e-6)
+    np.testing.assert_allclose(WarmRestarts(Cosine(0.5, 4), 3, stretch=2).values(13), want, rtol=1e-6)
 
 
 def test_steps_are_counted_exactly_where_float32_no_longer_can():
     boundary = 2**30 + 1
     steps = boundary + np.arange(-2, 3)
-    assert Steps(1.0, ((boundary, 0.5),)).values(steps).tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
-    late = Joined(((Constant(1.0), boundary), (Linear(1.0, 0.0, 4), None)))
+    assert PiecewiseConstant(1.0, ((boundary, 0.5),)).values(steps).tolist() == [1.0, 1.0, 0.5, 0.5, 0.5]
+    late = JoinedSchedules(((ConstantSchedule(1.0), boundary), (LinearSchedule(1.0, 0.0, 4), None)))
     assert late.values(steps).tolist() == [1.0, 1.0, 1.0, 0.75, 0.5]
     decay = WarmupStableDecay(1.0, 0, boundary + 2, 4)
     assert decay.values(steps).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
-@pytest.mark.parametrize("make", [Linear, lambda start, end, steps: Cosine(start, steps, end)])
+@pytest.mark.parametrize("make", [LinearSchedule, lambda start, end, steps: Cosine(start, steps, end)])
 def test_nothing_cancels_near_the_end(make):
     steps = 10**6
     left = 3 / steps
-    want = {"Linear": left, "Cosine": math.sin(math.pi / 2 * left) ** 2}
+    want = {"LinearSchedule": left, "Cosine": math.sin(math.pi / 2 * left) ** 2}
     schedule = make(1.0, 0.0, steps)
     np.testing.assert_allclose(schedule(steps - 3), want[type(schedule).__name__], rtol=1e-6)
 

@@ -1,33 +1,30 @@
 """Schedules: numbers that change with the step, such as a learning rate with a warmup."""
 
-from mlax.optim.schedules._constant import Constant
-from mlax.optim.schedules._cosine import Cosine
-from mlax.optim.schedules._exponential import Exponential
-from mlax.optim.schedules._inverse_root import InverseRoot
-from mlax.optim.schedules._joined import Joined
-from mlax.optim.schedules._one_cycle import OneCycle
-from mlax.optim.schedules._polynomial import Linear, Polynomial
-from mlax.optim.schedules._restarts import Restarts
-from mlax.optim.schedules._scaled import Scaled
-from mlax.optim.schedules._schedule import Schedule
-from mlax.optim.schedules._steps import Steps
-from mlax.optim.schedules._warmup import Warmup
-from mlax.optim.schedules._warmup_cosine import WarmupCosine
-from mlax.optim.schedules._warmup_stable_decay import WarmupStableDecay
+from mlax.optim.schedules._base import Schedule
+from mlax.optim.schedules._composed import JoinedSchedules, ScaledSchedule, WarmRestarts
+from mlax.optim.schedules._curves import (
+    ConstantSchedule,
+    Cosine,
+    Exponential,
+    LinearSchedule,
+    PiecewiseConstant,
+    Polynomial,
+)
+from mlax.optim.schedules._warmup import InverseSqrt, OneCycle, Warmup, WarmupCosine, WarmupStableDecay
 
 __all__ = [
-    "Constant",
+    "ConstantSchedule",
     "Cosine",
     "Exponential",
-    "InverseRoot",
-    "Joined",
-    "Linear",
+    "InverseSqrt",
+    "JoinedSchedules",
+    "LinearSchedule",
     "OneCycle",
+    "PiecewiseConstant",
     "Polynomial",
-    "Restarts",
-    "Scaled",
+    "ScaledSchedule",
     "Schedule",
-    "Steps",
+    "WarmRestarts",
     "Warmup",
     "WarmupCosine",
     "WarmupStableDecay",

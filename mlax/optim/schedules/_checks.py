@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-LAST = 2**31 - 1  # steps are int32
-LARGEST = float(np.finfo(np.float32).max)
+LAST_STEP = 2**31 - 1  # steps are int32
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def check_numbers(schedule: Any, *names: str) -> None:
+def check_finite(schedule: Any, *names: str) -> None:
     """Refuse fields that are no finite float32 numbers."""
     for name in names:
         value = getattr(schedule, name)
-        if not is_number(value):
+        if not is_finite(value):
             raise ValueError(
                 f"{type(schedule).__name__}: {name} is {value!r}, but must be a finite float32 number; "
                 "pass one such as 3e-4."
@@ -21,7 +21,7 @@ def check_numbers(schedule: Any, *names: str) -> None:
 
 def check_positive(schedule: Any, *names: str) -> None:
     """Refuse fields that are no finite numbers above 0."""
-    check_numbers(schedule, *names)
+    check_finite(schedule, *names)
     for name in names:
         value = getattr(schedule, name)
         if value <= 0:
@@ -34,27 +34,27 @@ def check_steps(schedule: Any, *names: str, least: int = 1) -> None:
     """Refuse fields that are no whole numbers of steps."""
     for name in names:
         value = getattr(schedule, name)
-        if not is_whole(value, least):
+        if not is_step_count(value, least):
             raise ValueError(
-                f"{type(schedule).__name__}: {name} is {value!r}, but must be a whole number from {least} to {LAST}; "
-                "pass an int such as 1_000."
+                f"{type(schedule).__name__}: {name} is {value!r}, but must be an integer from {least} to "
+                f"{LAST_STEP}; pass an int such as 1_000."
             )
 
 
 def check_length(schedule: Any) -> None:
     """Refuse a schedule whose parts together last longer than a step can count."""
-    if schedule.length is not None and schedule.length > LAST:
+    if schedule.length is not None and schedule.length > LAST_STEP:
         raise ValueError(
-            f"{type(schedule).__name__}: it lasts {schedule.length} steps, but a step counts to {LAST} at most; "
+            f"{type(schedule).__name__}: it lasts {schedule.length} steps, but a step counts to {LAST_STEP} at most; "
             "make it shorter."
         )
 
 
-def is_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether it is a number that float32 can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT32
 
 
-def is_whole(value: Any, least: int) -> bool:
-    """Whether it is a whole number of at least `least` that a step can reach."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LAST
+def is_step_count(value: Any, least: int) -> bool:
+    """Whether it is an integer of at least `least` that a step can reach."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LAST_STEP

@@ -1,13 +1,14 @@
-"""Warmup: a straight way up to where another schedule begins."""
+"""Schedules that begin with a warm-up: Warmup, WarmupCosine, WarmupStableDecay, InverseSqrt, OneCycle."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim.schedules._between import between
-from mlax.optim.schedules._checks import check_length, check_numbers, check_steps
-from mlax.optim.schedules._schedule import Schedule, check_schedule
+from mlax.optim.schedules._base import Schedule, check_schedule
+from mlax.optim.schedules._checks import check_finite, check_length, check_positive, check_steps, is_finite
+from mlax.optim.schedules._curves import cosine, interpolate, linear, sqrt
 
 
 @frozen
@@ -24,7 +25,7 @@ class Warmup(Schedule):
     def __post_init__(self) -> None:
         check_schedule(self, self.schedule)
         check_steps(self, "steps", least=0)
-        check_numbers(self, "start")
+        check_finite(self, "start")
         check_length(self)
 
     @property
@@ -39,5 +40,181 @@ class Warmup(Schedule):
         return dataclasses.replace(self, schedule=self.schedule.stretched(times), steps=self.steps * times)
 
     def at(self, step):
-        rise = between(self.start, self.schedule(0), step, self.steps - step)
+        rise = interpolate(self.start, self.schedule(0), step, self.steps - step)
         return jnp.where(step < self.steps, rise, self.schedule(step - self.steps))
+
+
+@frozen
+class WarmupCosine(Schedule):
+    """From `start` to `peak` over `warmup` equal steps, then by half a cosine to `end` at step `total`.
+
+    Section 2.2 of https://arxiv.org/abs/1706.02677, then equation 5 of https://arxiv.org/abs/1608.03983.
+    """
+
+    peak: float
+    warmup: int
+    total: int
+    start: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, "peak", "start", "end")
+        check_steps(self, "warmup", least=0)
+        check_steps(self, "total")
+        if self.warmup >= self.total:
+            raise ValueError(
+                f"WarmupCosine: warmup is {self.warmup}, but must be less than total, {self.total}, "
+                "which counts the warmup too; make total larger."
+            )
+
+    @property
+    def length(self) -> int:
+        return self.total
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        return (self.warmup, self.total)
+
+    def stretched(self, times: int) -> "WarmupCosine":
+        return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times)
+
+    def at(self, step):
+        rise = interpolate(self.start, self.peak, step, self.warmup - step)
+        fall = interpolate(self.peak, self.end, step - self.warmup, self.total - step, cosine)
+        return jnp.where(step < self.warmup, rise, fall)
+
+
+SHAPES = {"linear": linear, "cosine": cosine, "root": sqrt}
+
+
+@frozen
+class WarmupStableDecay(Schedule):
+    """From `start` to `peak` over `warmup` equal steps, level, then to `end` over the last `decay` of `total` steps.
+
+    Section 4 of https://arxiv.org/abs/2404.06395. The shape is of the way down; "root" is 1 - sqrt, section 3 of
+    https://arxiv.org/abs/2405.18392.
+    """
+
+    peak: float
+    warmup: int
+    total: int
+    decay: int
+    start: float = 0.0
+    end: float = 0.0
+    shape: Literal["linear", "cosine", "root"] = "linear"
+
+    def __post_init__(self) -> None:
+        check_finite(self, "peak", "start", "end")
+        check_steps(self, "warmup", least=0)
+        check_steps(self, "total", "decay")
+        if self.shape not in SHAPES:
+            raise ValueError(
+                f"WarmupStableDecay: shape is {self.shape!r}, but must be one of {', '.join(SHAPES)}; pass one of them."
+            )
+        if self.warmup + self.decay > self.total:
+            raise ValueError(
+                f"WarmupStableDecay: warmup and decay are {self.warmup} and {self.decay}, together more than "
+                f"total, {self.total}, which counts both; make total larger."
+            )
+
+    @property
+    def length(self) -> int:
+        return self.total
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        return (self.warmup, self.total - self.decay, self.total)
+
+    def stretched(self, times: int) -> "WarmupStableDecay":
+        return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times, decay=self.decay * times)
+
+    def at(self, step):
+        turn = self.total - self.decay
+        rise = interpolate(self.start, self.peak, step, self.warmup - step)
+        fall = interpolate(self.peak, self.end, step - turn, self.total - step, SHAPES[self.shape])
+        return jnp.where(step < turn, rise, fall)
+
+
+@frozen
+class InverseSqrt(Schedule):
+    """From 0 to `peak` over `warmup` equal steps, then peak * sqrt(warmup / step).
+
+    Equation 3 of https://arxiv.org/abs/1706.03762, where peak is (width * warmup) ** -0.5.
+    """
+
+    peak: float
+    warmup: int
+
+    def __post_init__(self) -> None:
+        check_finite(self, "peak")
+        check_steps(self, "warmup")
+
+    @property
+    def length(self) -> None:
+        return None
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        return (self.warmup,)
+
+    def stretched(self, times: int) -> "InverseSqrt":
+        return dataclasses.replace(self, warmup=self.warmup * times)
+
+    def at(self, step):
+        rise = interpolate(0.0, self.peak, step, self.warmup - step)
+        fall = self.peak * jnp.sqrt(self.warmup / jnp.maximum(step, self.warmup).astype(jnp.float32))
+        return jnp.where(step <= self.warmup, rise, fall)
+
+
+@frozen
+class OneCycle(Schedule):
+    """From peak / first to `peak` over the fraction `rise` of `total`, then to peak / first / last, by half cosines.
+
+    The last value is that of step total - 1, the last update, and the peak lies at step rise * total - 1, whole or
+    not: the OneCycleLR of PyTorch, in two phases. https://arxiv.org/abs/1708.07120
+    """
+
+    peak: float
+    total: int
+    rise: float = 0.3
+    first: float = 25.0
+    last: float = 1e4
+
+    def __post_init__(self) -> None:
+        check_finite(self, "peak")
+        check_steps(self, "total", least=2)
+        check_positive(self, "rise", "first", "last")
+        if not 1 / self.total < self.rise < 1:
+            raise ValueError(
+                f"OneCycle: rise is {self.rise} of {self.total} steps, but must be less than all of them and more than "
+                "one step; pass a fraction such as 0.3."
+            )
+
+        start, end = self.peak / self.first, self.peak / self.first / self.last
+        if not (is_finite(start) and is_finite(end)):
+            raise ValueError(
+                f"OneCycle: it begins at {start} and ends at {end}, which no float32 holds; raise first or last."
+            )
+
+    @property
+    def length(self) -> int:
+        return self.total - 1
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        return tuple(sorted({int(self._top), -int(-self._top // 1), self.total - 1}))
+
+    def stretched(self, times: int) -> "OneCycle":
+        total = (self.total - 1) * times + 1
+        return dataclasses.replace(self, total=total, rise=(self._top * times + 1) / total)
+
+    def at(self, step):
+        start, whole = self.peak / self.first, int(self._top)
+        past = (step - whole).astype(jnp.float32) - (self._top - whole)
+        up = interpolate(start, self.peak, step, -past, cosine)
+        down = interpolate(self.peak, start / self.last, past, self.total - 1 - step, cosine)
+        return jnp.where(step <= whole, up, down)
+
+    @property
+    def _top(self) -> float:
+        return self.rise * self.total - 1

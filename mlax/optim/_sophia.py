@@ -6,14 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
-from mlax.optim._layout import layout_of
-from mlax.optim._leafwise import Leafwise
-from mlax.optim._moving_average import average
-from mlax.optim._numbers import Amount, Beta, Rate, values_of
-from mlax.optim._patterns import Patterns
-from mlax.optim._slot import Slot
-from mlax.optim._state import State
-from mlax.optim._trees import leaves_of, like
+from mlax.optim._base import Leafwise
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, hyperparams_at
+from mlax.optim._slot_layout import slot_layout
+from mlax.optim._slots import OptimizerState, Slot
+from mlax.optim._trees import cast_like, flatten_trainables, moving_average
 
 
 @frozen
@@ -28,31 +25,31 @@ class SophiaG(Leafwise):
     rate: Rate
     b1: Beta = 0.96
     b2: Beta = 0.99
-    gamma: Amount = 0.01
-    eps: Amount = 1e-12
-    decay: Amount = 0.1
+    gamma: NonNegative = 0.01
+    eps: NonNegative = 1e-12
+    decay: NonNegative = 0.1
     decayed: Patterns | None = None
 
     def keeps(self, path, w):
         return {"mean": Slot(), "curvature": Slot(wide=True)}
 
     def step(self, now, g, w, slots):
-        mean = average(slots["mean"], g, now.b1)
+        mean = moving_average(slots["mean"], g, now.b1)
         step = jnp.clip(mean / jnp.maximum(now.gamma * slots["curvature"], now.eps), -1.0, 1.0)
         return w - now.rate * now.decayed(step, w), {"mean": mean, "curvature": slots["curvature"]}
 
-    def estimate(self, sampled: Tree, state: State, batch: Any) -> State:
+    def estimate(self, sampled: Tree, state: OptimizerState, batch: Any) -> OptimizerState:
         """The state with a new estimate of the curvature.
 
         `sampled` are gradients of the mean loss over `batch` examples whose labels were drawn from the model's own
         prediction: `jax.random.categorical(rng, logits)`.
         """
-        leaves = leaves_of(self, sampled)
-        layout, values = layout_of(self, leaves), values_of(self, state.step, {})
+        leaves = flatten_trainables(self, sampled)
+        layout, values = slot_layout(self, leaves), hyperparams_at(self, state.step, {})
         old = leaves.same(state.curvature, "curvature")
         new: dict[str, jax.Array] = {}
         for path, g in leaves.by_path.items():
             g, h = layout.widened(path, g), layout.widened(path, old[path])
             b2 = values["b2"] if isinstance(values["b2"], float) else values["b2"].astype(g.dtype)
-            new[path] = like(average(h, g * g * jnp.asarray(batch, g.dtype), b2), old[path])
+            new[path] = cast_like(moving_average(h, g * g * jnp.asarray(batch, g.dtype), b2), old[path])
         return state._replace(curvature=leaves.tree(new))

@@ -1,8 +1,10 @@
-"""Slot: what an optimizer keeps beside one parameter, and which of its axes."""
+"""Slot and OptimizerState: what an optimizer stores beside each parameter, and the tuple of all of it."""
 
+import collections
 import functools
+from collections.abc import Mapping
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ class Slot(NamedTuple):
         memory it is there too.
         """
         if is_on_host(parameter):
-            return _first_in_host(self, jnp.dtype(dtype), parameter)
+            return _init_on_host(self, jnp.dtype(dtype), parameter)
         if self.copies:
             return jnp.array(parameter, dtype, copy=True)  # with one buffer for both, neither could be donated
         never = (parameter < 0) & (parameter > 0)
@@ -62,7 +64,7 @@ class Slot(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _first_in_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
+def _init_on_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
     """The first value in host memory, of which the device holds a piece at a time."""
     follows = isinstance(slot.axes, EllipsisType) or slot.axes[:1] == (0,) or not parameter.ndim
     if follows:
@@ -72,6 +74,34 @@ def _first_in_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
     )  # of an axis that it does not keep one row is enough
 
 
-def absent() -> Slot:
+def empty_slot() -> Slot:
     """The leaf of a slot that a parameter does not need: no numbers at all."""
     return Slot((None,), (0,))
+
+
+if TYPE_CHECKING:
+
+    class OptimizerState(tuple[Any, ...]):
+        """A named tuple: `step`, the updates made so far, () int32; then slots, each like the trainables; scalars."""
+
+        step: jax.Array
+        _fields: tuple[str, ...]
+
+        def __getattr__(self, name: str) -> Any: ...
+        def _asdict(self) -> dict[str, Any]: ...
+        def _replace(self, **fields: Any) -> "OptimizerState": ...
+
+else:
+    OptimizerState = tuple
+
+
+def make_state(fields: Mapping[str, Any]) -> OptimizerState:
+    """The state with these fields. Equal names are one type, so that JAX takes equal states for one tree."""
+    return _state_type(tuple(fields))(**fields)  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _state_type(names: tuple[str, ...]) -> type:
+    kind = collections.namedtuple("OptimizerState", names)  # noqa: PYI024  # the names are known at run time only
+    kind.__reduce__ = lambda self: (make_state, (self._asdict(),))  # pickle cannot find a type that no module holds
+    return kind

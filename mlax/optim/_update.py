@@ -1,4 +1,4 @@
-"""Now: what an update knows besides its arrays."""
+"""UpdateContext: what an update knows besides its arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from mlax.optim._numbers import ranges, values_of
+from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
 
 
 @dataclasses.dataclass(frozen=True)
-class Now:
+class UpdateContext:
     """The moment of an update, as an optimizer hands it to the ones that it wraps."""
 
     step: jax.Array  # () int32, the updates made before this one
@@ -23,15 +23,15 @@ class Now:
 
     def numbers(self, optimizer: Any) -> dict[str, Any]:
         """The numbers of an optimizer at this step."""
-        return values_of(optimizer, self.step, self.given)
+        return hyperparams_at(optimizer, self.step, self.given)
 
-    def scaled(self, factors: Mapping[str, Any]) -> "Now":
+    def scaled(self, factors: Mapping[str, Any]) -> "UpdateContext":
         """The same moment with the rates of some leaves multiplied."""
         both = {path: factor * self.factors.get(path, 1.0) for path, factor in factors.items()}
         return dataclasses.replace(self, factors={**self.factors, **both})
 
-    def without(self, optimizer: Any) -> "Now":
+    def without(self, optimizer: Any) -> "UpdateContext":
         """The same moment without the numbers given to this optimizer, for one inside of it that has the same."""
         return dataclasses.replace(
-            self, given={k: v for k, v in self.given.items() if k not in ranges(type(optimizer))}
+            self, given={k: v for k, v in self.given.items() if k not in hyperparam_ranges(type(optimizer))}
         )

@@ -1,4 +1,4 @@
-"""One update of all leaves: those on the device at once, those in host memory piece by piece."""
+"""The update of leaves in host memory, in chunks."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import map_chunks_inplace, plan_chunks, sum_chunks, to_device, to_memory_of
-from mlax.optim._layout import Layout
-from mlax.optim._now import Now
-from mlax.optim._trees import like
+from mlax.optim._slot_layout import SlotLayout
+from mlax.optim._trees import cast_like
+from mlax.optim._update import UpdateContext
 
 
 class Part(NamedTuple):
@@ -36,8 +36,8 @@ class Update:
     """An update under way: `take` says if it is to be taken, and leaves everything as it was if it is not."""
 
     optimizer: Any
-    layout: Layout
-    now: Now
+    layout: SlotLayout
+    now: UpdateContext
     scalars: Mapping[str, jax.Array]
     take: jax.Array | None = None
 
@@ -66,7 +66,7 @@ class Update:
                 new.slots[name].update(slot)
         return new, scalars
 
-    def _whole(self, part: Part, now: Now) -> tuple[Part, dict[str, Any]]:
+    def _whole(self, part: Part, now: UpdateContext) -> tuple[Part, dict[str, Any]]:
         new, scalars = self._taken(to_device(part), now)
         return to_memory_of(new, part._replace(grads=new.grads)), scalars
 
@@ -87,7 +87,7 @@ class Update:
             "sees; call it equally often for any of them."
         )
 
-    def _taken(self, part: Part, now: Now, row: Any = 0) -> tuple[Part, dict[str, Any]]:
+    def _taken(self, part: Part, now: UpdateContext, row: Any = 0) -> tuple[Part, dict[str, Any]]:
         """The update of leaves on the device, whose first row is `row` in the whole."""
         layout, before = self.layout, {"step": now.step, **self.scalars}
         old = {path: layout.read(path, w, part.slots) for path, w in part.weights.items()}
@@ -101,15 +101,15 @@ class Update:
         for path, w in weights.items():
             if not layout.reads_weights(path):  # nor are they fetched to stay as they were
                 stored, remembered = layout.write(path, self._chosen(w, old[path]), now.step, row)
-                new[path] = like(stored, new[path])
+                new[path] = cast_like(stored, new[path])
             else:
                 stored, remembered = layout.write(path, w, now.step, row)
-                new[path] = self._chosen(like(stored, new[path]), new[path])
+                new[path] = self._chosen(cast_like(stored, new[path]), new[path])
             for name, leaf in remembered.items():
                 slots[name][path] = self._chosen(leaf, slots[name][path])
         for name in layout.names:
             for path, leaf in after.get(name, {}).items():
-                slots[name][path] = self._chosen(like(leaf, slots[name][path]), slots[name][path])
+                slots[name][path] = self._chosen(cast_like(leaf, slots[name][path]), slots[name][path])
         scalars = {name: self._chosen(after[name].astype(old.dtype), old) for name, old in before.items()}
         return Part(part.grads, new, slots), scalars
 
@@ -125,7 +125,7 @@ class Unknown(Exception):
         self.amount = amount
 
 
-def _knowing(now: Now, totals: list[jax.Array]) -> Now:
+def _knowing(now: UpdateContext, totals: list[jax.Array]) -> UpdateContext:
     """The moment, in which the sums over all leaves that are asked for first are these."""
     known = iter(totals)
 

@@ -1,4 +1,4 @@
-"""The numbers of an optimizer: what they may be, and what they are at one step."""
+"""Hyperparameters: their types and ranges, their values at a step, and path patterns."""
 
 import dataclasses
 import functools
@@ -14,7 +14,28 @@ from jax.core import Tracer
 
 from mlax._jax import at_least_float32
 from mlax.core import fields_of
-from mlax.optim.schedules._schedule import Schedule
+from mlax.optim.schedules._base import Schedule
+
+Patterns = str | tuple[str, ...]  # a field annotated so takes one pattern or several, and holds a tuple of them
+
+
+def normalize_patterns(description: Any) -> None:
+    """Hold one pattern as a tuple of one, and refuse what is neither."""
+    for name in _pattern_fields(type(description)):
+        given = getattr(description, name)
+        if isinstance(given, str):
+            object.__setattr__(description, name, (given,))
+        elif given is not None and not (isinstance(given, tuple) and all(isinstance(each, str) for each in given)):
+            raise TypeError(
+                f"{type(description).__name__}: {name} is {given!r}, but must be a pattern or a tuple of them, as "
+                "'**/bias' is one."
+            )
+
+
+@functools.cache
+def _pattern_fields(kind: type) -> tuple[str, ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(field.name for field in dataclasses.fields(kind) if hints[field.name] in (Patterns, Patterns | None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +51,11 @@ class Range:
 
 Rate = Annotated[float | Schedule, Range()]  # a learning rate, momentum's mate
 Beta = Annotated[float | Schedule, Range(0.0, 1.0)]  # how much of an average is kept
-Amount = Annotated[float | Schedule, Range()]  # of decay, of a limit, of whatever is not negative
+NonNegative = Annotated[float | Schedule, Range()]  # of decay, of a limit, of whatever is not negative
 
 
 @functools.cache
-def ranges(kind: type) -> dict[str, Range]:
+def hyperparam_ranges(kind: type) -> dict[str, Range]:
     """The fields of a description that are numbers, and what they may be."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
@@ -46,9 +67,9 @@ def ranges(kind: type) -> dict[str, Range]:
     }
 
 
-def check(description: Any) -> None:
+def check_hyperparams(description: Any) -> None:
     """Refuse a number that is out of its range."""
-    for name, allowed in ranges(type(description)).items():
+    for name, allowed in hyperparam_ranges(type(description)).items():
         value = getattr(description, name)
         if value is None or isinstance(value, Schedule):
             continue
@@ -57,10 +78,10 @@ def check(description: Any) -> None:
             raise TypeError(
                 f"{type(description).__name__}: {name} is {value!r}, but must be a number or a schedule{own}."
             )
-        _within(type(description).__name__, name, float(value), allowed)
+        _check_range(type(description).__name__, name, float(value), allowed)
 
 
-def check_given(description: Any, given: Mapping[str, Any]) -> None:
+def check_overrides(description: Any, given: Mapping[str, Any]) -> None:
     """Refuse a number passed to `update` that is no scalar, or, as far as its value is known, out of its range."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.ndarray | np.generic | jax.Array):
@@ -70,16 +91,16 @@ def check_given(description: Any, given: Mapping[str, Any]) -> None:
         if np.shape(value) != ():
             raise ValueError(f"{type(description).__name__}: {name} has the shape {np.shape(value)}, but is a scalar.")
         if not isinstance(value, Tracer):
-            _within(type(description).__name__, name, float(value), ranges(type(description))[name])
+            _check_range(type(description).__name__, name, float(value), hyperparam_ranges(type(description))[name])
 
 
-def _within(where: str, name: str, value: float, allowed: Range) -> None:
+def _check_range(where: str, name: str, value: float, allowed: Range) -> None:
     if not (math.isfinite(value) and allowed.least <= value < allowed.limit):
         raise ValueError(f"{where}: {name} is {value:g}, but must be finite, {allowed}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Hyperparams:
     """The numbers of an optimizer at one step for one leaf, by name: Python's as they are, arrays in its dtype."""
 
     step: jax.Array  # () int32, the updates made before this one
@@ -116,9 +137,11 @@ class Numbers:
         return step if isinstance(self.decay, float) and self.decay == 0 else step + self.decay * w
 
 
-def values_of(description: Any, step: jax.Array, given: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparams_at(description: Any, step: jax.Array, given: Mapping[str, Any]) -> dict[str, Any]:
     """Each number of a description: as passed to `update`, or by its schedule, or as it stands in its field."""
-    values = {name: value for name, value in fields_of(description).items() if name in ranges(type(description))}
+    values = {
+        name: value for name, value in fields_of(description).items() if name in hyperparam_ranges(type(description))
+    }
     for name, value in values.items():
         if name in given:
             values[name] = jnp.asarray(given[name])

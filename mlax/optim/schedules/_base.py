@@ -1,4 +1,4 @@
-"""Schedule: what all schedules share, the way to call one and the ways to look at one."""
+"""Schedule: the base class of all schedules."""
 
 import abc
 import os
@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax.core import frozen
-from mlax.optim.schedules._checks import LAST
-from mlax.optim.schedules._curve import curve
-from mlax.optim.schedules._picture import draw
-from mlax.optim.schedules._table import table
+from mlax.optim.schedules._checks import LAST_STEP
+from mlax.optim.schedules._plot import format_table, plot, plot_text
 
 
 @frozen
@@ -24,7 +22,7 @@ class Schedule(abc.ABC):
     """
 
     def __call__(self, step: Any) -> jax.Array:
-        return self.at(_counted(self, step)).astype(jnp.float32)
+        return self.at(_as_step(self, step)).astype(jnp.float32)
 
     @abc.abstractmethod
     def at(self, step: jax.Array) -> jax.Array:
@@ -50,28 +48,28 @@ class Schedule(abc.ABC):
             if steps < 0:
                 raise ValueError(f"{self}: steps is {steps}, but must be at least 0; pass how many values you want.")
             steps = np.arange(steps)
-        return np.asarray(jax.jit(self)(_counted(self, steps)))
+        return np.asarray(jax.jit(self)(_as_step(self, steps)))
 
     def table(self, steps: int | None = None, rows: int = 11) -> str:
         """Steps and values in two columns: `rows` even ones from 0 to `steps`, and the marks.
 
         Where `steps` is None it is the length.
         """
-        return table(self, steps, rows)
+        return format_table(self, steps, rows)
 
     def curve(self, steps: int | None = None, width: int = 60, height: int = 8) -> str:
         """The curve from 0 to `steps` as text, with the largest and the smallest value on the left.
 
         Where `steps` is None it is the length. `width` and `height` are in characters.
         """
-        return curve(self, steps, width, height)
+        return plot_text(self, steps, width, height)
 
     def draw(self, path: str | os.PathLike[str], steps: int | None = None) -> None:
         """Write the curve from 0 to `steps` as a picture, of the kind that the name of the file says.
 
         Where `steps` is None it is the length. Needs matplotlib.
         """
-        draw(self, path, steps)
+        plot(self, path, steps)
 
 
 def check_schedule(schedule: Schedule, value: Any) -> None:
@@ -79,18 +77,18 @@ def check_schedule(schedule: Schedule, value: Any) -> None:
     if not isinstance(value, Schedule):
         raise TypeError(
             f"{type(schedule).__name__}: {value!r} stands where a schedule must stand; "
-            "pass one such as Constant(3e-4) or Cosine(3e-4, 1_000)."
+            "pass one such as ConstantSchedule(3e-4) or Cosine(3e-4, 1_000)."
         )
 
 
-def _counted(schedule: Schedule, step: Any) -> jax.Array:
+def _as_step(schedule: Schedule, step: Any) -> jax.Array:
     """The step as int32 from 0 to LAST, where a wider one would wrap round."""
     step = step if isinstance(step, jax.Array) else np.asarray(step)
     if not jnp.issubdtype(step.dtype, jnp.integer):
         raise TypeError(
-            f"{schedule}: the step is {step.dtype}, but must be a whole number, since a float32 counts no further "
+            f"{schedule}: the step is {step.dtype}, but must be an integer, since a float32 counts no further "
             "than 2**24; pass an int or an int32 array."
         )
-    if jnp.iinfo(step.dtype).max > LAST:
-        step = step.clip(max=LAST)
+    if jnp.iinfo(step.dtype).max > LAST_STEP:
+        step = step.clip(max=LAST_STEP)
     return jnp.maximum(jnp.asarray(step, jnp.int32), 0)
