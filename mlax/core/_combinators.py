@@ -11,23 +11,25 @@ import jax
 
 from mlax.core._composite import Composite, Sub, check_layer
 from mlax.core._errors import short_repr, signature
-from mlax.core._frozen import frozen, with_fields
+from mlax.core._frozen import call_repr, frozen, with_fields
 from mlax.core._layer import Layer
+
+LayerLike = Layer | Callable[..., Any]  # a plain function is wrapped as F
 
 
 @frozen
 class F(Layer):
-    """Apply a function of the input: `F(jax.nn.relu)`.
+    """Apply a function to the input: `F(jax.nn.relu)`.
 
-    A function with a parameter named `rng` or `inference_mode` is given that too, by name. Functions are equal
-    when they are the same object: name a function rather than write a lambda anew in each description.
+    A function with a parameter named `rng` or `inference_mode` is passed it by keyword. Functions are equal only
+    if they are the same object: define a function once rather than a new lambda in each description.
     """
 
     function: Callable[..., Any]
 
     def __post_init__(self) -> None:
         if isinstance(self.function, Layer):
-            raise TypeError(f"F: {self.function} is a layer already; use it as it is.")
+            raise TypeError(f"F: {short_repr(self.function)} is already a layer; use it without F.")
         if not callable(self.function):
             raise TypeError(f"F: {self.function!r} is not a function; F takes a function of the input.")
 
@@ -38,7 +40,7 @@ class F(Layer):
         offered = {"rng": rng, "inference_mode": inference_mode}
         given = {name: value for name, value in offered.items() if name in _parameters(self.function)}
         if rng is None and "rng" in given and "inference_mode" not in given:
-            raise ValueError(f"{short_repr(self)}: the function takes a key and there is none; pass rng= to fwd.")
+            raise ValueError(f"{short_repr(self)}: the function takes a key, but rng is None; pass rng= to fwd.")
         return self.function(x, **given), non_trainables
 
 
@@ -51,16 +53,17 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 @frozen
 class Series(Composite):
-    """Apply each layer to the output of the one before it.
+    """Apply each layer to the output of the one before it: `Series(nn.Linear(64), jax.nn.relu, head=nn.Linear(10))`.
 
-    Layers given by keyword are parts of that name. The others are named by their class and their rank in it,
-    `linear_0`, `linear_1`: name the parts of a model that will be edited, since an inserted layer moves them.
+    A layer passed by keyword is a part of that name; the others are named by their class and index, `linear_0`,
+    `linear_1`. Name the parts of a model that will be edited, since inserting a layer renumbers them. A plain
+    function is wrapped as `F`.
     """
 
     named: tuple[tuple[str, Layer], ...]
 
-    def __init__(self, *layers: Layer, **named: Layer):
-        object.__setattr__(self, "named", _named(type(self), layers, named))
+    def __init__(self, *layers: LayerLike, **named: LayerLike):
+        object.__setattr__(self, "named", _name_parts(type(self).__name__, layers, named))
 
     def parts(self) -> Mapping[str, Layer]:
         return dict(self.named)
@@ -74,17 +77,17 @@ class Series(Composite):
         return x
 
     def __repr__(self) -> str:
-        return _written(self)
+        return call_repr(type(self).__name__, ((f"{name}=", part) for name, part in self.named))
 
 
 @frozen
 class Parallel(Composite):
-    """Apply each layer to the same input: a tuple of their outputs, in order. Parts are named as in Series."""
+    """Apply each layer to the same input, and return the tuple of their outputs. Takes and names parts like Series."""
 
     named: tuple[tuple[str, Layer], ...]
 
-    def __init__(self, *layers: Layer, **named: Layer):
-        object.__setattr__(self, "named", _named(type(self), layers, named))
+    def __init__(self, *layers: LayerLike, **named: LayerLike):
+        object.__setattr__(self, "named", _name_parts(type(self).__name__, layers, named))
 
     def parts(self) -> Mapping[str, Layer]:
         return dict(self.named)
@@ -96,40 +99,24 @@ class Parallel(Composite):
         return tuple(part(x) for part in sub)
 
     def __repr__(self) -> str:
-        return _written(self)
-
-
-def _named(cls: type, layers: tuple[Layer, ...], named: dict[str, Layer]) -> tuple[tuple[str, Layer], ...]:
-    seen = collections.Counter[str]()
-    parts: dict[str, Layer] = {}
-    for rank, layer in enumerate(layers):
-        check_layer(cls.__name__, f"layer {rank}", layer)
-        kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(layer).__name__).lower()
-        parts[f"{kind}_{seen[kind]}"] = layer
-        seen[kind] += 1
-    for name, layer in named.items():
-        check_layer(cls.__name__, name, layer)
-        if name in parts:
-            raise ValueError(f"{cls.__name__}: two parts are named {name!r}; rename one.")
-    return (*parts.items(), *named.items())
-
-
-def _written(self: Series | Parallel) -> str:
-    return f"{type(self).__name__}({', '.join(f'{name}={part}' for name, part in self.named)})"
+        return call_repr(type(self).__name__, ((f"{name}=", part) for name, part in self.named))
 
 
 @frozen
 class Residual(Composite):
-    """Add the output of `layer` to the input, or to `shortcut` of the input where the shapes differ."""
+    """Add the output of `layer` to the input, or to `shortcut` of the input where shapes differ.
 
-    layer: Layer
+    A plain function is wrapped as `F`.
+    """
+
+    layer: LayerLike
     _: KW_ONLY
-    shortcut: Layer | None = None
+    shortcut: LayerLike | None = None
 
     def __post_init__(self) -> None:
-        check_layer("Residual", "layer", self.layer)
+        object.__setattr__(self, "layer", _as_layer("Residual", "layer", self.layer))
         if self.shortcut is not None:
-            check_layer("Residual", "shortcut", self.shortcut)
+            object.__setattr__(self, "shortcut", _as_layer("Residual", "shortcut", self.shortcut))
 
     def wire(self, sub: Sub, x: Any) -> Any:
         y = sub.layer(x)
@@ -137,7 +124,31 @@ class Residual(Composite):
             x = sub.shortcut(x)
         if signature(x) != signature(y):
             raise ValueError(
-                f"{short_repr(self)}: the output is {signature(y)} but what it is added to is {signature(x)}; "
-                "give a shortcut layer that makes them alike."
+                f"{short_repr(self)}: the output is {signature(y)} but is added to {signature(x)}; "
+                "pass a shortcut layer that maps the input to the same shape and dtype."
             )
         return jax.tree.map(lambda a, b: a + b, x, y)
+
+
+def _as_layer(owner: str, what: str, part: Any) -> Layer:
+    if callable(part) and not isinstance(part, Layer | type):
+        return F(part)
+    check_layer(owner, what, part)
+    return part
+
+
+def _name_parts(
+    owner: str, layers: tuple[LayerLike, ...], named: dict[str, LayerLike]
+) -> tuple[tuple[str, Layer], ...]:
+    indices = collections.Counter[str]()
+    parts: dict[str, Layer] = {}
+    for index, each in enumerate(layers):
+        layer = _as_layer(owner, f"layer {index}", each)
+        kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(layer).__name__).lower()
+        parts[f"{kind}_{indices[kind]}"] = layer
+        indices[kind] += 1
+    for name, each in named.items():
+        if name in parts:
+            raise ValueError(f"{owner}: two parts are named {name!r}; rename one.")
+        parts[name] = _as_layer(owner, name, each)
+    return tuple(parts.items())

@@ -1,13 +1,11 @@
 """Composite: a layer made of parts; the author writes the parts and how they are wired."""
 
 import abc
-import ast
 import collections
 import dataclasses
 import difflib
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -22,44 +20,38 @@ from mlax.core._layer import Layer, Tree, cached_by_shape, jitted_init, shape_dt
 
 
 class Sub:
-    """The parts of one composite during one call of its `wire`: `sub.name(x)` or `sub[name](x)`.
+    """The parts of a composite during one call of its `wire`: `sub.name(x)` or `sub["name"](x)`.
 
-    It hands each part its variables and its key, and collects the part's new state.
+    It passes each part its variables and its key, and collects the part's new state.
     """
 
-    def __init__(self, composite: Any, call: Callable[[str, Layer, Any], Any], inference_mode: bool):
+    def __init__(self, composite: "Composite", call: Callable[[str, Layer, Any], Any], inference_mode: bool):
+        self._parts = parts_of(composite)
         self._composite = composite
-        self._call = call
+        self._call = call  # of (name, part, x)
         self.inference_mode = inference_mode
 
     def __getitem__(self, name: str) -> Callable[[Any], Any]:
-        parts = parts_of(self._composite)
-        if name not in parts:
-            close = difflib.get_close_matches(name, parts, n=1)
+        if name not in self._parts:
+            close = difflib.get_close_matches(name, self._parts, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise AttributeError(
-                f"{short_repr(self._composite)} has no part {name!r}; its parts are {', '.join(parts) or 'none'}.{hint}"
-            )
-
-        def part(x: Any) -> Any:
-            with error_scope(name, x):
-                return self._call(name, parts[name], x)
-
-        return part
+            names = ", ".join(self._parts) or "none"
+            raise AttributeError(f"{short_repr(self._composite)} has no part {name!r}; its parts are {names}.{hint}")
+        return functools.partial(self._call, name, self._parts[name])
 
     def __getattr__(self, name: str) -> Callable[[Any], Any]:
         return self[name]
 
     def __iter__(self) -> Iterator[Callable[[Any], Any]]:
-        return (self[name] for name in parts_of(self._composite))
+        return (self[name] for name in self._parts)
 
 
 @frozen
 class Composite(Layer):
-    """A layer that owns layers: write `wire`, and `parts` if they are not simply the layer-valued fields.
+    """A layer that owns layers: write `wire`, and `parts` unless they are simply the layer-valued fields.
 
     Variables: one entry for each part that has any, under the part's name. `edits` holds the parts that
-    surgery has put in place of the author's own.
+    surgery has put in place of the author's.
     """
 
     edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)
@@ -73,7 +65,7 @@ class Composite(Layer):
         """Compute the output from the input by calling the parts: `sub.name(x)`."""
 
     def sized(self, x: Any) -> Self:
-        """The same composite with what it reads off its input filled in; itself, unless it reads anything."""
+        """The same composite with the sizes that it infers from its input filled in; by default, itself."""
         return self
 
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
@@ -91,22 +83,31 @@ class Composite(Layer):
                 traced = isinstance(rng, Tracer)
                 made = jitted_init(part, inputs[name])(key) if traced else part.init(key, inputs[name])
                 trainables[name], non_trainables[name] = made
-        return _present(trainables), _present(non_trainables)
+        return _drop_empty(trainables), _drop_empty(non_trainables)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state = dict(non_trainables or {})
         calls = collections.Counter[str]()
 
         def call(name: str, part: Layer, x: Any) -> Any:
-            calls[name] += 1
-            key = None if rng is None else named_key(rng, name if calls[name] == 1 else f"{name}#{calls[name]}")
-            y, new = part.fwd(x, (trainables or {}).get(name), state.get(name), rng=key, inference_mode=inference_mode)
-            if new is not None:
-                state[name] = new
-            return y
+            with error_scope(name, x):
+                calls[name] += 1
+                key = None if rng is None else named_key(rng, name if calls[name] == 1 else f"{name}#{calls[name]}")
+                own = (trainables or {}).get(name)
+                y, new = part.fwd(x, own, state.get(name), rng=key, inference_mode=inference_mode)
+                if new is not None:
+                    state[name] = new
+                return y
 
         sized = self.sized(x)
-        return sized.wire(Sub(sized, call, inference_mode), x), _present(state)
+        return sized.wire(Sub(sized, call, inference_mode), x), _drop_empty(state)
+
+    def tree_lines(self) -> list[str]:
+        lines = [self.header()]
+        for name, part in parts_of(self).items():
+            first, *rest = part.tree_lines()
+            lines += [f"  {name}: {first}", *(f"  {line}" for line in rest)]
+        return lines
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
@@ -121,85 +122,71 @@ class Composite(Layer):
 
 @cached_by_shape
 def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
-    """What each part is called on when the composite is called on inputs like `x`; nothing is allocated."""
+    """The shapes and dtypes that each part is called on when the composite is called on inputs like `x`.
+
+    `wire` is traced by `jax.eval_shape`, so nothing is allocated.
+    """
     composite = composite.sized(x)
     inputs: dict[str, Any] = {}
     variables: dict[str, Any] = {}
 
     def trace(rng: jax.Array, x: Any, inference_mode: bool) -> None:
         def call(name: str, part: Layer, x: Any) -> Any:
-            # jit, so that JAX traces equal parts once
-            made = jitted_init(part, x)(rng)
-            if shape_dtypes(made) != variables.setdefault(name, shape_dtypes(made)):
-                raise ValueError(
-                    f"{short_repr(composite)}: part {name!r} is called on {signature(inputs[name])} and on "
-                    f"{signature(x)}, "
-                    "which need different variables; make it two parts."
-                )
-            inputs.setdefault(name, shape_dtypes(x))
-            fwd = jax.jit(part.fwd, static_argnames="inference_mode")
-            return fwd(x, *made, rng=rng, inference_mode=inference_mode)[0]
+            with error_scope(name, x):
+                made = jitted_init(part, x)(rng)  # jitted, so that JAX traces equal parts once
+                if shape_dtypes(made) != variables.setdefault(name, shape_dtypes(made)):
+                    raise ValueError(
+                        f"{short_repr(composite)}: part {name!r} is called on {signature(inputs[name])} and on "
+                        f"{signature(x)}, which need different variables; make it two parts."
+                    )
+                inputs.setdefault(name, shape_dtypes(x))
+                fwd = jax.jit(part.fwd, static_argnames="inference_mode")
+                return fwd(x, *made, rng=rng, inference_mode=inference_mode)[0]
 
         composite.wire(Sub(composite, call, inference_mode), x)
 
-    for inference_mode in (True, False):  # training may need what is not there yet, such as the name of a mesh axis
+    for inference_mode in (True, False):  # training may need what is not bound yet, such as a mesh axis name
         if len(inputs) < len(parts_of(composite)):
             jax.eval_shape(functools.partial(trace, inference_mode=inference_mode), abstract_key(), x)
-    never = [name for name in parts_of(composite) if name not in inputs]
-    if never:
+    unused = [name for name in parts_of(composite) if name not in inputs]
+    if unused:
         raise ValueError(
-            f"{short_repr(composite)}: wire never calls {', '.join(map(repr, never))}; call it as sub.{never[0]}(x), "
-            "or leave it out of the parts."
+            f"{short_repr(composite)}: wire never calls {', '.join(map(repr, unused))}; call it as "
+            f"sub.{unused[0]}(x), or leave it out of the parts."
         )
     return inputs
 
 
-def _present(variables: dict[str, Tree]) -> Tree:
-    return {name: tree for name, tree in variables.items() if tree is not None} or None
-
-
 @functools.lru_cache(maxsize=4096)
-def parts_of(composite: Any) -> Mapping[str, Layer]:
+def parts_of(composite: Composite) -> Mapping[str, Layer]:
     """The parts of a composite, edits included, checked once for each distinct description."""
-    _refuse_repeated_names(type(composite))
     parts = {**composite.parts(), **dict(composite.edits)}
     for name, part in parts.items():
         if not name.isidentifier() or name.startswith("_") or name == "inference_mode":
             raise ValueError(
                 f"{short_repr(composite)}: {name!r} cannot name a part; use an identifier without a leading "
-                "underscore, "
-                "other than inference_mode, since `wire` calls it as sub.name."
+                "underscore, other than inference_mode, since `wire` calls it as sub.name."
             )
         check_layer(short_repr(composite), f"part {name!r}", part)
     return parts
 
 
-def check_layer(whose: str, what: str, part: Any) -> None:
-    """Refuse a part that is no layer, with what it takes to make one of it."""
+def check_layer(owner: str, what: str, part: Any) -> None:
+    """Raise a TypeError unless `part` is a layer, and say how to make one of it."""
     if isinstance(part, Layer):
         return
     name = getattr(part, "__name__", None)
-    came, advice = f"a {type(part).__name__}", "pass a layer."
+    got, advice = f"a {type(part).__name__}", "pass a layer."
     if isinstance(part, type) and issubclass(part, Layer):
         given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
-        came, advice = f"the class {name}", f"did you mean {name}({given})?"
+        got, advice = f"the class {name}", f"did you mean {name}({given})?"
     elif callable(part):
-        came, advice = f"the function {name}" if name else came, f"wrap it: mlax.F({name or '...'})."
+        got, advice = f"the function {name}" if name else got, f"wrap it: mlax.F({name or '...'})."
     elif isinstance(part, list | tuple | dict):
         stars = "**" if isinstance(part, dict) else "*"
         advice = f"pass the layers themselves: mlax.Series({stars}layers)."
-    raise TypeError(f"{whose}: {what} is {came}, which is no layer; {advice}")
+    raise TypeError(f"{owner}: {what} is {got}, which is not a layer; {advice}")
 
 
-@functools.cache
-def _refuse_repeated_names(cls: type) -> None:
-    """Refuse a `parts` that writes one name twice: Python would drop the first part without a word."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(cls.parts)))  # pyright: ignore
-    except (OSError, TypeError, SyntaxError):
-        return  # no source to read, as at a prompt
-    for node in ast.walk(source):
-        names = [key.value for key in getattr(node, "keys", []) if isinstance(key, ast.Constant)]
-        for name in names:
-            if isinstance(node, ast.Dict) and names.count(name) > 1:
-                raise ValueError(f"{cls.__name__}: `parts` has two parts named {name!r}; rename one.")
+def _drop_empty(variables: dict[str, Tree]) -> Tree:
+    return {name: tree for name, tree in variables.items() if tree is not None} or None

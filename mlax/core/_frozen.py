@@ -1,9 +1,10 @@
-"""frozen: turn a class into a description, a frozen dataclass of hashable values that is equal by value."""
+"""frozen: make a class a description, a frozen dataclass of hashable values that compares by value."""
 
 import dataclasses
 import functools
+import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
@@ -14,17 +15,17 @@ from mlax.core._errors import constructor_error, unknown_field_message
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
-DType = str | type | np.dtype | None  # a field annotated so takes whatever jnp.dtype takes, and holds its name
-Size = Annotated[int, "a whole number of at least 1"]  # a field annotated so takes nothing else
+DType = str | type | np.dtype | None  # a field of this type takes what jnp.dtype takes, and holds its name
+Size = Annotated[int, "an integer of at least 1"]  # a field of this type is checked for it
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen(cls: C) -> C:
     """Make `cls` a description: a frozen dataclass whose fields are hashable values and nothing else.
 
-    Equal descriptions are equal, hash equal and share their bound methods, so that `jax.jit(a.fwd)` and
-    `jax.jit(b.fwd)` are one compilation when `a == b`. Fields are equal when they have one type and one
-    value: 1, 1.0 and True are three values. An array or an unhashable field is refused, by name.
+    Descriptions with equal fields are equal, hash equal and share their bound methods, so that `jax.jit(a.fwd)`
+    and `jax.jit(b.fwd)` compile once when `a == b`. Fields are equal when both type and value are: 1, 1.0 and
+    True differ. An array or an unhashable value is refused with the name of its field.
     """
     if "__post_init__" in vars(cls):
         cls.__post_init__ = _checked_first(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
@@ -32,25 +33,25 @@ def frozen(cls: C) -> C:
     init = described.__init__
 
     @functools.wraps(init)
-    def settled_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def finalized_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if "__dataclass_fields__" not in vars(type(self)):
             raise _undecorated(self)
         try:
             init(self, *args, **kwargs)
         except dataclasses.FrozenInstanceError as error:
             error.add_note(
-                f"{described.__name__} is a description, which has fields in place of an __init__ that sets them: "
+                f"{described.__name__} is a frozen dataclass, whose fields replace an __init__ that assigns them: "
                 "write `name: type`, or `name: type = default`, in the class."
             )
             raise
         except TypeError:
-            if (wrong := constructor_error(described, init, args, kwargs)) is not None:
-                raise wrong from None
+            if (explained := constructor_error(described, init, args, kwargs)) is not None:
+                raise explained from None
             raise
-        if type(self) is described:  # a subclass settles once, when all of its fields are there
+        if type(self) is described:  # a subclass is finalized once, when all of its fields are set
             _finalize(self)
 
-    described.__init__ = settled_init
+    described.__init__ = finalized_init
     described.__eq__ = _equal
     described.__hash__ = _hash
     described.__reduce__ = _reduce
@@ -78,17 +79,17 @@ def with_fields(description: D, **changes: Any) -> D:
 
 
 def check_sizes(description: Any) -> None:
-    """Refuse a description with a size that is still open."""
+    """Raise unless each `Size` of a description is set."""
     for name, kind, _ in _kinds(type(description)):
         if kind is Size:
             _check_size(description, name, getattr(description, name))
 
 
 class _SharedMethod:
-    """A method whose bound form is one and the same object for all equal descriptions.
+    """A method whose bound method is the same object for all equal descriptions.
 
-    Python compares bound methods by the identity of `self`, and JAX holds what it compiled only as long as
-    the callable lives; so the bound form is kept here, for as many of them as JAX itself keeps compilations.
+    Python compares bound methods by the identity of `self`, and JAX's compilation caches hold their callable
+    weakly; so the bound methods are cached here, as many as JAX caches compilations.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -120,10 +121,10 @@ def _finalize(self: Any) -> None:
         if kind is DType and value is not None:
             object.__setattr__(self, name, _dtype_name(self, name, value))
         elif kind is Size:
-            if value is not None:  # which a composite may leave open until it is `sized`
+            if value is not None:  # None: a composite infers it from its input, see `sized`
                 _check_size(self, name, value)
         elif kind is not DType and not _is(kind, value) and value is not default:
-            wanted = {bool: "True or False", int: "a whole number"}.get(kind) or f"a tuple, as ({value!r},) is one"
+            wanted = {bool: "True or False", int: "an integer"}.get(kind) or f"a tuple, such as ({value!r},)"
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
     object.__setattr__(self, "_key", _keys(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
@@ -131,7 +132,7 @@ def _finalize(self: Any) -> None:
 
 @functools.cache
 def _kinds(cls: type) -> list[tuple[str, Any, Any]]:
-    """The fields whose annotation says what they hold, of what is checked here: (name, what it is, default)."""
+    """(name, type, default) of the fields whose annotation is one of the types checked here."""
     kinds = [(field.name, _kind(field.type), field.default) for field in dataclasses.fields(cls)]
     return [each for each in kinds if each[1] is not None]
 
@@ -151,7 +152,7 @@ def _is(kind: type, value: Any) -> bool:
 def _check_size(self: Any, name: str, value: Any) -> None:
     if not _is(int, value) or value < 1:
         fault = ValueError if _is(int, value) else TypeError
-        raise fault(f"{type(self).__name__}: {name} is {value!r}, but must be a whole number of at least 1.")
+        raise fault(f"{type(self).__name__}: {name} is {value!r}, but must be an integer of at least 1.")
 
 
 def _dtype_name(self: Any, name: str, value: Any) -> str:
@@ -159,7 +160,7 @@ def _dtype_name(self: Any, name: str, value: Any) -> str:
         return jnp.dtype(value).name
     except TypeError:
         raise TypeError(
-            f"{type(self).__name__}: field `{name}` is {value!r}, which is no dtype; "
+            f"{type(self).__name__}: field `{name}` is {value!r}, which is not a dtype; "
             "pass a name such as 'bfloat16' or a dtype such as jnp.float32."
         ) from None
 
@@ -169,16 +170,16 @@ def _keys(self: Any) -> tuple[Any, ...]:
 
 
 def _key(self: Any, name: str, value: Any) -> Any:
-    """What stands for one field's value in comparisons; refuses what a description cannot hold."""
+    """The value by which a field is compared; raises for what a description cannot hold."""
     if isinstance(value, tuple):
         return type(value), tuple(_key(self, name, item) for item in value)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"{type(self).__name__}: field `{name}` is an array ({type(value).__name__}), but a description "
-            "holds plain Python values only; pass a number or a tuple, or make the array in `init`."
+            "holds plain Python values only; pass a number or a tuple, or create the array in `init`."
         )
     if isinstance(value, float):
-        return float, value.hex()  # tells -0.0 from 0.0, and nan is itself
+        return float, value.hex()  # distinguishes -0.0 from 0.0, and NaN equals itself
     try:
         hash(value)
     except TypeError:
@@ -201,20 +202,20 @@ def _equal(self: Any, other: object) -> Any:
 def _hash(self: Any) -> int:
     try:
         return self._hash
-    except AttributeError:  # an __init__ of its own has not come by the one that `frozen` makes
+    except AttributeError:  # its class has an __init__ that bypasses frozen's
         raise _undecorated(self) from None
 
 
 def _undecorated(self: Any) -> TypeError:
-    return TypeError(f"{type(self).__name__} is no description yet; put @mlax.frozen above the class.")
+    return TypeError(f"{type(self).__name__} is not a description yet; put @mlax.frozen above the class.")
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:
-    return _rebuild, (type(self), fields_of(self))  # hashes differ from process to process: never pickled
+    return _rebuild, (type(self), fields_of(self))  # rebuilt, since hashes differ between processes
 
 
 def _itself(self: Any, memo: Any = None) -> Any:
-    return self  # it never changes, and a copied function would be another function
+    return self  # immutable, and a copied function would not be equal
 
 
 def _rebuild(cls: type, values: dict[str, Any]) -> Any:
@@ -228,13 +229,30 @@ def _rebuild(cls: type, values: dict[str, Any]) -> Any:
 
 
 def _repr(self: Any) -> str:
-    """As one would write it: required fields by position, the rest by name where they are not the default."""
-    words: list[str] = []
-    for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True):
-        value = getattr(self, field.name)
-        shown = getattr(value, "__name__", repr(value)) if callable(value) else repr(value)
+    return call_repr(type(self).__name__, repr_arguments(self))
+
+
+def repr_arguments(description: Any) -> list[tuple[str, Any]]:
+    """(prefix, value) of each argument of its repr: required fields, then by name those that are not the default."""
+    arguments: list[tuple[str, Any]] = []
+    for field in sorted(dataclasses.fields(description), key=lambda field: field.kw_only is True):
+        value = getattr(description, field.name)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            words.append(shown)
+            arguments.append(("", value))
         elif field.default_factory is dataclasses.MISSING and value != field.default:
-            words.append(f"{field.name}={shown}")
-    return f"{type(self).__name__}({', '.join(words)})"
+            arguments.append((f"{field.name}=", value))
+    return arguments
+
+
+def call_repr(name: str, arguments: Iterable[tuple[str, Any]]) -> str:
+    """`name(arguments)` from (prefix, value) pairs, on one line, or with a line for each argument if that is long."""
+    words = [f"{prefix}{_value_repr(value)}" for prefix, value in arguments]
+    line = f"{name}({', '.join(words)})"
+    if len(line) <= 100 and "\n" not in line:
+        return line
+    body = textwrap.indent(",\n".join(words), "    ")
+    return f"{name}(\n{body},\n)"
+
+
+def _value_repr(value: Any) -> str:
+    return getattr(value, "__name__", repr(value)) if callable(value) else repr(value)

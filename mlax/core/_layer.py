@@ -1,4 +1,4 @@
-"""Layer: the contract that every layer keeps, and the checks that hold every call to it."""
+"""Layer: the contract of every layer, and the checks of every call."""
 
 import abc
 import functools
@@ -23,7 +23,7 @@ from mlax.core._checks import (
     is_key,
 )
 from mlax.core._errors import short_repr, short_signature, signature
-from mlax.core._frozen import check_sizes, frozen
+from mlax.core._frozen import call_repr, check_sizes, frozen, repr_arguments
 
 T = TypeVar("T")
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
@@ -33,17 +33,17 @@ Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
 class Layer(abc.ABC):
     """A description of a computation with variables: hyperparameters and nothing else.
 
-    A leaf layer writes `init` and `fwd`. Both are pure, and every call of them is checked while it is traced,
-    which costs a compiled call nothing.
+    A leaf layer implements `init` and `fwd`. Both are pure. Every call is checked while it is traced, which costs
+    a compiled call nothing.
     """
 
-    takes_statistics: ClassVar[bool] = False  # True where mixed precision should set accum_dtype to float32
+    takes_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
 
     @abc.abstractmethod
     def init(self, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        """Make the variables for inputs like `x`: (trainables, non_trainables), each a dict or None.
+        """Create the variables for inputs like `x`: (trainables, non_trainables), each a dict or None.
 
-        `x` is a tree of arrays or of `jax.ShapeDtypeStruct`; an author is always handed the latter.
+        `x` is a pytree of arrays or of `jax.ShapeDtypeStruct`; an implementation always receives the latter.
         """
 
     @abc.abstractmethod
@@ -61,37 +61,52 @@ class Layer(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "init" in vars(cls):
-            cls.init = _checked_init(vars(cls)["init"])  # pyright: ignore[reportAttributeAccessIssue]
+            cls.init = _check_init_calls(vars(cls)["init"])  # pyright: ignore[reportAttributeAccessIssue]
         if "fwd" in vars(cls):
-            cls.fwd = _checked_fwd(vars(cls)["fwd"])  # pyright: ignore[reportAttributeAccessIssue]
+            cls.fwd = _check_fwd_calls(vars(cls)["fwd"])  # pyright: ignore[reportAttributeAccessIssue]
 
-    if not TYPE_CHECKING:  # so that a type checker says it as well
+    if not TYPE_CHECKING:  # so that a type checker reports the call too
 
         def __call__(self, *args, **kwargs):
             raise TypeError(
-                f"{short_repr(self)} is a description and is not called; write y, non_trainables = "
+                f"{short_repr(self)} is a description and cannot be called; write y, non_trainables = "
                 "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
             )
 
     def splits(self, number: int) -> Mapping[str, int] | None:
-        """Which axis of each trainable, by path, `number` devices could share the work along; None: ask the parts."""
+        """The axis of each trainable, by path, to shard `number` ways for tensor parallelism; None: ask the parts."""
         return None
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
-        """Refuse variables that `init` would not have made for inputs like `x`."""
+        """Raise unless the variables are like those that `init` creates for inputs like `x`."""
         wanted = variable_shapes(self, x)
         check_names(self, wanted, (trainables, non_trainables))
         check_dtypes(self, x, trainables)
         check_shapes(self, wanted[0], trainables)
 
+    def __str__(self) -> str:
+        return "\n".join(self.tree_lines())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # what a notebook shows
+
+    def tree_lines(self) -> list[str]:
+        """The lines that `print` shows: the layer, and its parts indented below it."""
+        return repr(self).splitlines()
+
+    def header(self) -> str:
+        """The repr without the layers in its fields."""
+        arguments = [(prefix, value) for prefix, value in repr_arguments(self) if not _has_layers(value)]
+        return call_repr(type(self).__name__, arguments)
+
 
 def shape_dtypes(x: Any) -> Any:
-    """The shapes and dtypes of a tree of arrays, each dtype as JAX would hold it."""
+    """The shapes and dtypes of a pytree of arrays, each dtype canonicalized as JAX would."""
     return jax.tree.map(_shape_dtype, x)
 
 
 def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
-    """Compute `function(layer, x)` once for equal layers and inputs of the same shapes and dtypes."""
+    """Cache `function(layer, x)` by the layer and the shapes and dtypes of `x`."""
 
     @functools.lru_cache(maxsize=4096)
     def cached(layer: Any, treedef: Any, leaves: tuple[tuple[Any, Any], ...], widest: np.dtype) -> T:
@@ -100,7 +115,7 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
     @functools.wraps(function)
     def call(layer: Any, x: Any) -> T:
         leaves, treedef = jax.tree.flatten(shape_dtypes(x))
-        widest = jax.dtypes.canonicalize_dtype(np.float64)  # JAX may be told to have float64 or not, at any time
+        widest = jax.dtypes.canonicalize_dtype(np.float64)  # part of the key, since jax_enable_x64 may change
         return cached(layer, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), widest)
 
     return call
@@ -108,10 +123,8 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 
 @cached_by_shape
 def variable_shapes(layer: Layer, x: Any) -> tuple[Tree, Tree]:
-    """The shapes and dtypes of the variables that `layer.init` makes for inputs like `x`; nothing is allocated."""
-    return shape_dtypes(
-        jax.eval_shape(jitted_init(layer, x), abstract_key())
-    )  # remembered, so without the mesh of today
+    """The shapes and dtypes of the variables that `layer.init` creates for inputs like `x`; nothing is allocated."""
+    return shape_dtypes(jax.eval_shape(jitted_init(layer, x), abstract_key()))  # cached, so without today's mesh
 
 
 @cached_by_shape
@@ -126,35 +139,35 @@ def _shape_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
             f"the input has a leaf {leaf!r} of type {type(leaf).__name__}, but every leaf must be an array or a "
             "jax.ShapeDtypeStruct; wrap numbers with jnp.asarray."
         )
-    if (theirs := foreign_array_type(leaf)) is not None:
-        raise TypeError(f"the input is a {theirs}; pass x.numpy().")
+    if (foreign := foreign_array_type(leaf)) is not None:
+        raise TypeError(f"the input is a {foreign}; pass x.numpy().")
     dtype = leaf.dtype
-    if isinstance(dtype, np.dtype):  # not so for keys, which have one form only
+    if isinstance(dtype, np.dtype):  # a key's dtype is an extended one
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
-def _checked_init(init: Callable[..., Any]) -> Callable[..., Any]:
+def _check_init_calls(init: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(init, "__isabstractmethod__", False):
         return init
 
     @functools.wraps(init)
-    def checked(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
+    def checked_init(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
         check_key(f"{short_repr(self)}: init", "init(rng, x)", rng, x)
         check_sizes(self)
         x = shape_dtypes(x)
         check_floats(self, x)
         return _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
 
-    return checked
+    return checked_init
 
 
-def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
+def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(fwd, "__isabstractmethod__", False):
         return fwd
 
     @functools.wraps(fwd)
-    def checked(
+    def checked_fwd(
         self: Layer,
         x: Any,
         trainables: Tree,
@@ -180,11 +193,11 @@ def _checked_fwd(fwd: Callable[..., Any]) -> Callable[..., Any]:
             raise
         return _check_pair(self, "fwd", "(y, non_trainables)", out)
 
-    return checked
+    return checked_fwd
 
 
 def _to_device_array(leaf: Any) -> Any:
-    # not by jnp.asarray, which compiles something for each shape
+    # jnp.asarray would compile for each shape
     return jax.device_put(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
@@ -192,3 +205,7 @@ def _check_pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, 
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(f"{short_repr(layer)}: {method} returned {signature(out)}, but must return a pair {wanted}.")
     return out
+
+
+def _has_layers(value: Any) -> bool:
+    return isinstance(value, Layer) or (isinstance(value, tuple) and any(map(_has_layers, value)))
