@@ -7,13 +7,13 @@ from jax import lax
 
 
 def fusion_barrier(tree: Any) -> Any:
-    """The same tree; on a CPU, XLA fuses nothing across it, forward or backward.
+    """The identity, across which XLA fuses nothing on a CPU, in the forward and the backward pass.
 
-    XLA drops a bare `optimization_barrier` in some versions, but never a conditional whose condition it cannot see,
-    and that copies nothing. On other devices fusion is welcome.
+    Some versions of XLA drop a bare `optimization_barrier`, but never a conditional whose predicate is opaque, and
+    that copies nothing. On other devices fusion helps.
     """
 
-    def barred(tree: Any) -> Any:  # leaf by leaf: all that pass one barrier vary inside of shard_map where one does
+    def barred(tree: Any) -> Any:  # leaf by leaf: inside shard_map, all operands of one barrier vary if one does
         return jax.tree.map(lax.optimization_barrier, tree)
 
     def on_cpu(tree: Any) -> Any:

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-JVPRule = Callable[..., Any]  # of (its change, *arguments) to the change of the function
+JVPRule = Callable[..., Any]  # of (tangent of the argument, *primals) to the tangent of the output
 
 
 def with_jvps(function: Callable[..., Any], *rules: JVPRule | None) -> Callable[..., Any]:
-    """`function`, which changes by the sum of what the rule of each argument gives; None: not with this argument.
+    """`function` with a JVP rule for each argument, as by `jax.custom_jvp.defjvps`; None: not differentiated.
 
-    The rule of an argument that stays as it is costs nothing: it is not even traced.
+    The rule of an argument with a symbolic-zero tangent is not traced and costs nothing.
     """
     made = jax.custom_jvp(function)
 
@@ -33,7 +33,7 @@ def with_jvps(function: Callable[..., Any], *rules: JVPRule | None) -> Callable[
 
 
 def _materialize_zero(dot: Any, leaf: Any) -> Any:
-    """No change at all as an array: of zeros, or of JAX's float0 where there can be none, as of keys."""
+    """Materialize a symbolic-zero tangent: zeros, or float0 for integers and keys."""
     if not isinstance(dot, SymbolicZero):
         return dot
     return jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)

@@ -6,32 +6,32 @@ from typing import Any, NamedTuple
 
 
 class Scope(NamedTuple):
-    """One name around an operation: of a layer, or of a transformation that JAX applied."""
+    """One entry of a name stack: a layer, or a JAX transformation."""
 
     name: str
     is_transformation: bool = False
 
 
 def path_of(scopes: Iterable[Scope]) -> str:
-    """The names of the layers around an operation, joined, the same in the forward and the backward pass."""
+    """The path of the layer that scopes belong to, the same in the forward and the backward pass."""
     stack = _without_repeats([scope for scope in scopes if not _is_of_jax(scope)])
     return "/".join(scope.name for scope in stack if not scope.is_transformation)
 
 
 def layer_path(nest: Iterable[Any]) -> str:
-    """The path of the layer that the last of these equations of jaxprs belongs to, each inside the one before."""
-    # an equation in a body knows only the scopes entered inside of that body
+    """The path of the layer of the last of these jaxpr equations, each of which is nested in the one before."""
+    # the name stack of an equation is relative to its jaxpr
     stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
     return path_of(scopes_of_stack(stack))
 
 
 def scopes_of_stack(stack: Iterable[Any]) -> list[Scope]:
-    """The scopes in the name stack of a traced equation, as `equation.source_info.name_stack.stack` has them."""
+    """The scopes of a jaxpr equation, from `equation.source_info.name_stack.stack`."""
     return [Scope(each.name, type(each).__name__ == "Transform") for each in stack]  # jvp, transpose, vmap
 
 
 def scopes_of_op_name(name: str) -> list[Scope]:
-    """The scopes in the name of a compiled operation, without its last part, which is the primitive.
+    """The scopes in the `op_name` of a compiled operation, without the primitive at its end.
 
     `jit(loss)/transpose(jvp(blocks))/while/body/closed_call/up/dot_general` gives transpose, jvp, blocks and up.
     """
@@ -40,7 +40,7 @@ def scopes_of_op_name(name: str) -> list[Scope]:
 
 
 def fused_op_names(name: str) -> list[str]:
-    """The names of the operations that the compiler made one: `f/(a:b)` gives `f/a` and `f/b`."""
+    """The names of the operations that XLA merged into one: `f/(a:b)` gives `f/a` and `f/b`."""
     *around, last = _split(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
@@ -48,7 +48,7 @@ def fused_op_names(name: str) -> list[str]:
     return [name for each in joined for name in fused_op_names(each)]
 
 
-# What a loop, a branch or a call inside of the compiled function puts between the names of layers.
+# What loops, branches and calls insert between the names of layers.
 _BETWEEN = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|shard_map"
 _LOOPS = re.compile(rf"(?:/(?:{_BETWEEN}))+(?=/)")
 _APPLIED = re.compile(r"(\w+)\((.*)\)")
@@ -56,7 +56,7 @@ _CALLS = ("jit", "pjit")
 
 
 def _unwrapped(part: str) -> Iterator[Scope]:
-    """`transpose(jvp(a))` is the layer a in two transformations; `jit(f)` is no layer at all."""
+    """`transpose(jvp(a))` is the layer a under two transformations; `jit(f)` is not a layer."""
     if match := _APPLIED.fullmatch(part):
         name, inside = match.groups()
         if name in _CALLS:
@@ -70,7 +70,7 @@ def _unwrapped(part: str) -> Iterator[Scope]:
 
 
 def _split(text: str, at: str) -> list[str]:
-    """Split where no bracket is open."""
+    """Split outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -87,9 +87,9 @@ def _is_of_jax(scope: Scope) -> bool:
 
 
 def _without_repeats(stack: list[Scope]) -> list[Scope]:
-    """Drop each run of scopes that comes a second time with a transformation, longest first.
+    """Drop runs of scopes that are repeated under a transformation, longest first.
 
-    Where JAX transposes what it linearized by jvp (custom_jvp, remat), it puts a whole stack on top of itself:
+    When JAX transposes what it linearized (custom_jvp, remat), it appends a whole stack to itself:
     `transpose(jvp(a))/b/jvp(a)/b` for the layer b in a. Without a transformation, b/b is a layer b in b.
     """
     for length in range(len(stack) // 2, 0, -1):

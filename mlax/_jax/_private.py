@@ -1,10 +1,10 @@
-"""What mlax takes from JAX's private modules, and why; no other file does.
+"""Private JAX API that mlax uses, and why; no other file imports any.
 
-`define_prng_impl` and `threefry_2x32` are public as `jax.extend.random`, but that path brings all of `jax.extend` and
-Pallas with it, 0.1 s at the first use of a layer. So they are taken from where they lie, as long as they lie there.
+`define_prng_impl` and `threefry_2x32` are public as `jax.extend.random`, but that path imports all of `jax.extend`
+and Pallas, 0.1 s at the first use of a layer. So they are imported from the private module while it exists.
 
-No public function gives an array the weak type of a Python number. An optimizer must, if the weights came with it, or
-what they are given to would be compiled a second time.
+No public function makes an array weakly typed. An optimizer must keep the weak type of its weights, or the functions
+that take them would recompile.
 """
 
 import jax
@@ -20,5 +20,5 @@ __all__ = ["define_prng_impl", "threefry_2x32", "with_weak_type"]
 
 
 def with_weak_type(x: jax.Array) -> jax.Array:
-    """`x` as if a Python number had made it."""
+    """`x` with a weak type."""
     return _convert_element_type(x, x.dtype, weak_type=True)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Random keys by name, abstract keys for shape inference, and sampling without one compilation per shape."""
+"""Random keys by name, abstract keys for shape inference, and sampling without a compilation for each shape."""
 
 import functools
 import math
@@ -14,26 +14,30 @@ from jax.core import Tracer
 
 from mlax._jax._private import define_prng_impl, threefry_2x32
 
+Sampler = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
+
+CHUNK_SIZES = (1 << 14, 1 << 18, 1 << 22)  # elements; the smallest size that gives at most 16 chunks is used
+
 
 def named_key(rng: jax.Array, name: str) -> jax.Array:
-    """The key that belongs to `name` under `rng`: adding or renaming another name never changes it."""
+    """The key for `name` derived from `rng`: adding or renaming other names never changes it."""
     return jax.random.fold_in(rng, name_hash(name))
 
 
 def name_hash(name: str) -> np.uint32:
-    """The number that a name stands for."""
+    """The integer by which `named_key` folds a name into a key."""
     return np.uint32(zlib.crc32(name.encode()))
 
 
 @functools.cache
 def abstract_key() -> Any:
-    """The shape and dtype of that key, to pass to `jax.eval_shape`, on no mesh."""
+    """A key for `jax.eval_shape`, a `jax.ShapeDtypeStruct` on no mesh, whose samples are zeros and cheap to trace."""
     key = jax.eval_shape(lambda: jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_abstract_impl()))
     return jax.ShapeDtypeStruct(key.shape, key.dtype)
 
 
 def is_abstract_key(rng: jax.Array) -> bool:
-    """Whether `rng` is that key, so that a draw may just as well be zeros."""
+    """Whether `rng` is an `abstract_key`."""
     return rng.dtype == abstract_key().dtype
 
 
@@ -52,34 +56,34 @@ def _abstract_impl() -> Any:
     )
 
 
-Sampler = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
-
-CHUNK_SIZES = (1 << 14, 1 << 18, 1 << 22)  # elements in a chunk; the smallest that makes at most 16 of them
-
-
 def constant(value: float, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`jnp.full(shape, value, dtype)`; a small one is sent as data, as any number would be, and compiles nothing."""
+    """`jnp.full(shape, value, dtype)`; outside a trace, a small array is transferred and compiles nothing."""
     if isinstance(rng, Tracer) or math.prod(shape) > 1 << 16:
         return jnp.full(shape, value, dtype)
     return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))
 
 
 def sample(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
-    """`draw(rng, shape, dtype) * scale`, to the bit, where `draw` is a function that calls `jax.random` once."""
+    """`draw(rng, shape, dtype) * scale`, bitwise, where `draw` is a function that calls `jax.random` once.
+
+    XLA takes about 200 ms on a CPU to compile the sampling of one leaf, for each distinct shape. With JAX's default
+    generator the element at flat position i depends only on the key and on i. So leaves are cut from chunks whose
+    start is an argument: one program for each sampler, and a cheap slice for each shape.
+    """
     total = math.prod(shape)
     factor = np.asarray(scale, jnp.dtype(dtype))
     if is_abstract_key(rng):
         return jnp.zeros(shape, dtype)
     if not 0 < total < 1 << 32 or not _is_seekable(rng):
-        return _whole(draw, rng, shape, dtype, factor)
+        return _sample_whole(draw, rng, shape, dtype, factor)
     size = next((size for size in CHUNK_SIZES if total <= 16 * size), CHUNK_SIZES[-1])
     data = jax.random.key_data(rng)
-    chunks = [_chunk(draw, data, np.uint32(start), size, dtype, factor) for start in range(0, total, size)]
-    return _cut(chunks, shape)
+    chunks = [_sample_chunk(draw, data, np.uint32(start), size, dtype, factor) for start in range(0, total, size)]
+    return _join_chunks(chunks, shape)
 
 
 def _is_seekable(rng: jax.Array) -> bool:
-    """Whether `rng` is one known key, of a generator whose stream can be entered at any position."""
+    """Whether `rng` is one concrete key of a generator that can start at any position."""
     return (
         not isinstance(rng, Tracer)
         and rng.ndim == (0 if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else 1)
@@ -89,32 +93,34 @@ def _is_seekable(rng: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _whole(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, factor: jax.Array) -> jax.Array:
+def _sample_whole(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, factor: jax.Array) -> jax.Array:
     return draw(rng, shape, dtype) * factor
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _chunk(draw: Sampler, data: jax.Array, start: jax.Array, size: int, dtype: Any, factor: jax.Array) -> jax.Array:
-    entered = jax.random.wrap_key_data(jnp.append(data, start), impl=_seekable_threefry())
-    return draw(entered, (size,), dtype) * factor
+def _sample_chunk(
+    draw: Sampler, data: jax.Array, start: jax.Array, size: int, dtype: Any, factor: jax.Array
+) -> jax.Array:
+    key = jax.random.wrap_key_data(jnp.append(data, start), impl=_seekable_threefry())
+    return draw(key, (size,), dtype) * factor
 
 
-def _cut(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def _join_chunks(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     small_on_cpu = math.prod(shape) <= 1 << 20 and {device.platform for device in chunks[0].devices()} == {"cpu"}
-    return (_cut_unoptimised if small_on_cpu else _cut_optimised)(chunks, shape)
+    return (_join_unoptimized if small_on_cpu else _join_optimized)(chunks, shape)
 
 
-def _first(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def _join(chunks: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     return lax.reshape(lax.slice(lax.concatenate(chunks, 0), (0,), (math.prod(shape),)), shape)
 
 
-_cut_optimised = jax.jit(_first, static_argnums=1)
-_cut_unoptimised = jax.jit(_first, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+_join_optimized = jax.jit(_join, static_argnums=1)
+_join_unoptimized = jax.jit(_join, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def _seekable_threefry() -> Any:
-    """JAX's default generator with the first position as a third word of the key."""
+    """JAX's default generator, with the start position as a third word of the key."""
 
     def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         low = key[2] + lax.iota(np.uint32, math.prod(shape))
@@ -126,14 +132,14 @@ def _seekable_threefry() -> Any:
             words = (left ^ right).astype(f"uint{width}")
         return words.reshape(shape)
 
-    def refuse(*_: Any) -> Any:
-        raise TypeError("an entered key serves one draw and is neither seeded, split nor folded.")
+    def unsupported(*_: Any) -> Any:
+        raise TypeError("a seekable key is for one draw; it cannot be seeded, split or folded.")
 
     return define_prng_impl(
         key_shape=(3,),
-        seed=refuse,
-        split=refuse,
+        seed=unsupported,
+        split=unsupported,
         random_bits=bits,
-        fold_in=refuse,
-        name="threefry2x32_entered",
+        fold_in=unsupported,
+        name="threefry2x32_seekable",
     )

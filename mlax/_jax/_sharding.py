@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def pcast_like(new: Any, like: Any) -> Any:
-    """The arrays of `new`, inside of `jax.shard_map` known to vary between devices wherever one of `like` does.
+    """`lax.pcast` the arrays of `new` to varying over the manual mesh axes that any array of `like` varies over.
 
-    A loop carries only what has the same type after each turn, and what it is computed with makes it vary.
+    The carry of a loop inside `jax.shard_map` must have one type, and what it is combined with makes it vary.
     """
     axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(like)))
 
@@ -23,19 +23,19 @@ def pcast_like(new: Any, like: Any) -> Any:
 
 
 def shard_like(new: Any, x: Any, axis: int = 0) -> Any:
-    """The arrays of `new`, varying like `x`; over an explicit mesh, their first axis split as `axis` of `x` is."""
-    split = explicit_sharding(jax.tree.leaves(x)[0], (axis,))
+    """The arrays of `new`, varying like `x`; on an explicit mesh, their first axis is sharded like `axis` of `x`."""
+    sharding = explicit_sharding(jax.tree.leaves(x)[0], (axis,))
     new = pcast_like(new, x)
-    if split is None:
+    if sharding is None:
         return new
-    where = NamedSharding(split.mesh, PartitionSpec(split.spec[axis]))
-    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, where) if leaf.ndim else leaf, new)
+    first = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[axis]))
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, first) if leaf.ndim else leaf, new)
 
 
 def explicit_sharding(x: Any, axes: Collection[int] | None = None) -> NamedSharding | None:
-    """How `x` is split over the explicit axes of a mesh, along `axes` or all its own; None: it is not.
+    """The sharding of `x` over explicit mesh axes, restricted to its array axes `axes`; None if it is not sharded.
 
-    It is what JAX calls `out_sharding`: only there must the type of a new array say where it lies.
+    It is for the `out_sharding` of JAX's functions, which only explicit mesh axes require.
     """
     sharding = jax.typeof(x).sharding
     spec = [entry if axes is None or axis in axes else None for axis, entry in enumerate(sharding.spec)]
@@ -43,7 +43,7 @@ def explicit_sharding(x: Any, axes: Collection[int] | None = None) -> NamedShard
 
 
 def is_unsharded_cpu(x: Any) -> bool:
-    """Whether JAX computes on a CPU, and `x` lies on no mesh over whose axes it is or may be split."""
+    """Whether the backend is the CPU and `x` is not sharded, nor could be by GSPMD."""
     sharding = jax.typeof(x).sharding
     return jax.default_backend() == "cpu" and not sharding.mesh.auto_axes and not any(sharding.spec)
 

@@ -10,13 +10,13 @@ from mlax._jax._memory import plan_chunks, sum_chunks, to_device
 
 
 def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """(path, leaf) for each leaf in JAX's order; keys, field names and indices are joined by slashes: `mean/0/up`."""
+    """(path, leaf) of each leaf of a pytree; keys, field names and indices are joined by slashes: `mean/0/up`."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(jax.tree_util.keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in found]
 
 
 def global_norm(leaves: Mapping[str, jax.Array]) -> jax.Array:
-    """The root of the sum of all squares, in the widest dtype that occurs, wherever the leaves lie."""
+    """The Euclidean norm of all leaves together, in the widest of their dtypes and float32, in any memory."""
     cut = plan_chunks({path: [leaf] for path, leaf in leaves.items()})
     apart = {path for paths, _ in cut for path in paths}
     rest = to_device({path: leaf for path, leaf in leaves.items() if path not in apart})
@@ -27,7 +27,7 @@ def global_norm(leaves: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def tree_vdot(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
-    """The sum of the products, in the widest dtype that occurs, and in no narrower one than float32."""
+    """The sum of the elementwise products, in the widest of the dtypes and float32."""
     wide = widest_dtype(leaf.dtype for leaf in a.values())
     total = jnp.zeros((), wide)
     for path, leaf in a.items():
@@ -36,7 +36,7 @@ def tree_vdot(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Arr
 
 
 def count_non_finite(leaves: Mapping[str, jax.Array]) -> jax.Array:
-    """How many leaves have a number that is not finite."""
+    """The number of leaves with a NaN or an infinity."""
     found = jnp.zeros((), jnp.int32)
     for leaf in leaves.values():
         found = found + (~jnp.all(jnp.isfinite(leaf))).astype(jnp.int32)
@@ -44,12 +44,12 @@ def count_non_finite(leaves: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def cast_scalar(number: Any, like: jax.Array) -> jax.Array:
-    """A number in the dtype of a leaf."""
+    """A number as an array of the dtype of `like`."""
     return jnp.asarray(number).astype(like.dtype)
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """The dtype itself, or float32 if it is narrower."""
+    """The dtype, or float32 if it is narrower."""
     return widest_dtype([dtype])
 
 

@@ -1,4 +1,4 @@
-"""What a call of a layer is held to, while it is traced: the key, the mode, and its variables' names and kinds."""
+"""The checks of a call of a layer, made while tracing: key, inference_mode, and the variables' names and dtypes."""
 
 from typing import Any
 
@@ -10,41 +10,41 @@ from jax.core import Tracer
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._paths import flatten_paths
 
-A_KEY = "pass jax.random.key(0), say"
+A_KEY = "pass jax.random.key(0), for example"
 
 
 def is_key(given: Any) -> bool:
-    """Whether it is a key, of the new kind or of the old."""
+    """Whether it is a typed key or a legacy uint32 one."""
     dtype: Any = getattr(given, "dtype", None)
     return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and (
         jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
     )
 
 
-def check_key(whose: str, call: str, rng: Any, x: Any) -> None:
-    """Refuse an rng that is no key, as `call` takes it beside `x`."""
+def check_key(owner: str, call: str, rng: Any, x: Any) -> None:
+    """Raise unless `rng` is a key; `call` shows the arguments in order."""
     if not is_key(rng):
-        swapped = f" Are the arguments swapped? They are {call}." if is_key(x) else ""
-        raise TypeError(f"{whose} needs a key, but rng is {short_signature(rng)}; {A_KEY}.{swapped}")
+        swapped = f" Are the arguments swapped? The call is {call}." if is_key(x) else ""
+        raise TypeError(f"{owner} needs a key, but rng is {short_signature(rng)}; {A_KEY}.{swapped}")
 
 
 def check_mode(layer: Any, mode: Any) -> None:
-    """Refuse an inference_mode that is neither True nor False."""
+    """Raise unless `mode` is True or False."""
     if mode is True or mode is False:
         return
     if isinstance(mode, Tracer) and mode.dtype == np.bool_ and mode.ndim == 0:
-        return  # jitted without static_argnames: fine for as long as no layer reads it
+        return  # jitted without static_argnames, which is fine unless a layer reads it
     raise TypeError(f"{short_repr(layer)}: inference_mode is {short_signature(mode)}, but must be True or False.")
 
 
 def foreign_array_type(leaf: Any) -> str | None:
-    """What another library calls its array, which has a shape and a dtype but none that JAX reads; None for others."""
+    """The type of an array of another library, whose dtype JAX cannot read; None for any other value."""
     library = type(leaf).__module__.partition(".")[0]
     return f"{library}.{type(leaf).__name__}" if library in ("torch", "tensorflow") else None
 
 
 def check_is_dict(layer: Any, what: str, got: Any) -> None:
-    """Refuse variables that are neither a dict nor None."""
+    """Raise unless the variables are a dict or None."""
     if got is not None and not isinstance(got, dict):
         pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
         raise TypeError(
@@ -53,13 +53,13 @@ def check_is_dict(layer: Any, what: str, got: Any) -> None:
 
 
 def check_not_swapped(layer: Any, x: Any, trainables: Any) -> None:
-    """Refuse variables where the input belongs."""
+    """Raise if the variables were passed for the input."""
     if isinstance(x, dict) and isinstance(trainables, jax.Array | np.ndarray):
         raise TypeError(f"{short_repr(layer)}: fwd(x, trainables): the input is a dict; are the arguments swapped?")
 
 
 def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> None:
-    """Refuse (trainables, non_trainables) whose leaves have other names than those wanted."""
+    """Raise unless the leaves of (trainables, non_trainables) have the names wanted."""
     for index, what in enumerate(("trainables", "non_trainables")):
         check_is_dict(layer, what, got[index])
         names, given = flatten_paths(wanted[index]), flatten_paths(got[index])
@@ -79,38 +79,36 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
 
 
 def check_floats(layer: Any, x: Any) -> None:
-    """Refuse an input without a floating dtype where the weights would be made in it."""
+    """Raise for an input without a floating dtype if the weights would be created in it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
-    follows = getattr(layer, "param_dtype", "none") is None  # such a layer makes its weights in the input's dtype
+    follows = getattr(layer, "param_dtype", "none") is None  # then the weights have the dtype of the input
     if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise TypeError(
-            f"{short_repr(layer)}: the input is {signature(x)}, but must be of a floating dtype; "
-            "cast it, as by x.astype(jnp.float32)."
+            f"{short_repr(layer)}: the input is {signature(x)}, but must have a floating dtype; "
+            "cast it, for example by x.astype(jnp.float32)."
         )
 
 
 def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
-    """Refuse trainables of another dtype than the input's, unless the layer declares that it casts them."""
+    """Raise for trainables whose dtype is not the input's, unless the layer declares the cast."""
     inputs = {str(leaf.dtype) for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)}
     allowed = inputs if len(inputs) == 1 else set()
     for path, leaf in flatten_paths(trainables).items():
-        if (theirs := foreign_array_type(leaf)) is not None:
-            raise TypeError(
-                f"{short_repr(layer)}: {path} is a {theirs}; pass it as an array, by jnp.asarray(it.numpy())."
-            )
+        if (foreign := foreign_array_type(leaf)) is not None:
+            raise TypeError(f"{short_repr(layer)}: {path} is a {foreign}; convert it by jnp.asarray(leaf.numpy()).")
         dtype = str(leaf.dtype)
         if not inputs or not jnp.issubdtype(leaf.dtype, jnp.floating) or dtype in allowed:
             continue
         if dtype != getattr(layer, "param_dtype", None):
             raise TypeError(
-                f"{short_repr(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, and "
-                "nothing is "
-                "cast unasked; cast one of them, or declare the cast with param_dtype or mlax.dtypes.Mixed."
+                f"{short_repr(layer)}: the input is {' and '.join(sorted(inputs))} but {path} is {dtype}, "
+                "and mlax never casts implicitly; cast one of them, or declare the cast with param_dtype or "
+                "mlax.dtypes.Mixed."
             )
 
 
 def check_shapes(layer: Any, wanted: Any, trainables: Any) -> None:
-    """Refuse trainables of other shapes than wanted; inside `shard_map`, which may split them, of another rank."""
+    """Raise for trainables of other shapes than wanted; inside `shard_map`, which may split them, of other ranks."""
     likes = flatten_paths(wanted)
     for path, leaf in flatten_paths(trainables).items():
         shape = likes[path].shape

@@ -11,10 +11,10 @@ import jax
 
 @contextlib.contextmanager
 def error_scope(name: str, x: Any) -> Iterator[None]:
-    """Trace under the scope `name`; an error that passes gets `name` in front of the path in its note.
+    """Enter the named scope `name`; an error raised inside gets a note with the path of the layer.
 
-    The innermost part writes the note and says what it was called on: `in blocks/3/norm, called on
-    float32[8, 16, 32]`. Each part around it only lengthens the path.
+    The innermost part adds the note, with what it was called on: `in blocks/3/norm, called on float32[8, 16, 32]`.
+    Each part around it prepends its name to the path.
     """
     try:
         with jax.named_scope(name):
@@ -30,19 +30,19 @@ def error_scope(name: str, x: Any) -> Iterator[None]:
 
 
 def short_repr(description: Any) -> str:
-    """A description in a sentence: as it is written, or `Series(...)` where that would fill the line."""
-    written = repr(description)
-    return written if len(written) <= 60 else f"{type(description).__name__}(...)"
+    """The repr of a description, or `Series(...)` if it is long."""
+    text = repr(description)
+    return text if len(text) <= 60 else f"{type(description).__name__}(...)"
 
 
 def short_signature(x: Any) -> str:
-    """Shapes and dtypes of a tree, or its type alone where these would fill the line."""
-    written = signature(x)
-    return written if len(written) <= 60 else f"a {type(x).__name__}"
+    """The signature of a pytree, or its type if that is long."""
+    text = signature(x)
+    return text if len(text) <= 60 else f"a {type(x).__name__}"
 
 
 def signature(x: Any) -> str:
-    """Shapes and dtypes of a tree, in short: `float32[8, 16]`, or `(float32[8, 16], int32[8])`."""
+    """Shapes and dtypes of a pytree: `float32[8, 16]`, or `(float32[8, 16], int32[8])`."""
     if isinstance(x, dict):
         return "{" + ", ".join(f"{key}: {signature(value)}" for key, value in x.items()) + "}"
     if isinstance(x, list | tuple):
@@ -52,7 +52,7 @@ def signature(x: Any) -> str:
     return repr(x) if x is None or isinstance(x, bool | int | float) else f"a {type(x).__name__}"
 
 
-_ELSEWHERE = {  # what other libraries call a field that has another name here
+_FIELDS_ELSEWHERE = {  # a field's name in other libraries: its name here
     "betas": "b1, b2",
     "dim": "width",
     "embedding_dim": "width",
@@ -67,46 +67,46 @@ _ELSEWHERE = {  # what other libraries call a field that has another name here
     "p": "rate",
     "weight_decay": "decay",
 }
-_READ = {"in_channels", "in_features", "input_size", "normalized_shape", "num_features"}  # off the input, by layers
-_SIZES = "The sizes of the input are read from the input."
-_SURGERY = "edits"  # the field of a composite that is set by surgery and never by hand
+_INFERRED = {"in_channels", "in_features", "input_size", "normalized_shape", "num_features"}  # from the input
+_SIZES = "Input sizes are inferred from the input."
+_SURGERY = "edits"  # the field of a composite that only surgery sets
 
 
 def constructor_error(
     cls: type, init: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> TypeError | None:
-    """The error for a call whose arguments `init` does not take; None if it takes them."""
+    """The TypeError for arguments that `init` does not accept; None if it accepts them."""
     signature = inspect.signature(init)
     try:
         signature.bind(None, *args, **named)
     except TypeError as error:
         _, *parameters = signature.parameters.values()
-        placed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != _SURGERY]
-        takes = ", ".join(placed) or "nothing"
-        by_name = f"; options go by keyword: {', '.join(options)}" if options else ""
+        takes = ", ".join(positional) or "nothing"
+        by_name = f"; options are keyword-only: {', '.join(options)}" if options else ""
         unknown = [name for name in named if name not in signature.parameters]
         if unknown:
-            return TypeError(unknown_field_message(cls.__name__, unknown, [*placed, *options]))
-        if len(args) > len(placed):
+            return TypeError(unknown_field_message(cls.__name__, unknown, [*positional, *options]))
+        if len(args) > len(positional):
             sizes = hasattr(cls, "fwd") and all(isinstance(each, int) for each in args)
             hint = f" {_SIZES}" if sizes else ""
-            return TypeError(f"{cls.__name__} takes {takes} by position, but {len(args)} came{by_name}.{hint}")
+            return TypeError(f"{cls.__name__} takes {takes} by position, but got {len(args)} arguments{by_name}.{hint}")
         return TypeError(f"{cls.__name__}: {error}; it takes {takes}{by_name}.")
     return None
 
 
 def unknown_field_message(what: str, unknown: Iterable[str], fields: Iterable[str]) -> str:
-    """The words for names that are no fields, with those there are and the closest."""
+    """The message for unknown field names, with the fields there are and the closest match."""
     unknown, fields = sorted(unknown), [name for name in fields if name != _SURGERY]
-    near = [close for name in unknown if name not in _READ and (close := _closest(name, fields))]
+    near = [close for name in unknown if name not in _INFERRED and (close := _closest(name, fields))]
     hint = f" Did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
-    sizes = f" {_SIZES}" if _READ.intersection(unknown) else ""
+    sizes = f" {_SIZES}" if _INFERRED.intersection(unknown) else ""
     return f"{what} has no field {', '.join(unknown)}; it has {', '.join(fields) or 'none'}.{hint}{sizes}"
 
 
 def _closest(name: str, fields: list[str]) -> str | None:
-    here = _ELSEWHERE.get(name)
+    here = _FIELDS_ELSEWHERE.get(name)
     if here is not None and set(here.split(", ")) <= set(fields):
         return here
     return next(iter(difflib.get_close_matches(name, fields, n=1)), None)

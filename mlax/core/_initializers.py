@@ -1,4 +1,4 @@
-"""Initialisers: frozen descriptions of how a variable's first value is made."""
+"""Initializers: frozen descriptions of the initial values of variables."""
 
 import abc
 import math
@@ -13,9 +13,9 @@ from mlax.core._frozen import frozen
 
 @frozen
 class Initializer(abc.ABC):
-    """A description of a variable's first value: `initializer(rng, shape, dtype)` gives the array.
+    """A description of initial values: `initializer(rng, shape, dtype)` returns the array.
 
-    `in_axis` and `out_axis` tell which axes of a kernel count its inputs and outputs; the others are the window.
+    `in_axis` and `out_axis` are the input and output axes of a kernel; the others are its window.
     """
 
     @abc.abstractmethod
@@ -26,7 +26,7 @@ class Initializer(abc.ABC):
 
 @frozen
 class Constant(Initializer):
-    """One number everywhere."""
+    """A constant."""
 
     value: float
 
@@ -36,7 +36,7 @@ class Constant(Initializer):
 
 @frozen
 class Zeros(Initializer):
-    """Zero everywhere."""
+    """Zeros."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return constant(0.0, rng, shape, dtype)
@@ -44,7 +44,7 @@ class Zeros(Initializer):
 
 @frozen
 class Ones(Initializer):
-    """One everywhere."""
+    """Ones."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return constant(1.0, rng, shape, dtype)
@@ -52,7 +52,7 @@ class Ones(Initializer):
 
 @frozen
 class Normal(Initializer):
-    """Drawn from the normal distribution of mean 0 and standard deviation `std`."""
+    """Samples of the normal distribution with mean 0 and standard deviation `std`."""
 
     std: float = 0.01
 
@@ -62,7 +62,7 @@ class Normal(Initializer):
 
 @frozen
 class TruncatedNormal(Initializer):
-    """Drawn from the normal distribution of mean 0 and deviation `std`, as far as it lies within two of them."""
+    """Samples of the normal distribution with mean 0 and standard deviation `std`, truncated at two deviations."""
 
     std: float = 0.01
 
@@ -72,7 +72,7 @@ class TruncatedNormal(Initializer):
 
 @frozen
 class Uniform(Initializer):
-    """Drawn evenly from -`limit` to `limit`."""
+    """Samples of the uniform distribution from -`limit` to `limit`."""
 
     limit: float = 0.01
 
@@ -82,9 +82,9 @@ class Uniform(Initializer):
 
 @frozen
 class VarianceScaling(Initializer):
-    """Drawn with the variance `scale` / fan, the fan being the number of inputs, of outputs, or their mean.
+    """Samples with the variance `scale` / fan, where the fan is the number of inputs, of outputs, or their mean.
 
-    The truncated normal distribution is widened so that what is left of it has that variance.
+    The truncated normal distribution is scaled to have that variance after truncation.
     """
 
     scale: float = 1.0
@@ -103,7 +103,7 @@ class VarianceScaling(Initializer):
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         if len(shape) < 2:
             raise ValueError(
-                f"{self}: the shape {shape} has fewer than two axes, so it has no inputs and outputs to count; "
+                f"{self}: the shape {shape} has fewer than two axes, so it has no input and output axes; "
                 "use Normal or Uniform."
             )
         window = math.prod(shape) / max(1, shape[in_axis] * shape[out_axis])
@@ -136,9 +136,9 @@ def glorot(distribution: Literal["normal", "truncated", "uniform"] = "uniform") 
 
 @frozen
 class Orthogonal(Initializer):
-    """Orthonormal rows or columns, whichever are fewer, times `scale`; the output axis against all others.
+    """A random matrix with orthonormal rows or columns, whichever are fewer, times `scale`; outputs by all other axes.
 
-    Drawn and factored in float32 or wider, since no narrower QR exists. https://arxiv.org/abs/1312.6120
+    Sampled and factored in float32 or wider, since there is no narrower QR. https://arxiv.org/abs/1312.6120
     """
 
     scale: float = 1.0
@@ -151,7 +151,7 @@ class Orthogonal(Initializer):
         wide = jnp.promote_types(dtype, jnp.float32)
         draws = sample(jax.random.normal, rng, (max(others, outputs), min(others, outputs)), wide, 1.0)
         q, r = jnp.linalg.qr(draws)
-        q = q * jnp.sign(jnp.diagonal(r))  # makes the distribution uniform over orthogonal matrices
+        q = q * jnp.sign(jnp.diagonal(r))  # uniform over the orthogonal matrices
         q = (q.T if others < outputs else q) * self.scale  # (others, outputs)
         rest = [size for axis, size in enumerate(shape) if axis != out_axis % len(shape)]
         return jnp.moveaxis(q.reshape(*rest, outputs), -1, out_axis).astype(dtype)
@@ -159,7 +159,7 @@ class Orthogonal(Initializer):
 
 @frozen
 class Identity(Initializer):
-    """The identity matrix times `scale`, in the middle of the window if there is one."""
+    """The identity matrix times `scale`, at the centre of the window if there is one."""
 
     scale: float = 1.0
 
@@ -174,7 +174,7 @@ class Identity(Initializer):
         return jnp.zeros(shape, dtype).at[middle].set(eye)
 
 
-TRUNCATED_STD = 0.87962566103423978  # of the normal distribution cut at two deviations
+TRUNCATED_STD = 0.87962566103423978  # of the standard normal distribution truncated at two deviations
 
 
 def _truncated(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Paths: how a place in a tree or in a description is written, and patterns over them."""
+"""Paths of leaves and of parts, such as `blocks/norm/scale`, and patterns over them."""
 
 import difflib
 import functools
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class NoMatch(KeyError):
-    """A KeyError that shows its words as they are, where KeyError itself puts them in quotes."""
+    """A KeyError whose message is printed without quotes."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dicts by path, in JAX's order: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is no leaf."""
+    """The leaves of nested dicts by path, in JAX's order: `{"a": {"b": 1}}` gives `{"a/b": 1}`. None is not a leaf."""
     return dict(_walk(tree, ""))
 
 
 def unflatten_paths(leaves: Iterable[tuple[str, Any]]) -> Any:
-    """The nested dicts whose leaves are these (path, leaf) pairs; None if there are none."""
+    """The inverse of `flatten_paths`, from (path, leaf) pairs; None if there are none."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves:
         *parents, name = path.split("/")
@@ -28,24 +28,24 @@ def unflatten_paths(leaves: Iterable[tuple[str, Any]]) -> Any:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{path!r} lies below {parent!r}, which is a leaf already; rename one of them.")
+                raise ValueError(f"{path!r} is below {parent!r}, which is already a leaf; rename one of them.")
         if name in node:
-            raise ValueError(f"{path!r} is there already; rename one of the two.")
+            raise ValueError(f"{path!r} occurs twice; rename one of the two.")
         node[name] = leaf
     return tree or None
 
 
 def replace_leaves(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Nested dicts with these leaves, by path, in place of their own; `path` is what the tree itself is called."""
+    """Nested dicts with each leaf replaced by that at its path in `leaves`; `path` is that of the tree itself."""
     if isinstance(tree, dict):
         return {name: replace_leaves(below, leaves, f"{path}/{name}" if path else name) for name, below in tree.items()}
     return None if tree is None else leaves[path]
 
 
 def match_paths(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
-    """The paths that match any of the patterns, in their own order; a pattern that matches none is an error.
+    """The paths that match any of the patterns, in their order; a pattern without a match raises NoMatch.
 
-    In a pattern `*` stands for anything inside one name, and `**` for any number of whole names.
+    In a pattern `*` matches any characters of one name, and `**` any number of whole names.
     """
     paths = list(paths)
     found: set[str] = set()
@@ -63,19 +63,23 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def no_match_message(path: str, paths: Iterable[str]) -> str:
-    """The words for a path or pattern that matches nothing, with the closest that would."""
-    paths = [other for other in paths if other]  # the whole of a model has no name
-    close = max(paths, key=lambda other: _likeness(path, other), default="")
-    near = _likeness(path, close)[0] >= 0.6
+    """The message for a path or pattern without a match, with the closest path."""
+    paths = [other for other in paths if other]  # the path of the model itself is empty
+    close = max(paths, key=lambda other: _similarity(path, other), default="")
+    near = _similarity(path, close)[0] >= 0.6
     return f"{path!r} matches nothing; " + (f"did you mean {close!r}?" if near else f"there are {_few(paths)}.")
 
 
-def _likeness(path: str, other: str) -> tuple[float, int]:
-    """How alike two paths are, name by name from either end, and then by how many names one has more."""
+def _similarity(path: str, other: str) -> tuple[float, int]:
+    """A score of similarity: name by name from either end, then by the difference in depth."""
     names, others = [name for name in path.split("/") if name != "**"], other.split("/")
-    ways = (names, others), (names[::-1], others[::-1])
-    alike = [sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(*way, strict=False)) for way in ways]
-    return max(alike) / max(len(names), 1), -abs(len(names) - len(others))
+    directions = (names, others), (names[::-1], others[::-1])
+    scores = [sum(map(_ratio, *each)) for each in directions]
+    return max(scores) / max(len(names), 1), -abs(len(names) - len(others))
+
+
+def _ratio(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def _few(paths: list[str]) -> str:
@@ -84,7 +88,7 @@ def _few(paths: list[str]) -> str:
 
 @functools.cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    """What matches a path with a slash after each of its names."""
+    """A regular expression for a path with a slash after each of its names."""
     names = [
         "(?:[^/]+/)*" if name == "**" else re.escape(name).replace(r"\*", "[^/]*") + "/" for name in pattern.split("/")
     ]

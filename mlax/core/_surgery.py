@@ -16,9 +16,9 @@ L = TypeVar("L", bound=Layer)
 
 
 def get(source: Any, path: str) -> Any:
-    """The part of a model, or the leaf or branch of a tree, at `path`: `get(model, "blocks/norm")`.
+    """The part of a model, or the leaf or subtree of a variable tree, at `path`: `get(model, "blocks/norm")`.
 
-    A path is the same in a model and in its variables: a wrapper (Repeat, Remat, Mixed...) takes no name.
+    Paths are the same in a model and in its variables: a wrapper (Repeat, Remat, Mixed...) adds no name.
     """
     if isinstance(source, Layer):
         parts = layers(source)
@@ -34,10 +34,10 @@ def get(source: Any, path: str) -> Any:
 
 
 def replace(source: T, path: str, new: Any) -> T:
-    """A copy of a model or of a tree with `new` at `path`; a pattern puts it at every place that matches."""
+    """A copy of a model or of a variable tree with `new` at `path`, or at every path that matches a pattern."""
     if isinstance(source, Layer):
         chosen = set(match_paths([path], layers(source)))
-        return map_layers(source, "", lambda where, layer: layer, lambda where: new if where in chosen else None)
+        return map_layers(source, "", lambda path, layer: layer, lambda path: new if path in chosen else None)
     leaves = flatten_paths(source)
     below = [where for where in leaves if where.startswith(f"{path}/")]
     chosen = [path] if below else match_paths([path], leaves)
@@ -46,79 +46,80 @@ def replace(source: T, path: str, new: Any) -> T:
 
 
 def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
-    """A copy of a model with these fields set on every part of a kind: `override(model, LayerNorm, eps=1e-6)`.
+    """A copy of a model with fields set on every part of a type: `override(model, LayerNorm, eps=1e-6)`.
 
-    The model itself counts as a part. If no part is of that kind, that is an error.
+    The model itself counts as a part. If no part has that type, it raises a ValueError.
     """
     kinds: set[str] = set()
-    found: list[Layer] = []
+    matches: list[Layer] = []
 
-    def changed(where: str, layer: Layer) -> Layer:
+    def set_fields(path: str, layer: Layer) -> Layer:
         kinds.add(type(layer).__name__)
         if not isinstance(layer, kind):
             return layer
-        found.append(layer)
+        matches.append(layer)
         return with_fields(layer, **fields)
 
-    edited = map_layers(model, "", changed)
-    if not found:
+    edited = map_layers(model, "", set_fields)
+    if not matches:
         raise ValueError(f"override: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}.")
     return edited
 
 
 def layers(model: Layer) -> dict[str, Layer]:
-    """Every part of a model by path, parts of parts included, each before its own parts."""
+    """All parts of a model by path, recursively, each before its own parts."""
     inner = model
     while isinstance(inner, Wrapper):
         inner = inner.layer
-    found: dict[str, Layer] = {}
+    parts: dict[str, Layer] = {}
     for name, part in parts_of(inner).items() if isinstance(inner, Composite) else ():
-        found[name] = part
-        found.update({f"{name}/{below}": layer for below, layer in layers(part).items()})
-    return found
+        parts[name] = part
+        parts.update({f"{name}/{below}": layer for below, layer in layers(part).items()})
+    return parts
 
 
 def every(model: Layer) -> list[Layer]:
-    """The model, its parts, theirs, and whatever stands inside a wrapper."""
+    """The model and all its parts, recursively, those inside wrappers included."""
     return [layer for _, layer in find_layers(model, Layer)]
 
 
-def find_layers(model: Layer, kind: type[L], where: str = "") -> list[tuple[str, L]]:
-    """Every layer of a kind in a model with its path, those inside of wrappers and the model itself too."""
-    those: list[tuple[str, L]] = []
+def find_layers(model: Layer, kind: type[L], path: str = "") -> list[tuple[str, L]]:
+    """(path, layer) of every layer of a type in a model, those inside wrappers and the model itself included."""
+    found: list[tuple[str, L]] = []
 
-    def look(where: str, layer: Layer) -> Layer:
+    def collect(path: str, layer: Layer) -> Layer:
         if isinstance(layer, kind):
-            those.append((where, layer))
+            found.append((path, layer))
         return layer
 
-    map_layers(model, where, look)
-    return those
+    map_layers(model, path, collect)
+    return found
 
 
 def map_layers(
     layer: Layer,
-    where: str,
-    change: Callable[[str, Layer], Layer],
-    other: Callable[[str], Layer | None] = lambda where: None,
+    path: str,
+    function: Callable[[str, Layer], Layer],
+    replacement: Callable[[str], Layer | None] = lambda path: None,
 ) -> Any:
-    """The layer with `change(path, layer)` in place of everything in it, and then of itself.
+    """Apply `function(path, layer)` to all layers of a model, bottom up: to parts first, then to their owner.
 
-    Where `other(path)` gives a layer, that is taken in place of all there is, wrappers too.
+    Where `replacement(path)` is a layer, it replaces what is at that path, wrappers included.
     """
-    if (given := other(where)) is not None:
-        return given
+    if (new := replacement(path)) is not None:
+        return new
     if isinstance(layer, Composite):
         parts = parts_of(layer)
-        new = {
-            name: map_layers(part, f"{where}/{name}" if where else name, change, other) for name, part in parts.items()
+        mapped = {
+            name: map_layers(part, f"{path}/{name}" if path else name, function, replacement)
+            for name, part in parts.items()
         }
-        new = {name: part for name, part in new.items() if part != parts[name]}
-        layer = layer.with_parts(new) if new else layer
+        changed = {name: part for name, part in mapped.items() if part != parts[name]}
+        layer = layer.with_parts(changed) if changed else layer
     elif isinstance(layer, Wrapper):
-        inner = map_layers(layer.layer, where, change, other)
+        inner = map_layers(layer.layer, path, function, replacement)
         layer = layer if inner == layer.layer else with_fields(layer, layer=inner)
-    return change(where, layer)
+    return function(path, layer)
 
 
 def _names(kind: type | tuple[type, ...]) -> str:
@@ -131,15 +132,15 @@ def paths(tree: Tree) -> tuple[str, ...]:
 
 
 def select(tree: Tree, *patterns: str) -> Tree:
-    """The leaves that match any of the patterns, where they stand; the rest is left out."""
+    """The leaves that match any of the patterns, under their paths."""
     leaves = flatten_paths(tree)
     return unflatten_paths((path, leaves[path]) for path in match_paths(patterns, leaves))
 
 
 def freeze(tree: Tree, *patterns: str) -> tuple[Tree, Tree]:
-    """Split a tree in two: (what no pattern matches, what the patterns freeze).
+    """Split a tree in two for fine-tuning: (what no pattern matches, what the patterns freeze).
 
-    Differentiate and update the first; give the layer `merge(first, second)`.
+    Differentiate and update the first; pass `merge(first, second)` to the layer.
     """
     leaves = flatten_paths(tree)
     chosen = set(match_paths(patterns, leaves))
@@ -148,7 +149,7 @@ def freeze(tree: Tree, *patterns: str) -> tuple[Tree, Tree]:
 
 
 def merge(*trees: Tree) -> Tree:
-    """One tree with the leaves of all; a leaf that two of them have is an error."""
+    """One tree with the leaves of all; a path in two of them is an error."""
     leaves: dict[str, Any] = {}
     for tree in trees:
         both = leaves.keys() & flatten_paths(tree).keys()
@@ -159,7 +160,7 @@ def merge(*trees: Tree) -> Tree:
 
 
 def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
-    """The same leaves with some paths, of leaves or of whole branches, changed: `{"old/path": "new/path"}`."""
+    """Rename paths, of leaves or of whole subtrees: `{"old/path": "new/path"}`."""
     leaves = flatten_paths(tree)
     moved = dict.fromkeys(leaves, "")
     for old, new in names.items():
@@ -174,10 +175,10 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 
 def count(tree: Tree, *patterns: str) -> int:
-    """How many numbers the leaves hold: all of them, or those that match any of the patterns."""
+    """The number of parameters: of all leaves, or of those that match any of the patterns."""
     if isinstance(tree, Layer | tuple):
-        came = f"the model {short_repr(tree)}" if isinstance(tree, Layer) else f"a {type(tree).__name__}"
-        raise TypeError(f"count takes variables, as init returns them, but {came} came; write count(trainables).")
+        got = f"the model {short_repr(tree)}" if isinstance(tree, Layer) else f"a {type(tree).__name__}"
+        raise TypeError(f"count takes variables, as init returns them, but got {got}; write count(trainables).")
     leaves = flatten_paths(tree).items()
     chosen = [leaf for path, leaf in leaves if not patterns or any(matches(pattern, path) for pattern in patterns)]
     return sum(math.prod(leaf.shape) for leaf in chosen)

@@ -1,10 +1,10 @@
-"""Tied: a layer in which some leaves are others of its leaves, stored once."""
+"""Tied: weight tying, where leaves that are equal to others are stored once."""
 
 from dataclasses import KW_ONLY
 from typing import Any
 
 from mlax.core._errors import short_repr
-from mlax.core._frozen import frozen
+from mlax.core._frozen import call_repr, frozen
 from mlax.core._layer import Layer, variable_shapes
 from mlax.core._paths import flatten_paths, no_match_message, unflatten_paths
 from mlax.core._wrappers import Wrapper
@@ -12,7 +12,7 @@ from mlax.core._wrappers import Wrapper
 
 @frozen
 class Tie:
-    """The trainable at path `leaf` is the one at path `to`, transposed if `transpose`."""
+    """Ties the trainable at path `leaf` to the one at path `to`, transposed if `transpose`."""
 
     leaf: str
     to: str
@@ -22,9 +22,9 @@ class Tie:
 
 @frozen
 class Tied(Wrapper):
-    """Compute `layer` with tied leaves: `Tied(model, Tie("head/kernel", to="embed/table", transpose=True))`.
+    """Compute `layer` with tied weights: `Tied(model, Tie("head/kernel", to="embed/table", transpose=True))`.
 
-    Variables: those of `layer` less the tied leaves. A gradient gathers what all uses of its leaf add to it.
+    Variables: those of `layer` without the tied leaves. The gradient of a leaf sums over all its uses.
     """
 
     ties: tuple[Tie, ...]
@@ -35,7 +35,7 @@ class Tied(Wrapper):
         super().__post_init__()
         for tie in ties:
             if not isinstance(tie, Tie):
-                raise TypeError(f"Tied: {tie!r} is no mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")
+                raise TypeError(f"Tied: {tie!r} is not an mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")
 
     def init(self, rng, x):
         leaves = flatten_paths(variable_shapes(self.layer, x)[0])
@@ -59,16 +59,14 @@ class Tied(Wrapper):
     def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
         for path in (tie.leaf, tie.to):
             if path not in leaves:
-                raise ValueError(
-                    f"{short_repr(self)}: no leaf of the layer is called so: {no_match_message(path, leaves)}"
-                )
+                raise ValueError(f"{short_repr(self)}: the layer has no such leaf: {no_match_message(path, leaves)}")
         shape = leaves[tie.to].shape[::-1] if tie.transpose else leaves[tie.to].shape
         if leaves[tie.leaf].shape != shape:
             raise ValueError(
                 f"{short_repr(self)}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give "
                 f"{shape}; "
-                f"pass transpose={not tie.transpose}, or tie leaves that fit."
+                f"pass transpose={not tie.transpose}, or tie leaves of the same shape."
             )
 
     def __repr__(self) -> str:
-        return f"Tied({', '.join(map(repr, (self.layer, *self.ties)))})"
+        return call_repr("Tied", [("", value) for value in (self.layer, *self.ties)])

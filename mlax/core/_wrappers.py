@@ -185,7 +185,7 @@ def slice_shapes(layer: Layer, x: Any, axis: int) -> tuple[int, Any]:
         sizes.add(leaf.shape[axis])
     if len(sizes) != 1:
         raise ValueError(
-            f"{short_repr(layer)}: axis {axis} has the sizes {sorted(sizes)} in the leaves of the input; they must agree."
+            f"{short_repr(layer)}: axis {axis} has the sizes {sorted(sizes)} in the input; its leaves must agree."
         )
 
     def drop(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -45,4 +45,4 @@ def test_an_input_of_another_dtype_is_refused_with_both_named(row):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), x)
     with pytest.raises(TypeError, match=r"float16.*float32") as caught:
         layer.fwd(narrow, trainables, non_trainables, inference_mode=True)
-    assert "nothing is cast unasked" in str(caught.value)
+    assert "mlax never casts implicitly" in str(caught.value)

@@ -47,19 +47,19 @@ def test_a_function_gets_the_key_or_the_mode_if_it_asks_for_it():
     layer = mlax.F(noisy)
     assert not jnp.array_equal(layer.fwd(X, None, rng=RNG)[0], X)
     np.testing.assert_array_equal(layer.fwd(X, None, inference_mode=True)[0], X)
-    with pytest.raises(ValueError, match="takes a key and there is none; pass rng="):
+    with pytest.raises(ValueError, match="takes a key, but rng is None; pass rng="):
         mlax.F(lambda x, rng: x).fwd(X, None)
 
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="is not a function"):
         mlax.F(3)
-    with pytest.raises(TypeError, match="is a layer already"):
+    with pytest.raises(TypeError, match="is already a layer"):
         mlax.F(nn.Linear(3))
 
 
 def test_a_residual_of_other_shapes_asks_for_a_shortcut():
-    with pytest.raises(ValueError, match="give a shortcut layer"):
+    with pytest.raises(ValueError, match="pass a shortcut layer"):
         mlax.Residual(nn.Linear(3)).init(RNG, X)
 
 
@@ -118,9 +118,40 @@ def test_tied_gradients_are_the_sum_over_all_uses():
 def test_ties_that_do_not_fit_are_refused():
     with pytest.raises(TypeError):
         mlax.Tied(jax.nn.relu)
-    with pytest.raises(TypeError, match=r"is no mlax.Tie; pass Tied\(model, Tie\(leaf, to=path\)"):
+    with pytest.raises(TypeError, match=r"is not an mlax.Tie; pass Tied\(model, Tie\(leaf, to=path\)"):
         mlax.Tied(AUTOENCODER, "down/kernel")
     with pytest.raises(ValueError, match="pass transpose=True"):
         mlax.Tied(AUTOENCODER, mlax.Tie("down/kernel", to="up/kernel")).init(RNG, X)
     with pytest.raises(ValueError, match="did you mean 'down/kernel'"):
         mlax.Tied(AUTOENCODER, mlax.Tie("down/kernl", to="up/kernel")).init(RNG, X)
+
+
+def test_a_plain_function_is_wrapped_where_a_layer_is_expected():
+    explicit = mlax.Series(nn.Linear(3), mlax.F(jax.nn.relu), out=mlax.F(jnp.tanh))
+    assert mlax.Series(nn.Linear(3), jax.nn.relu, out=jnp.tanh) == explicit
+    assert mlax.Parallel(jax.nn.relu) == mlax.Parallel(mlax.F(jax.nn.relu))
+    assert mlax.Residual(jax.nn.relu, shortcut=jnp.tanh) == mlax.Residual(
+        mlax.F(jax.nn.relu), shortcut=mlax.F(jnp.tanh)
+    )
+
+
+def test_a_model_prints_as_an_indented_tree():
+    block = mlax.Residual(mlax.Series(norm=nn.LayerNorm(), up=nn.Linear(8), act=jax.nn.gelu))
+    model = mlax.Series(embed=nn.Embed(256, 8), blocks=mlax.Repeat(block, 12), head=nn.Linear(256, bias=False))
+    expected = """\
+Series()
+  embed: Embed(256, 8)
+  blocks: Repeat(12) of Residual()
+    layer: Series()
+      norm: LayerNorm()
+      up: Linear(8)
+      act: F(gelu)
+  head: Linear(256, bias=False)"""
+    assert str(model) == expected
+    assert str(mlax.Remat(nn.Linear(3))) == "Remat() of Linear(3)"
+
+
+def test_a_long_repr_is_wrapped_and_still_code():
+    model = mlax.Series(**{f"linear{i}": nn.Linear(100 + i) for i in range(8)})
+    assert repr(model).splitlines()[:2] == ["Series(", "    linear0=Linear(100),"]
+    assert eval(repr(model), {"Series": mlax.Series, "Linear": nn.Linear}) == model

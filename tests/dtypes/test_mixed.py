@@ -52,7 +52,7 @@ def test_float32_statistics_are_nearer_to_the_truth():
 
 @pytest.mark.parametrize("choice", [dtypes.mixed_bfloat16, dtypes.mixed_float16])
 def test_a_function_has_no_weights_to_keep_wide(choice):
-    with pytest.raises(TypeError, match=r"model is the function relu, which is no layer; wrap it: mlax.F\(relu\)\."):
+    with pytest.raises(TypeError, match=r"model is the function relu, which is not a layer; wrap it: mlax.F\(relu\)\."):
         choice(jax.nn.relu)
 
 

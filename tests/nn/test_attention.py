@@ -392,7 +392,7 @@ def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
     ("build", "words"),
     [
         (lambda: nn.MultiHeadAttention(4, kv_heads=3), "4 heads are no multiple of 3 kv_heads"),
-        (lambda: nn.MultiHeadAttention(0), "heads is 0, but must be a whole number of at least 1"),
+        (lambda: nn.MultiHeadAttention(0), "heads is 0, but must be an integer of at least 1"),
         (lambda: nn.MultiHeadAttention(4, cache=8), "pass causal=True"),
         (lambda: nn.MultiHeadAttention(4, relative=nn.RelativeBias(2)), "does not have the 4 heads"),
         (lambda: nn.MultiHeadAttention(4, window=0), "window is 0"),

@@ -296,5 +296,5 @@ def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind)
 @pytest.mark.parametrize("features", [0, -1, 2.0])
 def test_features_that_cannot_be_are_refused(features):
     for kind in (nn.Conv, nn.ConvTranspose):
-        with pytest.raises((TypeError, ValueError), match=r"features is .* but must be a whole number of at least 1"):
+        with pytest.raises((TypeError, ValueError), match=r"features is .* but must be an integer of at least 1"):
             kind(features, 3)

@@ -93,7 +93,7 @@ def test_weights_may_be_stored_in_another_dtype():
 def test_mistakes_are_named():
     with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is no Linear; LoRA goes around each Linear inside"):
         nn.LoRA(nn.MLP((3,)), rank=2)
-    with pytest.raises(ValueError, match="rank is 0, but must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="rank is 0, but must be an integer of at least 1"):
         nn.LoRA(nn.Linear(5), rank=0)
     with pytest.raises(ValueError, match=r"the rank 6 is above that of any 6 x 5 matrix; pass at most 5"):
         nn.LoRA(nn.Linear(5), rank=6).init(RNG, X)

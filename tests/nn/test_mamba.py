@@ -143,7 +143,7 @@ def test_a_wide_state_is_nearer_to_the_truth():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="states is 0, but must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="states is 0, but must be an integer of at least 1"):
         nn.Mamba(6, states=0)
     with pytest.raises(ValueError, match="rank is 0, but must be at least 1, or None"):
         nn.Mamba(6, rank=0)
