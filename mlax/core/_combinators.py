@@ -130,7 +130,7 @@ class Residual(Composite):
         return jax.tree.map(lambda a, b: a + b, x, y)
 
 
-def _as_layer(owner: str, what: str, part: Any) -> Layer:
+def _as_layer(owner: str, what: str, part: Any) -> Any:
     if callable(part) and not isinstance(part, Layer | type):
         return F(part)
     check_layer(owner, what, part)

@@ -239,7 +239,9 @@ def test_sizes_that_come_as_in_other_libraries_are_refused_with_what_a_layer_tak
     text, _ = raised(TypeError, mlax.Normal, 0.0, 0.02)
     assert text == "Normal takes std by position, but got 2 arguments."
     text, _ = raised(TypeError, nn.Linear)
-    assert text.startswith("Linear: missing a required argument: 'features'; it takes features; options go by keyword")
+    assert text.startswith(
+        "Linear: missing a required argument: 'features'; it takes features; options are keyword-only"
+    )
 
 
 @pytest.mark.parametrize("room", [mlax, nn])

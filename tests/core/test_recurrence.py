@@ -301,5 +301,5 @@ def test_an_input_that_lacks_what_the_fields_ask_for_is_refused():
         mlax.Recurrent(Cell(5), carry=True, lengths=True).init(RNG, TIME)
     with pytest.raises(ValueError, match="which has no axis 3"):
         mlax.Recurrent(Cell(5), axis=3).init(RNG, TIME)
-    with pytest.raises(ValueError, match="unroll is 0, but must be a whole number"):
+    with pytest.raises(ValueError, match="unroll is 0, but must be an integer"):
         mlax.Recurrent(Cell(5), unroll=0)
