@@ -1,20 +1,26 @@
-"""Files of arrays: read with suspicion, written so that they are there."""
+"""Pytrees of arrays in safetensors files, validated when read and written crash-safely."""
 
-from mlax.files._dtypes import NAMES
-from mlax.files._durable import (
-    make_folder,
-    replace,
-    sync_folder,
-    write,
-)
-from mlax.files._header import Header, read_header
-from mlax.files._json import is_count, parsed
-from mlax.files._laid_out import LaidOut, has, laid_out, raw, storable
+from mlax.files._io import InvalidFile, NotEnoughSpace
+from mlax.files._io import atomic_write as atomic_write
+from mlax.files._io import free_bytes as free_bytes
+from mlax.files._io import fsync_folder as fsync_folder
+from mlax.files._io import is_count as is_count
+from mlax.files._io import make_folder as make_folder
+from mlax.files._io import parse_json as parse_json
+from mlax.files._io import require_space as require_space
+from mlax.files._io import safe_open as safe_open
+from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
-from mlax.files._name import why_not
-from mlax.files._opened import opened
-from mlax.files._refused import Refused
+from mlax.files._safetensors import DTYPE_NAMES as DTYPE_NAMES
+from mlax.files._safetensors import DTYPES as DTYPES
+from mlax.files._safetensors import Header as Header
+from mlax.files._safetensors import SerializedFile as SerializedFile
+from mlax.files._safetensors import byte_view as byte_view
+from mlax.files._safetensors import is_storable as is_storable
+from mlax.files._safetensors import name_error as name_error
+from mlax.files._safetensors import read_header as read_header
+from mlax.files._safetensors import serialize as serialize
+from mlax.files._safetensors import to_file_layout as to_file_layout
 from mlax.files._save import save
-from mlax.files._space import NoSpace, room_for
 
-__all__ = ["NoSpace", "Refused", "load", "metadata", "save"]
+__all__ = ["InvalidFile", "NotEnoughSpace", "load", "metadata", "save"]

@@ -10,19 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax.core import Layer, unflatten_paths
-from mlax.files import _durable
-from mlax.files._dtypes import NAMES
-from mlax.files._header import MOST_AXES, MOST_BYTES, MOST_ENTRIES
-from mlax.files._laid_out import has, laid_out, storable
-from mlax.files._name import why_not
-from mlax.files._space import room_for
+from mlax.files._io import atomic_write, require_space
+from mlax.files._safetensors import (
+    DTYPE_NAMES,
+    MAX_ARRAYS,
+    MAX_AXES,
+    MAX_HEADER_BYTES,
+    is_storable,
+    name_error,
+    serialize,
+    to_file_layout,
+)
 
 
 def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | None = None) -> None:
     """Write nested dicts of arrays to one safetensors file; the leaf at a, then b, is the array `a/b`.
 
     The file is written under another name, synced and then renamed, so that at `path` there is the old file or the
-    whole new one at any moment. `NoSpace` says how much is missing.
+    whole new one at any moment. `NotEnoughSpace` says how much is missing.
     """
     path = os.fspath(path)
     folder = os.path.dirname(os.path.abspath(path))
@@ -31,10 +36,10 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
             errno.ENOENT, "files.save: there is no such folder; make it first, by os.makedirs", folder
         )
     arrays: dict[str, np.ndarray] = {}
-    for name, leaf in _leaves(tree, ""):
+    for name, leaf in _named_leaves(tree, ""):
         if name in arrays:
             raise ValueError(f"files.save: two leaves are called {name!r}; rename one of them.")
-        arrays[name] = _array(name, leaf)
+        arrays[name] = _to_numpy(name, leaf)
     try:
         unflatten_paths(arrays.items())
     except ValueError as failure:
@@ -42,14 +47,14 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
     words = dict(metadata or {})
     if not all(isinstance(word, str) for pair in words.items() for word in pair):
         raise TypeError("files.save: metadata are strings by name; turn the values into strings, by json.dumps say.")
-    file = laid_out(arrays, words)
-    if len(file.header) > MOST_BYTES or len(arrays) > MOST_ENTRIES:
+    file = serialize(arrays, words)
+    if len(file.header) > MAX_HEADER_BYTES or len(arrays) > MAX_ARRAYS:
         raise ValueError(f"files.save: {len(arrays):,} arrays are too many for one file; write several.")
-    with room_for(path, file.size):
-        _durable.replace(path, [file.header, *file.arrays.values()])
+    with require_space(path, file.size):
+        atomic_write(path, [file.header, *file.arrays.values()])
 
 
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _named_leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, Mapping):
         came = f"files.save: a {type(tree).__name__} came, but a file holds nested dicts of arrays; "
         if isinstance(tree, Layer):
@@ -61,25 +66,25 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(key, str):
             raise TypeError(f"files.save: the key {key!r} in {path or 'the tree'!r} is no string; rename it.")
         name = f"{path}/{key}" if path else key
-        if why := why_not(name):
+        if why := name_error(name):
             raise ValueError(f"files.save: {name[:100]!r} is no name for an array; {why}; rename it.")
         if isinstance(value, Mapping):
-            yield from _leaves(value, name)
+            yield from _named_leaves(value, name)
         elif value is not None:
             yield name, value
 
 
-def _array(name: str, leaf: Any) -> np.ndarray:
+def _to_numpy(name: str, leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"files.save: {name!r} is a {type(leaf).__name__}, which is no array; nest dicts of them.")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(f"files.save: {name!r} holds typed keys; save jax.random.key_data of them.")
-    array = storable(np.asarray(leaf))
-    if not has(array.dtype):
+    array = to_file_layout(np.asarray(leaf))
+    if not is_storable(array.dtype):
         raise TypeError(
             f"files.save: {name!r} is {array.dtype}, which safetensors does not have; cast it to one of "
-            f"{', '.join(str(dtype) for dtype in NAMES)}."
+            f"{', '.join(str(dtype) for dtype in DTYPE_NAMES)}."
         )
-    if array.ndim > MOST_AXES:
-        raise ValueError(f"files.save: {name!r} has {array.ndim} axes, and {MOST_AXES} are allowed; reshape it.")
+    if array.ndim > MAX_AXES:
+        raise ValueError(f"files.save: {name!r} has {array.ndim} axes, and {MAX_AXES} are allowed; reshape it.")
     return array

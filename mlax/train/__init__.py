@@ -10,44 +10,43 @@ from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
 from mlax.train._state import TrainState
 from mlax.train._step import Step, step
-from mlax.train.checkpoints._best import Highest, Lowest
-from mlax.train.checkpoints._checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 from mlax.train.checkpoints._orbax import from_orbax, to_orbax
-from mlax.train.checkpoints._restored import Restored
+from mlax.train.checkpoints._restore import RestoredCheckpoint
 from mlax.train.feeds._buckets import Buckets
 from mlax.train.feeds._feed import Feed
-from mlax.train.feeds._iterated import Iterated
-from mlax.train.feeds._packed import Packed, packed
-from mlax.train.feeds._source import Rows, Source
-from mlax.train.feeds._stream import Position, Stream
+from mlax.train.feeds._iterable import IterableFeed
+from mlax.train.feeds._prefetch import BatchIterator, Position
+from mlax.train.feeds._sequences import PackedSequences, pack_sequences
+from mlax.train.feeds._source import ExampleSource, Source
 
 __all__ = [
+    "BatchIterator",
     "Buckets",
     "Checkpoints",
     "Diverged",
     "DynamicLossScale",
     "Evaluation",
+    "ExampleSource",
     "Feed",
     "Fitted",
-    "Highest",
-    "Iterated",
+    "IterableFeed",
     "LossScale",
-    "Lowest",
+    "Maximize",
     "Metrics",
-    "Packed",
+    "Minimize",
+    "PackedSequences",
     "Position",
-    "Restored",
+    "RestoredCheckpoint",
     "RetraceError",
-    "Rows",
     "Source",
     "StaticLossScale",
     "Step",
-    "Stream",
     "TrainState",
     "fit",
     "from_orbax",
     "heartbeat",
-    "packed",
+    "pack_sequences",
     "plot_curves",
     "step",
     "to_orbax",

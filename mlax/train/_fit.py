@@ -22,8 +22,7 @@ from mlax.train._run import (
 from mlax.train._signals import TERMINATED, Signals
 from mlax.train._state import TrainState
 from mlax.train._step import Step
-from mlax.train.checkpoints._best import Highest, Lowest
-from mlax.train.checkpoints._checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 
 
 class Fitted(NamedTuple):
@@ -47,7 +46,7 @@ def fit(
     evaluate_every: int | None = None,
     save_every: int | None = None,
     keep: int = 3,
-    best: Highest | Lowest | None = None,
+    best: Maximize | Minimize | None = None,
     resume: bool = True,
     rollbacks: int = 2,
     config: Any = None,
@@ -65,7 +64,7 @@ def fit(
     evaluating = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
     saving = evaluating if save_every is None else save_every
     _check_steps(step, steps=steps, evaluate_every=evaluating, save_every=saving)
-    best = best or (Lowest("loss") if evaluate is not None else None)
+    best = best or (Minimize("loss") if evaluate is not None else None)
     with Run(run) as folder, Signals() as signals:
         checkpoints = open_checkpoints(folder, keep, best, resume)
         at, state, notes = restore_latest(folder, checkpoints, state)
@@ -176,11 +175,11 @@ def _check(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
     for name, given in (("feed", feed), ("evaluate", evaluate)):
         if not hasattr(given, "stream") and not (name == "evaluate" and given is None):
             raise TypeError(f"fit: {name} is a {type(given).__name__}, but must be a feed, as train.Feed is.")
-    if best is not None and (evaluate is None or not isinstance(best, Highest | Lowest)):
-        raise TypeError("fit: best needs a feed to evaluate with, and is train.Highest('accuracy') or Lowest('loss').")
+    if best is not None and (evaluate is None or not isinstance(best, Maximize | Minimize)):
+        raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
 
 
-def _check_best(best: Highest | Lowest | None, names: tuple[str, ...]) -> None:
+def _check_best(best: Maximize | Minimize | None, names: tuple[str, ...]) -> None:
     if best is not None and best.metric not in names:
         raise NoMatch(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
 

@@ -22,9 +22,8 @@ import jax
 from mlax.train._curves import read_records
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
-from mlax.train.checkpoints._best import Highest, Lowest
-from mlax.train.checkpoints._checkpoints import Checkpoints
-from mlax.train.checkpoints._matched import Unlike
+from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
+from mlax.train.checkpoints._restore import TargetMismatch
 
 
 class Run:
@@ -190,7 +189,7 @@ def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def open_checkpoints(folder: Run, keep: int, best: Highest | Lowest | None, resume: bool) -> Checkpoints | None:
+def open_checkpoints(folder: Run, keep: int, best: Maximize | Minimize | None, resume: bool) -> Checkpoints | None:
     """The checkpoints of a run, if it has a folder; one that is not to be resumed must have none."""
     if folder.folder is None:
         return None
@@ -211,7 +210,7 @@ def restore_latest(
     if checkpoints is not None and checkpoints.latest() is not None:
         try:
             restored = checkpoints.restore(state)
-        except Unlike as error:
+        except TargetMismatch as error:
             raise ValueError(
                 f"fit: {folder.folder} holds the run of another model or optimizer: {error.fault}; "
                 "choose another folder for run=, or put the old ones back."

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from mlax import train
-from mlax.files._header import read_header
+from mlax.files import read_header
 from tests.faults.rows import Row, bits, main, values
 
 STEPS = (10, 20, 30)

@@ -18,7 +18,7 @@ import time
 from unittest import mock
 
 from mlax import files, train
-from mlax.files import _space
+from mlax.files import _io
 from tests.faults.rows import Row, bits, main, values
 
 SIZE, BYTES = 3000, 76_500  # of a tree, about
@@ -57,13 +57,13 @@ def swept(trials, seed, disk, name):
 def faults_in(place, seed, lies, more):
     folder, faults = os.path.join(place, "runs", "checkpoints"), []
     checkpoints = train.Checkpoints(folder, keep=None, file_bytes=20_000)
-    lie = mock.patch.object(_space, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
+    lie = mock.patch.object(_io, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
     with lie:
         for step in range(1, 50):
             checkpoints.save(step, values(seed, step, SIZE))
             try:
                 checkpoints.wait()
-            except files.NoSpace as failure:
+            except files.NotEnoughSpace as failure:
                 if not str(failure.filename).startswith(place) or f"{failure.needed:,}" not in str(failure):
                     faults.append(f"the words are {failure}")
                 if f"{failure.free:,} are free" not in str(failure) or failure.needed < BYTES:

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import mlax
 from mlax import files, train
-from mlax.files._dtypes import BY_NAME
+from mlax.files import DTYPES
 from tests.asserts import unequal_leaves
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]
@@ -22,9 +22,9 @@ def drawn(dtype, shape, seed=0):
     return raw.reshape(-1).view(dtype).reshape(shape) if raw.size else np.empty(shape, dtype)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_and_shape_comes_back_to_the_bit(name, tmp_path):
-    tree = {str(shape): drawn(BY_NAME[name], shape) for shape in SHAPES}
+    tree = {str(shape): drawn(DTYPES[name], shape) for shape in SHAPES}
     files.save(tmp_path / "x.safetensors", tree)
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == tree.keys()
@@ -32,7 +32,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(name, tmp_path):
 
 
 def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
-    tree = {name: {"a": drawn(dtype, (3, 2)), "b": drawn(dtype, ())} for name, dtype in BY_NAME.items()}
+    tree = {name: {"a": drawn(dtype, (3, 2)), "b": drawn(dtype, ())} for name, dtype in DTYPES.items()}
     files.save(tmp_path / "x.safetensors", tree, {"made": "hère"})
     loaded = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
     assert {f"{name}/{leaf}" for name in tree for leaf in "ab"} == loaded.keys()
@@ -45,7 +45,7 @@ def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
 
 
 def test_mlax_reads_what_the_reference_implementation_writes(tmp_path):
-    flat = {f"{name}.{shape}": drawn(dtype, shape) for name, dtype in BY_NAME.items() for shape in SHAPES}
+    flat = {f"{name}.{shape}": drawn(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES}
     safetensors.numpy.save_file(flat, tmp_path / "x.safetensors", {"format": "np"})
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == flat.keys()
@@ -79,7 +79,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         raise OSError(28, "full")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(files.NoSpace, match=r"needs [\d,]+ bytes and [\d,]+ are free") as failure:
+    with pytest.raises(files.NotEnoughSpace, match=r"needs [\d,]+ bytes and [\d,]+ are free") as failure:
         files.save(path, {"a": np.zeros(3)})
     assert str(tmp_path) in str(failure.value.filename)
     assert os.listdir(tmp_path) == ["x.safetensors"]
@@ -132,6 +132,6 @@ def test_links_lead_where_the_caller_says(tmp_path):
     (tmp_path / "snapshot").mkdir()
     files.save(tmp_path / "blobs" / "1", {"a": np.ones(3)})
     (tmp_path / "snapshot" / "x.safetensors").symlink_to("../blobs/1")
-    with pytest.raises(files.Refused, match="leads out of"):
+    with pytest.raises(files.InvalidFile, match="leads out of"):
         files.load(tmp_path / "snapshot" / "x.safetensors")
     assert files.load(tmp_path / "snapshot" / "x.safetensors", within=tmp_path)["a"].shape == (3,)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train.checkpoints._dtypes import BY_NAME
+from mlax.train.checkpoints._manifest import DTYPES
 from tests.asserts import unequal_leaves
 
 
@@ -77,7 +77,7 @@ def test_a_description_of_the_state_is_enough_to_restore(checkpoints):
 def test_every_dtype_comes_back_to_the_bit(checkpoints):
     draws = np.random.default_rng(0)
     tree = {}
-    for name, dtype in BY_NAME.items():
+    for name, dtype in DTYPES.items():
         raw = draws.integers(0, 2 if dtype == np.bool_ else 256, (3, 2, dtype.itemsize), np.uint8)
         tree[name] = {"some": raw.reshape(-1).view(dtype).reshape(3, 2)}
         tree[name] |= {"scalar": tree[name]["some"][0, 0], "none": np.empty((2, 0, 1), dtype)}
@@ -140,8 +140,8 @@ def test_the_last_steps_are_kept_by_number(checkpoints):
 
 def test_the_best_step_is_kept(tmp_path):
     for by, metrics, best in (
-        (train.Highest("accuracy"), [0.1, 0.9, 0.9, float("nan"), 0.5, 0.3], 2),
-        (train.Lowest("loss"), [1.0, 0.2, 0.3, float("nan"), 0.5, 0.3], 1),
+        (train.Maximize("accuracy"), [0.1, 0.9, 0.9, float("nan"), 0.5, 0.3], 2),
+        (train.Minimize("loss"), [1.0, 0.2, 0.3, float("nan"), 0.5, 0.3], 1),
     ):
         checkpoints = train.Checkpoints(tmp_path / by.metric, keep=1, best=by)
         assert checkpoints.best() is None
@@ -274,10 +274,10 @@ def test_what_cannot_be_saved_is_refused_at_once(checkpoints):
         checkpoints.save(1, {}, metrics={"x": jnp.ones(3)})
     with pytest.raises(ValueError, match="1 or more"):
         train.Checkpoints(checkpoints.folder, keep=0)
-    with pytest.raises(TypeError, match=r"best is 'loss', .* pass best=train.Lowest\('loss'\) or best=train.H"):
+    with pytest.raises(TypeError, match=r"best is 'loss', .* pass best=train.Minimize\('loss'\) or best=train.Ma"):
         train.Checkpoints(checkpoints.folder, best="loss")
     with pytest.raises(TypeError, match=r"best is a type, .* pass best="):
-        train.Checkpoints(checkpoints.folder, best=train.Lowest)
+        train.Checkpoints(checkpoints.folder, best=train.Minimize)
     assert checkpoints.steps() == ()
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_step_is_passed_over_aloud_and_the_one_before_it_is_used(check
     assert_restored(restored.tree, state(1))
     assert restored.step == 1
     assert [step for step, _ in restored.refused] == [2] and path in words[0] and "step 2 is passed over" in words[0]
-    with pytest.raises(files.Refused, match="should have"):
+    with pytest.raises(files.InvalidFile, match="should have"):
         checkpoints.restore(state(), step=2)
     saved(checkpoints, 2)  # training comes by again
     assert_restored(checkpoints.restore(state()).tree, state(2))
@@ -299,7 +299,7 @@ def test_if_no_step_is_whole_that_is_an_error(checkpoints, words):
     saved(checkpoints, 1)
     os.unlink(os.path.join(checkpoints.folder, "step-00000001", "manifest.json"))
     assert checkpoints.steps() == ()
-    with pytest.raises(files.Refused, match=r"no step is whole.*manifest\.json"):
+    with pytest.raises(files.InvalidFile, match=r"no step is whole.*manifest\.json"):
         checkpoints.restore(state())
 
 
@@ -312,15 +312,17 @@ def test_a_failure_is_given_once_and_never_raised_in_the_loop(checkpoints, words
 
     monkeypatch.setattr(os, "fsync", full)
     checkpoints.save(2, state())
-    with pytest.raises(files.NoSpace, match="bytes"):
+    with pytest.raises(files.NotEnoughSpace, match="bytes"):
         checkpoints.wait()
     checkpoints.wait()
     checkpoints.save(3, state())
     checkpoints.save(4, state())
-    assert len(words) == 1 and "the save before this one failed, with NoSpace" in words[0]  # nobody looked at step 3's
+    assert (
+        len(words) == 1 and "the save before this one failed, with NotEnoughSpace" in words[0]
+    )  # nobody looked at step 3's
     assert capsys.readouterr().err == ""
     checkpoints._join()
-    assert isinstance(checkpoints.failure(), files.NoSpace) and checkpoints.failure() is None
+    assert isinstance(checkpoints.failure(), files.NotEnoughSpace) and checkpoints.failure() is None
     checkpoints.save(5, state())
     checkpoints._join()
     monkeypatch.setattr(os, "fsync", real)
@@ -341,7 +343,7 @@ def test_a_failure_that_nobody_looked_at_is_told_at_the_end(tmp_path, words, mon
 
 def test_remains_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     saved(train.Checkpoints(tmp_path), 1)
-    mine = train.checkpoints._processes.identity()
+    mine = train.checkpoints._multiprocess.process_identity()
     host, pid, began, word = mine.rsplit("-", 3)
     living = [f".saving-00000002-{mine}-1", f".removing-00000001-{mine}-1-0", f".saving-00000002-other{mine}-1"]
     dead = [f".saving-00000002-{host}-{pid}-{int(began) - 1}-{word}-1"]

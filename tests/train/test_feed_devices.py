@@ -52,7 +52,7 @@ def test_a_device_will_do_for_a_sharding():
 
 
 def test_iterated_batches_and_buckets_are_placed_too():
-    (batch,) = train.Iterated([{"x": np.arange(8)}], sharding=over(4)).stream(stop=1)
+    (batch,) = train.IterableFeed([{"x": np.arange(8)}], sharding=over(4)).stream(stop=1)
     assert batch["x"].sharding == over(4) and batch["mask"].sharding == over(4)
     (batch,) = train.Buckets([[1, 2, 3]] * 8, (4,), 8, sharding=over(8)).stream(stop=1)
     assert batch["tokens"].sharding.shard_shape((8, 4)) == (1, 4)

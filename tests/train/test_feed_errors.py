@@ -40,7 +40,7 @@ class Gives:
         (jax.numpy.zeros((6, 2)), TypeError, r"the source is float32\[6, 2\] but is to be a dict of arrays"),
         ((X, X), TypeError, "the source is a tuple but is to be a dict of arrays.*write Feed"),
         ([X, X], TypeError, "the source is a list but is to be a dict of arrays"),
-        ([{"x": 1}], TypeError, r"the source is a list .* train.Rows\(...\) for one example at a time"),
+        ([{"x": 1}], TypeError, r"the source is a list .* train.ExampleSource\(...\) for examples"),
         ("mnist", TypeError, "the source is a str but is to be a dict of arrays"),
         (range(9), TypeError, "the source is a range but is to be a dict of arrays"),
         (iter([1]), TypeError, "the source is a list_iterator but is to be a dict"),
@@ -64,7 +64,7 @@ def test_a_source_that_cannot_be_fed_is_refused(source, error, words):
 def test_a_ragged_list_is_sent_to_buckets():
     with pytest.raises(ValueError, match="inhomogeneous") as caught:
         train.Feed({"x": [[1], [2, 3]]}, batch=4)
-    assert "sequences of different lengths: train.Buckets, train.packed" in caught.value.__notes__[0]
+    assert "for sequences: train.Buckets, train.pack_sequences" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
     with pytest.raises(ValueError, match=r"use batch=4\."):
         train.Buckets([[1]], lengths=(4,), batch=2, sharding=sharding)
     with pytest.raises(ValueError, match="use batch=4 or 8"):
-        train.Iterated([{"x": X}], sharding=sharding).example  # noqa: B018
+        train.IterableFeed([{"x": X}], sharding=sharding).example  # noqa: B018
     with pytest.raises(TypeError, match=r"Feed: sharding is a place\.Plan, .*; pass plan\.batches\."):
         train.Feed({"x": X}, batch=4, sharding=place.data())
     with pytest.raises(TypeError, match=r"sharding is a P.* but .* write NamedSharding\(mesh"):
@@ -166,8 +166,11 @@ def test_a_transform_keeps_the_number_of_rows_and_an_example_the_names():
             "'tokens' is float32.* but is to be int32",
         ),
         (lambda: train.Buckets([[1], [1, 2]], (1, 2), 2).stream(stacked=2), "stacked=2 needs batches of one shape"),
-        (lambda: train.packed([[1] * 5], 4), "1 of 1 sequences are longer than 4.*use longer rows, or split=True"),
-        (lambda: train.packed({"a": [[1]], "label": np.zeros(1)}, 4), "label: a row holds sequences only"),
+        (
+            lambda: train.pack_sequences([[1] * 5], 4),
+            "1 of 1 sequences are longer than 4.*or split=True",
+        ),
+        (lambda: train.pack_sequences({"a": [[1]], "label": np.zeros(1)}, 4), "label: rows hold sequences only"),
     ],
 )
 def test_sequences_that_do_not_fit_are_refused(make, words):

@@ -1,4 +1,4 @@
-"""Iterated: batches that somebody else makes, and the way back to a place among them."""
+"""IterableFeed: batches that somebody else makes, and the way back to a place among them."""
 
 import itertools
 import json
@@ -24,31 +24,31 @@ def rows(batch):
 
 
 def test_a_pass_holds_what_the_iterator_gives_at_one_shape():
-    feed = train.Iterated(tens)
+    feed = train.IterableFeed(tens)
     batches = list(feed.epoch())
     assert [rows(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert {batch["x"].shape for batch in batches} == {(4,)} == {feed.example["x"].shape}
     assert feed.specs[0]["mask"].dtype == bool
-    assert repr(feed) == "Iterated(x int32[]; batches of 4)" and feed.steps is None
-    assert repr(train.Iterated(tens, steps=3)) == "Iterated(x int32[]; batches of 4, 3 a pass)"
+    assert repr(feed) == "IterableFeed(x int32[]; batches of 4)" and feed.steps is None
+    assert repr(train.IterableFeed(tens, steps=3)) == "IterableFeed(x int32[]; batches of 4, 3 a pass)"
 
 
 def test_the_iterator_is_made_again_at_its_end():
-    got = [rows(batch) for batch in train.Iterated(tens).stream(stop=7)]
+    got = [rows(batch) for batch in train.IterableFeed(tens).stream(stop=7)]
     assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2 + [[0, 1, 2, 3]]
 
 
 def test_anything_that_can_be_iterated_over_again_will_do():
-    listed, made = ([rows(batch) for batch in train.Iterated(make).stream(stop=4)] for make in (list(tens()), tens))
+    listed, made = ([rows(batch) for batch in train.IterableFeed(make).stream(stop=4)] for make in (list(tens()), tens))
     assert listed == made
 
 
 def broken_and_whole(make, stop=9, lengths=(2, 1, 3, 3)):
     """The rows of a stream that is broken and resumed by its position, and of one that is not."""
-    whole = [rows(batch) for batch in train.Iterated(make()).stream(stop=stop)]
+    whole = [rows(batch) for batch in train.IterableFeed(make()).stream(stop=stop)]
     parts, position = [], None
     for length in lengths:
-        with train.Iterated(make(), ahead=3).stream(position=position) as stream:
+        with train.IterableFeed(make(), ahead=3).stream(position=position) as stream:
             parts += [rows(next(stream)) for _ in range(length)]
             position = json.loads(json.dumps(stream.position()))
     assert position["step"] == stop
@@ -58,25 +58,25 @@ def broken_and_whole(make, stop=9, lengths=(2, 1, 3, 3)):
 def test_a_resumed_stream_goes_on_as_if_unbroken():
     parts, whole = broken_and_whole(lambda: tens)
     assert parts == whole
-    with train.Iterated(tens).stream(start=4, stop=9) as stream:
+    with train.IterableFeed(tens).stream(start=4, stop=9) as stream:
         assert [rows(batch) for batch in stream] == whole[4:]
 
 
 @pytest.mark.parametrize("make", [lambda: tens, lambda: Stateful, lambda: Loader()])
 @pytest.mark.parametrize("start", [0, 2, 4, 7])
 def test_the_position_before_the_first_batch_leads_to_that_batch(make, start):
-    with train.Iterated(make()).stream(start=start) as stream:
+    with train.IterableFeed(make()).stream(start=start) as stream:
         position = json.loads(json.dumps(stream.position()))
         first = rows(next(stream))
     for _ in range(2):  # also the position of a stream that was resumed and left at once
-        with train.Iterated(make()).stream(position=position) as stream:
+        with train.IterableFeed(make()).stream(position=position) as stream:
             position = stream.position()
-    with train.Iterated(make()).stream(position=position) as stream:
+    with train.IterableFeed(make()).stream(position=position) as stream:
         assert rows(next(stream)) == first and stream.position()["step"] == start + 1
 
 
 def test_stacked_batches_are_consecutive():
-    with train.Iterated(tens).stream(stop=4, stacked=2) as stream:
+    with train.IterableFeed(tens).stream(stop=4, stacked=2) as stream:
         stacks = list(stream)
         assert stream.position() == {"step": 4, "pass": 1, "taken": 1}
     assert [np.asarray(stack["x"])[:, 0].tolist() for stack in stacks] == [[0, 4], [8, 0]]
@@ -111,7 +111,7 @@ class Stateful:
 def test_an_iterator_that_says_its_state_is_set_to_it():
     parts, whole = broken_and_whole(lambda: Stateful)
     assert parts == whole == [[i % 5, i % 5 + 10] for i in range(9)]
-    with train.Iterated(Stateful).stream(stop=3) as stream:
+    with train.IterableFeed(Stateful).stream(stop=3) as stream:
         list(stream)
         assert stream.position() == {"step": 3, "pass": 0, "state": {"bytes": '{"at": 3}'}}
 
@@ -147,7 +147,7 @@ def test_a_loader_that_says_the_state_of_its_iterator_is_set_to_it_and_told_the_
 
 def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
     closed = []
-    feed = train.Iterated(lambda: tens(closed=closed))
+    feed = train.IterableFeed(lambda: tens(closed=closed))
     feed.example  # noqa: B018
     closed.clear()
     with feed.stream() as stream:
@@ -160,16 +160,16 @@ def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
     "make, error, words",
     [
         (tens(), TypeError, "a generator is used up after one pass; give a function that makes it"),
-        (7, TypeError, "a int cannot be iterated over"),
+        (7, TypeError, "a int is not iterable"),
         (lambda: iter(()), ValueError, "the iterator is empty; it needs at least one batch"),
         (lambda: [np.zeros(3)], TypeError, "the iterator gave a ndarray but a batch is a dict of arrays"),
-        (lambda: [{"x": np.zeros(3)}, {"x": np.zeros(4)}], ValueError, "a batch has 4 rows but the first had 3"),
+        (lambda: [{"x": np.zeros(3)}, {"x": np.zeros(4)}], ValueError, "a batch has 4 rows; it needs 1 to 3"),
         (lambda: [{"x": np.zeros(3)}, {"y": np.zeros(3)}], ValueError, r"no x, y float32\[3\] where the first"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(make, error, words):
     with pytest.raises(error, match=words):
-        list(train.Iterated(make).stream(stop=3))
+        list(train.IterableFeed(make).stream(stop=3))
 
 
 def test_an_error_of_the_iterator_names_the_batch():
@@ -178,7 +178,7 @@ def test_an_error_of_the_iterator_names_the_batch():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone") as caught:
-        list(train.Iterated(fails).stream(stop=3))
+        list(train.IterableFeed(fails).stream(stop=3))
     assert caught.value.__notes__ == ["in batch number 1 of the iterator"]
 
 
@@ -190,7 +190,7 @@ def test_a_grain_dataset_resumes_from_its_own_state():
 
     parts, whole = broken_and_whole(dataset)
     assert parts == whole and sorted(itertools.chain(*whole[:3])) == list(range(11))
-    with train.Iterated(dataset()).stream(stop=2) as stream:
+    with train.IterableFeed(dataset()).stream(stop=2) as stream:
         list(stream)
         assert set(stream.position()) == {"step", "pass", "state"}
 

@@ -5,32 +5,32 @@ import itertools
 import numpy as np
 import pytest
 
-from mlax.train.feeds._order import BLOCK, ordered, permuted
+from mlax.train.feeds._shuffle import BLOCK, epoch_ids, permute
 
 
 def test_it_is_a_permutation_of_every_small_n():
     for n in range(1, 301):
-        assert sorted(permuted(np.arange(n), n, seed=n, epoch=3)) == list(range(n))
+        assert sorted(permute(np.arange(n), n, seed=n, epoch=3)) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [2**16 - 1, 2**16, 2**16 + 1, 100_003])
 def test_it_is_a_permutation_of_a_large_n(n):
-    assert np.array_equal(np.sort(permuted(np.arange(n), n, seed=0, epoch=0)), np.arange(n))
+    assert np.array_equal(np.sort(permute(np.arange(n), n, seed=0, epoch=0)), np.arange(n))
 
 
 @pytest.mark.parametrize("n", [10**9, 2**31 + 1, 10**12])
 def test_a_billion_examples_cost_only_the_positions_asked_for(n):
-    ids = permuted(np.arange(n - 5_000, n), n, seed=0, epoch=0)
+    ids = permute(np.arange(n - 5_000, n), n, seed=0, epoch=0)
     assert len(set(ids.tolist())) == 5_000 and ids.min() >= 0 and ids.max() < n
     assert abs(ids.mean() / n - 0.5) < 0.02
 
 
 def test_pieces_of_an_epoch_are_cut_from_one_order():
     n = 3 * BLOCK + 17
-    whole = permuted(np.arange(n), n, seed=5, epoch=2)
+    whole = permute(np.arange(n), n, seed=5, epoch=2)
     for start, stop in ((0, 1), (BLOCK - 3, BLOCK + 3), (0, n), (2 * BLOCK, n), (n - 1, n), (7, 7)):
-        assert np.array_equal(ordered(n, 5, 2, start, stop), whole[start:stop])
-    assert np.array_equal(ordered(n, None, 2, 5, 9), [5, 6, 7, 8])
+        assert np.array_equal(epoch_ids(n, 5, 2, start, stop), whole[start:stop])
+    assert np.array_equal(epoch_ids(n, None, 2, 5, 9), [5, 6, 7, 8])
 
 
 @pytest.mark.parametrize("n", [3, 5, 11, 16])
@@ -38,7 +38,7 @@ def test_every_id_is_as_likely_at_every_position(n):
     epochs = 50 * n
     counts = np.zeros((n, n))
     for epoch in range(epochs):
-        counts[np.arange(n), permuted(np.arange(n), n, seed=1, epoch=epoch)] += 1
+        counts[np.arange(n), permute(np.arange(n), n, seed=1, epoch=epoch)] += 1
     expected = epochs / n
     freedom = (n - 1) ** 2
     chi_square = ((counts - expected) ** 2 / expected).sum()
@@ -48,14 +48,14 @@ def test_every_id_is_as_likely_at_every_position(n):
 def test_every_permutation_of_four_is_as_likely():
     seen = dict.fromkeys(itertools.permutations(range(4)), 0)
     for epoch in range(2_400):
-        seen[tuple(permuted(np.arange(4), 4, seed=0, epoch=epoch).tolist())] += 1
+        seen[tuple(permute(np.arange(4), 4, seed=0, epoch=epoch).tolist())] += 1
     chi_square = sum((count - 100) ** 2 / 100 for count in seen.values())
     assert chi_square < 23 + 5 * np.sqrt(46)
 
 
 def test_neighbours_are_scattered_and_few_ids_stay_in_place():
     n = 20_000
-    ids = permuted(np.arange(n), n, seed=0, epoch=0)
+    ids = permute(np.arange(n), n, seed=0, epoch=0)
     assert np.sum(ids == np.arange(n)) < 10
     assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.03
     assert np.sum(np.abs(np.diff(ids)) == 1) < 15
@@ -64,11 +64,11 @@ def test_neighbours_are_scattered_and_few_ids_stay_in_place():
 
 
 def test_seeds_epochs_and_parts_differ():
-    orders = [permuted(np.arange(50), 50, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**70, 0, 0))]
+    orders = [permute(np.arange(50), 50, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**70, 0, 0))]
     for a, b in itertools.combinations(orders, 2):
         assert not np.array_equal(a, b)
 
 
 def test_the_order_is_the_one_that_old_checkpoints_were_made_with():
-    assert permuted(np.arange(10), 10, seed=0, epoch=0).tolist() == [8, 7, 4, 9, 3, 2, 6, 0, 1, 5]
-    assert permuted(np.arange(3), 10**9, seed=7, epoch=2).tolist() == [248573524, 539153723, 935781170]
+    assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [8, 7, 4, 9, 3, 2, 6, 0, 1, 5]
+    assert permute(np.arange(3), 10**9, seed=7, epoch=2).tolist() == [248573524, 539153723, 935781170]

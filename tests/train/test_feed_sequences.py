@@ -81,7 +81,7 @@ def test_sequences_of_vectors_are_padded_along_time():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 24))
 def test_packed_rows_hold_every_entry_once_with_its_segment_and_position(lengths, length):
     sequences = sequences_of(lengths)
-    rows = train.packed(sequences, length, split=True)
+    rows = train.pack_sequences(sequences, length, split=True)
     made = rows[np.arange(len(rows))]
     tokens, segments, positions, mask = (made[name] for name in ("tokens", "segments", "positions", "mask"))
     assert all(array.shape == (len(rows), length) for array in made.values())
@@ -101,13 +101,13 @@ def test_packed_rows_hold_every_entry_once_with_its_segment_and_position(lengths
 
 def test_packed_rows_are_full_and_as_few_as_first_fit_decreasing_makes():
     lengths = np.random.default_rng(0).integers(1, 100, 2_000)
-    rows = train.packed(sequences_of(lengths), 128)
+    rows = train.pack_sequences(sequences_of(lengths), 128)
     assert rows.fill > 0.99
-    assert repr(rows) == f"Packed(2,000 sequences in {len(rows):,} rows of 128, {rows.fill:.1%} filled)"
+    assert repr(rows) == f"PackedSequences(2,000 sequences in {len(rows):,} rows of 128, {rows.fill:.1%} filled)"
 
 
 def test_packed_rows_are_a_source_like_any_other():
-    feed = train.Feed(train.packed(sequences_of([3, 4, 2, 8, 1, 5]), 8), batch=2, seed=0)
+    feed = train.Feed(train.pack_sequences(sequences_of([3, 4, 2, 8, 1, 5]), 8), batch=2, seed=0)
     seen = [i for batch in feed.epoch() for i in np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tolist()]
     assert sorted(seen) == list(range(1, 24))
     assert {n: (s.shape, str(s.dtype)) for n, s in feed.example.items()} == {

@@ -65,7 +65,7 @@ class Examples:
 
 
 def test_rows_reads_a_dataset_of_one_example_at_a_time():
-    feed = train.Feed(train.Rows(Examples()), batch=3, seed=0)
+    feed = train.Feed(train.ExampleSource(Examples()), batch=3, seed=0)
     assert repr(feed).startswith("Feed(7 examples of image uint8[2, 2], label int32[]; batches of 3")
     batch = feed.batch_at(1)
     assert np.array_equal(batch["label"], feed.indices(1)) and np.array_equal(batch["image"][:, 1, 1], batch["label"])

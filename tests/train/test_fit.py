@@ -77,7 +77,7 @@ def test_the_folder_is_the_report(unbroken):
         files.load(run / "last.safetensors")["trainables"], jax.device_get(result.state.trainables)
     )
     scores = {r["step"]: r["evaluation"]["loss"] for r in read_records(run / "metrics.jsonl") if "evaluation" in r}
-    assert train.Checkpoints(run / "checkpoints", best=train.Lowest("loss")).best() == min(scores, key=scores.get)
+    assert train.Checkpoints(run / "checkpoints", best=train.Minimize("loss")).best() == min(scores, key=scores.get)
 
 
 def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
@@ -267,7 +267,7 @@ def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, mon
 
 def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
     fitted(tmp_path / "run", 35, evaluate_every=10, save_every=5, keep=10)
-    saved = train.Checkpoints(tmp_path / "run" / "checkpoints", best=train.Lowest("loss"), keep=10)
+    saved = train.Checkpoints(tmp_path / "run" / "checkpoints", best=train.Minimize("loss"), keep=10)
     assert saved.steps() == (5, 10, 15, 20, 25, 30, 35)
     assert saved.best() in (10, 20, 30, 35)
 
@@ -286,7 +286,7 @@ def test_an_iterator_can_be_trained_on(tmp_path):
     def made():
         return iter([{name: array[i : i + 8] for name, array in arrays(40).items()} for i in range(0, 40, 8)])
 
-    result = fitted(tmp_path / "run", 20, data=train.Iterated(made))
+    result = fitted(tmp_path / "run", 20, data=train.IterableFeed(made))
     assert result.step == 20
 
 
@@ -324,9 +324,9 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
         (lambda state: train.fit(STEP, state, arrays(), steps=1), TypeError, "feed is a dict"),
         (lambda state: train.fit(STEP, state, feed(), steps=1, evaluate=[1]), TypeError, "evaluate is a list"),
         (
-            lambda state: train.fit(STEP, state, feed(), steps=1, best=train.Lowest("loss")),
+            lambda state: train.fit(STEP, state, feed(), steps=1, best=train.Minimize("loss")),
             TypeError,
-            "best needs a feed",
+            "best needs evaluate",
         ),
         (
             lambda state: train.fit(
@@ -335,7 +335,7 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
                 feed(),
                 steps=1,
                 evaluate=feed(),
-                best=train.Highest("acuracy"),
+                best=train.Maximize("acuracy"),
                 show=False,
             ),
             KeyError,

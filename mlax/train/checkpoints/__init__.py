@@ -1,8 +1,7 @@
-"""Checkpoints: steps in a folder, atomic, in the background, verified."""
+"""Checkpoints: saved training steps in a folder; atomic, asynchronous, verified."""
 
-from mlax.train.checkpoints._best import Highest, Lowest
-from mlax.train.checkpoints._checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 from mlax.train.checkpoints._orbax import from_orbax, to_orbax
-from mlax.train.checkpoints._restored import Restored
+from mlax.train.checkpoints._restore import RestoredCheckpoint
 
-__all__ = ["Checkpoints", "Highest", "Lowest", "Restored", "from_orbax", "to_orbax"]
+__all__ = ["Checkpoints", "Maximize", "Minimize", "RestoredCheckpoint", "from_orbax", "to_orbax"]

@@ -1,6 +1,8 @@
-"""Checkpoints: steps of a training in a folder; atomic, in the background, verified."""
+"""Checkpoints: saved training steps in a folder; atomic, asynchronous, verified."""
 
 import json
+import math
+import operator
 import os
 import sys
 import traceback
@@ -9,19 +11,42 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mlax.files import Refused
-from mlax.train.checkpoints._best import Highest, Lowest
-from mlax.train.checkpoints._given import as_json, check_best, numbers, whole
-from mlax.train.checkpoints._matched import matched
-from mlax.train.checkpoints._names import named
-from mlax.train.checkpoints._placed import placed
-from mlax.train.checkpoints._processes import Group, all_well, group_of, told
-from mlax.train.checkpoints._reading import Reading
-from mlax.train.checkpoints._restored import Restored
-from mlax.train.checkpoints._rotation import rotate
-from mlax.train.checkpoints._saving import Save, carried_out, read_manifest
-from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder, remove_remains, step_folders
-from mlax.train.checkpoints._taken import taken
+import numpy as np
+
+from mlax.core import frozen, signature
+from mlax.files import InvalidFile
+from mlax.train.checkpoints._manifest import flatten_with_names
+from mlax.train.checkpoints._multiprocess import ProcessGroup, all_processes_ok, broadcast_text, process_group
+from mlax.train.checkpoints._restore import RestoredCheckpoint, StepReader, match_leaves, restore_leaf
+from mlax.train.checkpoints._save import SaveJob, copy_to_host, read_manifest, write_checkpoint
+from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder, apply_retention, remove_leftovers, step_folders
+
+
+@frozen
+class Maximize:
+    """The step whose metric is the highest; of equals the later one. Where it is missing or NaN, a step is not best."""
+
+    metric: str
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+        """The best of some steps, given their metrics."""
+        return _best_step(metrics, self.metric, 1.0)
+
+
+@frozen
+class Minimize:
+    """The step whose metric is the lowest; of equals the later one. Where it is missing or NaN, a step is not best."""
+
+    metric: str
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+        """The best of some steps, given their metrics."""
+        return _best_step(metrics, self.metric, -1.0)
+
+
+def _best_step(metrics: Mapping[int, Mapping[str, float]], name: str, sign: float) -> int | None:
+    values = {step: sign * found[name] for step, found in metrics.items() if not math.isnan(found.get(name, math.nan))}
+    return max(values, key=lambda step: (values[step], step), default=None)
 
 
 class Checkpoints:
@@ -41,27 +66,27 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int | None = 3,
-        best: Highest | Lowest | None = None,
+        best: Maximize | Minimize | None = None,
         report: Callable[[str], None] | None = None,
         file_bytes: int = 1 << 30,
         patience: float = 600.0,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"Checkpoints: keep is {keep!r}, but it is how many steps to keep, 1 or more; or None.")
-        check_best(best)
+        validate_best(best)
         self.folder = os.path.abspath(os.fspath(folder))
         self.keep, self.by = keep, best
-        self.report = report or _to_stderr
+        self.report = report or _print_report
         self.file_bytes, self.patience = file_bytes, patience
         # A thread that is there already: to start one would hand it the interpreter, for 5 ms, in the middle of `save`.
         self._writer = ThreadPoolExecutor(1, "mlax-checkpoints")
         self._running: Future[None] | None = None
         self._failures: list[BaseException] = []
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._saves = 0
         self._metrics: dict[StepFolder, Mapping[str, float]] = {}
-        weakref.finalize(self, _last_words, self._failures, self.report)
-        remove_remains(self.folder)
+        weakref.finalize(self, _report_failures, self._failures, self.report)
+        remove_leftovers(self.folder)
 
     def save(
         self,
@@ -75,16 +100,16 @@ class Checkpoints:
 
         What goes wrong on the disk is given by `failure` or `wait`. A step that is there is saved anew.
         """
-        number = whole(step)
-        values, words = numbers(metrics or {}), as_json(notes or {})
-        leaves, _ = named(tree)
+        number = validate_step(step)
+        values, words = validate_metrics(metrics or {}), validate_notes(notes or {})
+        leaves, _ = flatten_with_names(tree)
         self._join()
         if failure := self.failure():
             self.report(f"the save before this one failed, with {type(failure).__name__}: {failure}")
         group = self._together(leaves)
         self._saves += 1
-        copies = taken(leaves, group)
-        save = Save(self.folder, number, copies, values, words, group, self._saves, self.file_bytes, self.patience)
+        copies = copy_to_host(leaves, group)
+        save = SaveJob(self.folder, number, copies, values, words, group, self._saves, self.file_bytes, self.patience)
         self._running = self._writer.submit(self._carry_out, save)
 
     def wait(self) -> None:
@@ -108,9 +133,9 @@ class Checkpoints:
     def best(self) -> int | None:
         """The step that is best by the metric that was given."""
         if self.by is None:
-            raise ValueError("best: Checkpoints was given no metric; pass best=Highest('accuracy') or Lowest('loss').")
+            raise ValueError("best: Checkpoints has no metric; pass best=Maximize('accuracy') or Minimize('loss').")
         found = {folder.step: folder for folder in step_folders(self.folder)}
-        self._metrics = {folder: self._metrics.get(folder) or _metrics_in(folder) for folder in found.values()}
+        self._metrics = {folder: self._metrics.get(folder) or _read_metrics(folder) for folder in found.values()}
         return self.by.of({folder.step: metrics for folder, metrics in self._metrics.items()})
 
     def restore(
@@ -120,7 +145,7 @@ class Checkpoints:
         step: int | None = None,
         only: tuple[str, ...] = ("**",),
         names: Mapping[str, str] | None = None,
-    ) -> Restored:
+    ) -> RestoredCheckpoint:
         """The tree of a step, like `target` in structure, shapes, dtypes and placement: of the newest that verifies.
 
         Leaves of `target` are arrays or ShapeDtypeStructs; one without a sharding lets the array be anywhere, and an
@@ -129,39 +154,39 @@ class Checkpoints:
         branches.
         """
         self._join()
-        leaves, structure = named(target)
+        leaves, structure = flatten_with_names(target)
         group = self._together(leaves)
         refused: list[tuple[int, str]] = []
         for folder in self._candidates(step, group):
-            outcome = _attempt(folder, leaves, structure, only, names or {})
-            well = all_well(not isinstance(outcome, Exception), group.count)
+            outcome = _try_restore(folder, leaves, structure, only, names or {})
+            well = all_processes_ok(not isinstance(outcome, Exception), group.count)
             if well and not isinstance(outcome, Exception):
                 return outcome._replace(refused=tuple(refused))
-            if isinstance(outcome, Exception) and not isinstance(outcome, Refused):
+            if isinstance(outcome, Exception) and not isinstance(outcome, InvalidFile):
                 raise outcome
-            why = str(outcome) if isinstance(outcome, Refused) else f"{folder.path}: another process found it damaged."
+            why = str(outcome) if isinstance(outcome, InvalidFile) else f"{folder.path}: damaged in another process."
             if step is not None:
-                raise Refused(why)
+                raise InvalidFile(why)
             refused.append((folder.step, why))
             self.report(f"step {folder.step} is passed over. {why}")
         if refused:
-            raise Refused(f"{self.folder}: no step is whole. " + " ".join(why for _, why in refused))
+            raise InvalidFile(f"{self.folder}: no step is whole. " + " ".join(why for _, why in refused))
         raise FileNotFoundError(f"{self.folder}: there is no step{'' if step is None else f' {step}'} to restore.")
 
-    def _candidates(self, step: int | None, group: Group) -> list[StepFolder]:
+    def _candidates(self, step: int | None, group: ProcessGroup) -> list[StepFolder]:
         """The folders to try, the newest first; the same in all processes."""
         found = [folder for folder in step_folders(self.folder) if step is None or folder.step == step]
-        names = told(json.dumps([os.path.basename(folder.path) for folder in found[-200:]]), group.count)
+        names = broadcast_text(json.dumps([os.path.basename(folder.path) for folder in found[-200:]]), group.count)
         chosen = set(json.loads(names))
         return [folder for folder in reversed(step_folders(self.folder)) if os.path.basename(folder.path) in chosen]
 
-    def _together(self, leaves: Mapping[str, Any]) -> Group:
+    def _together(self, leaves: Mapping[str, Any]) -> ProcessGroup:
         """The processes that hold the leaves; several of them agree only once."""
-        group = self._group or group_of(leaves.values())
+        group = self._group or process_group(leaves.values())
         self._group = group if group.count > 1 else None
         return group
 
-    def _carry_out(self, save: Save) -> None:
+    def _carry_out(self, save: SaveJob) -> None:
         failure = self._tried(save)
         if failure is not None:
             failure.add_note("In the thread that saves:\n" + "".join(traceback.format_tb(failure.__traceback__)))
@@ -170,12 +195,12 @@ class Checkpoints:
                     each.__traceback__ = None
             self._failures.append(failure)
 
-    def _tried(self, save: Save) -> BaseException | None:
+    def _tried(self, save: SaveJob) -> BaseException | None:
         try:
-            carried_out(save)
+            write_checkpoint(save)
             if save.group.index == 0:
                 best = self.best() if self.by is not None else None
-                rotate(self.folder, self.keep, {save.step} if best is None else {save.step, best}, save.id)
+                apply_retention(self.folder, self.keep, {save.step} if best is None else {save.step, best}, save.id)
         except BaseException as failure:  # whatever it is, it is for the thread that asked
             return failure
         return None
@@ -186,30 +211,74 @@ class Checkpoints:
             self._running = None
 
 
-def _attempt(
+def _try_restore(
     folder: StepFolder, leaves: Mapping[str, Any], structure: Any, only: tuple[str, ...], names: Mapping[str, str]
-) -> Restored | Exception:
+) -> RestoredCheckpoint | Exception:
     try:
-        reading = Reading(folder)
+        reading = StepReader(folder)
         manifest = reading.manifest
-        saved = matched(manifest.arrays, leaves, only, names)
-        values = [placed(reading, saved[name], name, leaf) if name in saved else leaf for name, leaf in leaves.items()]
-        return Restored(manifest.step, structure.unflatten(values), manifest.metrics, manifest.notes)
+        saved = match_leaves(manifest.arrays, leaves, only, names)
+        values = [
+            restore_leaf(reading, saved[name], name, leaf) if name in saved else leaf for name, leaf in leaves.items()
+        ]
+        return RestoredCheckpoint(manifest.step, structure.unflatten(values), manifest.metrics, manifest.notes)
     except Exception as failure:
         return failure
 
 
-def _metrics_in(folder: StepFolder) -> Mapping[str, float]:
+def _read_metrics(folder: StepFolder) -> Mapping[str, float]:
     try:
         return read_manifest(os.path.join(folder.path, MANIFEST)).metrics
-    except Refused:
+    except InvalidFile:
         return {}
 
 
-def _to_stderr(words: str) -> None:
+def _print_report(words: str) -> None:
     print(f"mlax.train.Checkpoints: {words}", file=sys.stderr)
 
 
-def _last_words(failures: list[BaseException], report: Callable[[str], None]) -> None:
+def _report_failures(failures: list[BaseException], report: Callable[[str], None]) -> None:
     for failure in failures:
         report(f"the last save failed, and nobody looked: {failure}")
+
+
+def validate_step(step: Any) -> int:
+    """The step as an int."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:  # an array has an index too, but only one of a single int can give it
+        number = -1
+    if not 0 <= number < 10**18:
+        words = "a whole number is wanted; write save(int(state.step), state)"
+        raise ValueError(f"save: the step is {_describe_value(step)}, but {words}.")
+    return number
+
+
+def validate_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as floats."""
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as failure:
+        raise TypeError(f"save: metrics are single numbers by name ({failure}); put anything else in notes.") from None
+
+
+def validate_notes(notes: Mapping[str, Any]) -> Any:
+    """The notes as JSON gives them back."""
+    try:
+        return json.loads(json.dumps(dict(notes), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as failure:
+        raise TypeError(f"save: notes are what JSON can hold ({failure}); save arrays in the tree.") from None
+
+
+def validate_best(best: Any) -> None:
+    """Refuse what does not say which step is the best: a name alone leaves open whether high or low is good."""
+    if not isinstance(best, Maximize | Minimize | None):
+        name = best if isinstance(best, str) else "loss"
+        wanted = f"best=train.Minimize({name!r}) or best=train.Maximize({name!r})"
+        raise TypeError(f"Checkpoints: best is {_describe_value(best)}, but is to say what is good; pass {wanted}.")
+
+
+def _describe_value(given: Any) -> str:
+    """What came, in short: a whole state would fill the screen."""
+    words = repr(given) if np.isscalar(given) else signature(given)
+    return words if len(words) <= 60 else f"a {type(given).__name__}"

@@ -8,38 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax.core import unflatten_paths
-from mlax.train.checkpoints._names import named
+from mlax.train.checkpoints._manifest import flatten_with_names
 
 
 def to_orbax(folder: str | os.PathLike[str], tree: Any) -> None:
     """Write a tree as an Orbax checkpoint: nested dicts by the names that a checkpoint of mlax has; keys as data."""
-    leaves, _ = named(tree)
+    leaves, _ = flatten_with_names(tree)
     plain = unflatten_paths(
         (name, jax.random.key_data(leaf) if _is_key(leaf) else leaf) for name, leaf in leaves.items()
     )
-    with _orbax().StandardCheckpointer() as checkpointer:
+    with _import_orbax().StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(os.fspath(folder)), plain)
 
 
 def from_orbax(folder: str | os.PathLike[str], target: Any) -> Any:
     """The tree in an Orbax checkpoint, like `target`. Leaves are found by their names, whatever containers it has."""
     path = os.path.abspath(os.fspath(folder))
-    leaves, structure = named(target)
-    with _orbax().StandardCheckpointer() as checkpointer:
+    leaves, structure = flatten_with_names(target)
+    with _import_orbax().StandardCheckpointer() as checkpointer:
         there = checkpointer.metadata(path).item_metadata
-        kept, outside = named(getattr(there, "tree", there))
+        kept, outside = flatten_with_names(getattr(there, "tree", there))
         if kept.keys() != leaves.keys():
             odd = sorted(kept.keys() ^ leaves.keys())
             raise ValueError(
                 f"from_orbax: {odd[0]!r} is {'in the target' if odd[0] in leaves else 'saved'} only; give a target "
                 "with the leaves that were saved."
             )
-        wanted = {name: _description(name, leaves[name], kept[name]) for name in kept}
-        found, _ = named(checkpointer.restore(path, outside.unflatten(wanted.values())))
-    return structure.unflatten(_like(found[name], leaf) for name, leaf in leaves.items())
+        wanted = {name: _abstract_leaf(name, leaves[name], kept[name]) for name in kept}
+        found, _ = flatten_with_names(checkpointer.restore(path, outside.unflatten(wanted.values())))
+    return structure.unflatten(_restore_like(found[name], leaf) for name, leaf in leaves.items())
 
 
-def _description(name: str, leaf: Any, saved: Any) -> Any:
+def _abstract_leaf(name: str, leaf: Any, saved: Any) -> Any:
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     if tuple(saved.shape) != data.shape or np.dtype(saved.dtype) != data.dtype:
         raise ValueError(
@@ -51,7 +51,7 @@ def _description(name: str, leaf: Any, saved: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _like(value: Any, leaf: Any) -> Any:
+def _restore_like(value: Any, leaf: Any) -> Any:
     if _is_key(leaf):
         impl = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
         return jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
@@ -64,7 +64,7 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _orbax() -> Any:
+def _import_orbax() -> Any:
     try:
         import orbax.checkpoint as orbax  # pyright: ignore[reportMissingImports]
     except ImportError:

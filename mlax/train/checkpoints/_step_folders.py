@@ -1,18 +1,22 @@
-"""The folders of a checkpoint directory: one for each step, and the remains of saves that died."""
+"""The folders of a checkpoint directory: one for each step, retention, and leftovers of interrupted saves."""
 
 import os
 import re
 import shutil
 import socket
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from mlax.train.checkpoints._processes import began
+from mlax.files import fsync_folder
+from mlax.train.checkpoints._multiprocess import process_start_time
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
-_REMAINS = re.compile(r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<began>\d+)-[0-9a-f]{8}(?:-\d+)+")
-_DAY = 24 * 60 * 60
+_LEFTOVER = re.compile(
+    r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<began>\d+)-[0-9a-f]{8}(?:-\d+)+"
+)
+_ONE_DAY = 24 * 60 * 60
 
 
 class StepFolder(NamedTuple):
@@ -39,13 +43,13 @@ def step_folders(folder: str) -> list[StepFolder]:
     return sorted(StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in hits)
 
 
-def next_path(folder: str, step: int) -> str:
+def new_step_path(folder: str, step: int) -> str:
     """Where a save of this step goes: beside an older one of the same step, which stays until this one is there."""
     again = max((found.again for found in step_folders(folder) if found.step == step), default=0) + 1
     return os.path.join(folder, f"step-{step:08d}" if again == 1 else f"step-{step:08d}-{again}")
 
 
-def remove_remains(folder: str) -> None:
+def remove_leftovers(folder: str) -> None:
     """Delete what dead processes have left; never what a living one is busy with."""
     try:
         names = os.listdir(folder)
@@ -53,11 +57,11 @@ def remove_remains(folder: str) -> None:
         return
     for name in names:
         path = os.path.join(folder, name)
-        if (match := _REMAINS.fullmatch(name)) and _is_dead(match, path):
-            remove(path)
+        if (match := _LEFTOVER.fullmatch(name)) and _is_abandoned(match, path):
+            remove_path(path)
 
 
-def remove(path: str) -> None:
+def remove_path(path: str) -> None:
     """Delete a folder or a file as far as that is possible; what stays is remains."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -65,10 +69,30 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def _is_dead(match: re.Match[str], path: str) -> bool:
+def _is_abandoned(match: re.Match[str], path: str) -> bool:
     if match["host"] == socket.gethostname()[:60]:
-        return began(int(match["pid"])) != int(match["began"])
+        return process_start_time(int(match["pid"])) != int(match["began"])
     try:
-        return time.time() - os.stat(path).st_mtime > _DAY  # of another host nothing else is known
+        return time.time() - os.stat(path).st_mtime > _ONE_DAY  # of another host nothing else is known
     except FileNotFoundError:
         return False
+
+
+def apply_retention(folder: str, keep: int | None, also: Iterable[int], id: str) -> None:
+    """Keep the last `keep` steps and those in `also`, and of each step the last save.
+
+    A folder is renamed away before anything in it is deleted, so that a kill at any moment leaves whole steps.
+    """
+    found = step_folders(folder)
+    newest = {each.step: each for each in found if each.whole}  # of one step the last save comes last
+    kept = set(newest) if keep is None else {*sorted(newest)[-keep:], *also}
+    leaving = [each for each in found if each.step not in kept or newest.get(each.step, each) != each]
+    gone: list[str] = []
+    for number, each in enumerate(leaving):
+        gone.append(os.path.join(folder, f".removing-{each.step:08d}-{id}-{number}"))
+        remove_path(gone[-1])  # a save before this one may have been kept from deleting it
+        os.rename(each.path, gone[-1])
+    if gone:
+        fsync_folder(folder)
+    for path in gone:
+        remove_path(path)

@@ -1,10 +1,20 @@
-"""Feeds: batches of fixed shapes, brought to the devices ahead of time, in an order that a seed and a step decide."""
+"""Feeds: batches of fixed shapes, prefetched to the devices, in an order given by a seed and a step."""
 
 from mlax.train.feeds._buckets import Buckets
 from mlax.train.feeds._feed import Feed
-from mlax.train.feeds._iterated import Iterated
-from mlax.train.feeds._packed import Packed, packed
-from mlax.train.feeds._source import Rows, Source
-from mlax.train.feeds._stream import Position, Stream
+from mlax.train.feeds._iterable import IterableFeed
+from mlax.train.feeds._prefetch import BatchIterator, Position
+from mlax.train.feeds._sequences import PackedSequences, pack_sequences
+from mlax.train.feeds._source import ExampleSource, Source
 
-__all__ = ["Buckets", "Feed", "Iterated", "Packed", "Position", "Rows", "Source", "Stream", "packed"]
+__all__ = [
+    "BatchIterator",
+    "Buckets",
+    "ExampleSource",
+    "Feed",
+    "IterableFeed",
+    "PackedSequences",
+    "Position",
+    "Source",
+    "pack_sequences",
+]

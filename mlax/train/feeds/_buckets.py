@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Sharding
 
-from mlax.train.feeds._batch import Spec, spec_of
-from mlax.train.feeds._counts import at_least
-from mlax.train.feeds._feed import Feed, Transform, named
-from mlax.train.feeds._order import filled, ordered
-from mlax.train.feeds._placing import as_sharding
-from mlax.train.feeds._sequences import Sequences, too_long
+from mlax.train.feeds._batch import BatchSpec, batch_spec, int_at_least
+from mlax.train.feeds._device_put import check_sharding
+from mlax.train.feeds._feed import Feed, Transform, note_batch
+from mlax.train.feeds._sequences import Sequences, check_lengths
+from mlax.train.feeds._shuffle import epoch_ids, pad_ids
 
 
 class _Bucket(NamedTuple):
@@ -59,7 +58,7 @@ class Buckets(Feed):
         ahead: int = 2,
         sharding: Sharding | None = None,
     ):
-        lengths = tuple(at_least(1, length, "Buckets: a length") for length in lengths)
+        lengths = tuple(int_at_least(1, length, "Buckets: a length") for length in lengths)
         if not lengths or sorted(set(lengths)) != list(lengths):
             raise ValueError(f"Buckets: lengths are {lengths} but are to rise: (64, 128, 256).")
         sizes = (batch,) * len(lengths) if isinstance(batch, int) else tuple(batch)
@@ -68,7 +67,7 @@ class Buckets(Feed):
         source = Sequences(sequences, "Buckets")
         super().__init__(
             source,
-            max(at_least(1, size, "Buckets: batch") for size in sizes),
+            max(int_at_least(1, size, "Buckets: batch") for size in sizes),
             seed=seed,
             each=each,
             transform=transform,
@@ -76,11 +75,11 @@ class Buckets(Feed):
             ahead=ahead,
         )
         for size in sizes:
-            self.sharding = as_sharding(sharding, size, "Buckets")
+            self.sharding = check_sharding(sharding, size, "Buckets")
         self.pad = pad
         if not cut:
-            too_long(source.lengths, lengths[-1], "Buckets", "add a larger length, or cut=True to cut them.")
-        self._buckets = _filled_buckets(np.minimum(source.lengths, lengths[-1]), lengths, sizes)
+            check_lengths(source.lengths, lengths[-1], "Buckets", "add a larger length, or cut=True to cut them.")
+        self._buckets = _fill_buckets(np.minimum(source.lengths, lengths[-1]), lengths, sizes)
         self._kinds = len(self._buckets)
 
     @property
@@ -89,28 +88,28 @@ class Buckets(Feed):
         return last.first + last.steps
 
     @functools.cached_property
-    def specs(self) -> tuple[Spec, ...]:
-        found: list[Spec] = []
+    def specs(self) -> tuple[BatchSpec, ...]:
+        found: list[BatchSpec] = []
         for kind, bucket in enumerate(self._buckets):
-            ids = filled(bucket.members[: bucket.batch], bucket.batch)
-            with named(0, ids):
-                found.append(spec_of(self._made(0, kind, ids, slice(None))))
+            ids = pad_ids(bucket.members[: bucket.batch], bucket.batch)
+            with note_batch(0, ids):
+                found.append(batch_spec(self._made(0, kind, ids, slice(None))))
         return tuple(found)
 
     def indices(self, step: int) -> np.ndarray:
         kind, number, epoch = self._place(step)
-        return filled(self._members(kind, epoch, number), self._buckets[kind].batch)
+        return pad_ids(self._members(kind, epoch, number), self._buckets[kind].batch)
 
     def _members(self, kind: int, epoch: int, number: int) -> np.ndarray:
         """The ids of one of the batches of a bucket."""
         bucket = self._buckets[kind]
         start, stop = number * bucket.batch, min((number + 1) * bucket.batch, len(bucket.members))
-        return bucket.members[ordered(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)]
+        return bucket.members[epoch_ids(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)]
 
     def _place(self, step: int) -> tuple[int, int, int]:
         """Which bucket a step has, which of its batches, in which epoch."""
-        epoch, step = divmod(at_least(0, step, "Buckets: step"), self.steps)
-        number = int(ordered(self.steps, self.seed, epoch, step, step + 1)[0])
+        epoch, step = divmod(int_at_least(0, step, "Buckets: step"), self.steps)
+        number = int(epoch_ids(self.steps, self.seed, epoch, step, step + 1)[0])
         kind = int(np.searchsorted([bucket.first for bucket in self._buckets], number, side="right")) - 1
         return kind, number - self._buckets[kind].first, epoch
 
@@ -128,7 +127,7 @@ class Buckets(Feed):
         return f"{len(self.source):,} sequences padded to the next length: {lengths}"
 
 
-def _filled_buckets(lengths: np.ndarray, limits: tuple[int, ...], sizes: tuple[int, ...]) -> list[_Bucket]:
+def _fill_buckets(lengths: np.ndarray, limits: tuple[int, ...], sizes: tuple[int, ...]) -> list[_Bucket]:
     """The buckets that hold any sequences."""
     of = np.searchsorted(limits, lengths)
     buckets: list[_Bucket] = []

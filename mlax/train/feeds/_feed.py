@@ -8,13 +8,23 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from mlax.train.feeds._batch import Batch, Spec, as_batch, described, masked, same_spec, spec_of
-from mlax.train.feeds._counts import at_least, calls, first_step
-from mlax.train.feeds._order import filled, ordered
-from mlax.train.feeds._placing import Placing, Rows, as_sharding
+from mlax.train.feeds._batch import (
+    Batch,
+    BatchSpec,
+    add_mask,
+    as_batch,
+    batch_spec,
+    check_spec,
+    count_items,
+    describe_example,
+    int_at_least,
+    start_step,
+)
+from mlax.train.feeds._device_put import BatchPlacer, RowIndex, check_sharding
+from mlax.train.feeds._prefetch import BatchIterator, PlacedBatch, Position
+from mlax.train.feeds._shuffle import epoch_ids, pad_ids
 from mlax.train.feeds._source import as_source
-from mlax.train.feeds._source import stacked as stacked_examples
-from mlax.train.feeds._stream import Made, Position, Stream
+from mlax.train.feeds._source import stack_examples as stacked_examples
 
 Transform = Callable[[Batch, np.random.Generator], Any]
 
@@ -58,12 +68,12 @@ class Feed:
         ahead: int = 2,
         sharding: Sharding | None = None,
     ):
-        self.batch = at_least(1, batch, "Feed: batch")
-        self.seed = None if seed is None else at_least(0, seed, "Feed: seed")
-        self.workers = at_least(1, workers, "Feed: workers")
-        self.ahead = at_least(1, ahead, "Feed: ahead")
+        self.batch = int_at_least(1, batch, "Feed: batch")
+        self.seed = None if seed is None else int_at_least(0, seed, "Feed: seed")
+        self.workers = int_at_least(1, workers, "Feed: workers")
+        self.ahead = int_at_least(1, ahead, "Feed: ahead")
         self.each, self.transform = each, transform
-        self.sharding = as_sharding(sharding, batch, "Feed")
+        self.sharding = check_sharding(sharding, batch, "Feed")
         self.source = as_source(source)
 
     @property
@@ -72,21 +82,21 @@ class Feed:
         return -(-len(self.source) // self.batch)
 
     @functools.cached_property
-    def specs(self) -> tuple[Spec, ...]:
+    def specs(self) -> tuple[BatchSpec, ...]:
         """The shapes and dtypes of every kind of batch that may come: one here, one for each bucket in Buckets."""
-        with named(0, self.indices(0)):
-            return (spec_of(self._made(0, 0, self.indices(0), slice(None))),)
+        with note_batch(0, self.indices(0)):
+            return (batch_spec(self._made(0, 0, self.indices(0), slice(None))),)
 
     @property
-    def example(self) -> Spec:
+    def example(self) -> BatchSpec:
         """The shapes and dtypes of a batch; the first kind of them, where there are several."""
         return self.specs[0]
 
     def indices(self, step: int) -> np.ndarray:
         """The ids of the examples of a step, (batch,) int64; -1 on the rows that only fill up the batch."""
-        epoch, step = divmod(at_least(0, step, "Feed: step"), self.steps)
+        epoch, step = divmod(int_at_least(0, step, "Feed: step"), self.steps)
         start, stop = step * self.batch, min((step + 1) * self.batch, len(self.source))
-        return filled(ordered(len(self.source), self.seed, epoch, start, stop), self.batch)
+        return pad_ids(epoch_ids(len(self.source), self.seed, epoch, start, stop), self.batch)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, as NumPy arrays on the host."""
@@ -100,31 +110,31 @@ class Feed:
         stacked: int = 1,
         stopped: Callable[[], bool] | None = None,
         position: Position | None = None,
-    ) -> Stream:
+    ) -> BatchIterator:
         """The batches of the steps `start` (0) to `stop` (without end), on the devices, loaded ahead by threads.
 
         With stacked=k each item is k batches on a new leading axis. `stopped()` is asked every 50 ms of a wait for
         data, and True ends the stream. `position` is what `stream.position()` gave, and stands for `start`.
         """
-        start = first_step(start, position, "stream")
-        total = calls(start, stop, stacked, "stream")
+        start = start_step(start, position, "stream")
+        total = count_items(start, stop, stacked, "stream")
         if stacked > 1 and self._kinds > 1:
             raise ValueError(f"stream: stacked={stacked} needs batches of one shape, but {self} has {self._kinds}.")
-        placing = Placing(self.sharding, stacked)
+        placing = BatchPlacer(self.sharding, stacked)
         held = functools.cache(lambda kind: placing.rows(self.specs[kind]))  # when first needed: it may read the source
 
-        def made(number: int) -> Made:
+        def made(number: int) -> PlacedBatch:
             first = start + number * stacked
             kind = self._kind(first)
             rows = held(kind)
             batches = [self._rows_at(step, rows) for step in range(first, first + stacked)]
             return placing.put(batches, self.specs[kind], rows), {"step": first + stacked}
 
-        return Stream(
+        return BatchIterator(
             made, total=total, threads=self.workers, ahead=self.ahead, stopped=stopped, position={"step": start}
         )
 
-    def epoch(self, number: int = 0, *, stopped: Callable[[], bool] | None = None) -> Stream:
+    def epoch(self, number: int = 0, *, stopped: Callable[[], bool] | None = None) -> BatchIterator:
         """The batches of one epoch, on the devices."""
         return self.stream(number * self.steps, (number + 1) * self.steps, stopped=stopped)
 
@@ -133,7 +143,7 @@ class Feed:
         return f"{type(self).__name__}({self._what()}; batches of {self.batch}, {self.steps:,} an epoch, {order})"
 
     def _what(self) -> str:
-        return f"{len(self.source):,} examples of {described(self.example)}"
+        return f"{len(self.source):,} examples of {describe_example(self.example)}"
 
     _kinds = 1  # how many `specs` there are
 
@@ -146,36 +156,36 @@ class Feed:
 
     def _spare(self, step: int, kind: int) -> np.ndarray:
         """The ids of examples to fill up a batch with: the first ones of the epoch."""
-        return ordered(len(self.source), self.seed, step // self.steps, 0, min(self.batch, len(self.source)))
+        return epoch_ids(len(self.source), self.seed, step // self.steps, 0, min(self.batch, len(self.source)))
 
-    def _rows_at(self, step: int, rows: Rows) -> Batch:
+    def _rows_at(self, step: int, rows: RowIndex) -> Batch:
         ids, kind = self.indices(step), self._kind(step)
         spec = self.specs[kind]
-        with named(step, ids):
-            return same_spec(self._made(step, kind, ids, rows), spec, "Feed: the source")
+        with note_batch(step, ids):
+            return check_spec(self._made(step, kind, ids, rows), spec, "Feed: the source")
 
-    def _made(self, step: int, kind: int, ids: np.ndarray, rows: Rows) -> Batch:
+    def _made(self, step: int, kind: int, ids: np.ndarray, rows: RowIndex) -> Batch:
         if (spare := ids < 0).any():
             ids = np.where(spare, np.resize(self._spare(step, kind), len(ids)), ids)
         taken = rows if self.transform is None else slice(None)
         real, read = ~spare[taken], ids[taken]
-        batch = _of_length(len(read), self._load(kind, read), "Feed: the source")
+        batch = _check_rows(len(read), self._load(kind, read), "Feed: the source")
         if self.each is not None:
             epoch = step // self.steps
             examples = [{name: array[i] for name, array in batch.items()} for i in range(len(read))]
             examples = [self.each(one, self._random(1, epoch, i)) for one, i in zip(examples, read, strict=True)]
             batch = dict(stacked_examples(examples, "Feed: each"))
         if self.transform is None:
-            return masked(batch, real, "Feed")
-        batch = _of_length(len(read), self.transform(batch, self._random(2, step)), "Feed: transform")
-        return {name: array[rows] for name, array in masked(batch, real, "Feed").items()}
+            return add_mask(batch, real, "Feed")
+        batch = _check_rows(len(read), self.transform(batch, self._random(2, step)), "Feed: transform")
+        return {name: array[rows] for name, array in add_mask(batch, real, "Feed").items()}
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed or 0, spawn_key=key))
 
 
 @contextlib.contextmanager
-def named(step: int, ids: np.ndarray) -> Iterator[None]:
+def note_batch(step: int, ids: np.ndarray) -> Iterator[None]:
     """Give an error that passes the step and the ids of the batch."""
     try:
         yield
@@ -186,7 +196,7 @@ def named(step: int, ids: np.ndarray) -> Iterator[None]:
         raise
 
 
-def _of_length(n: int, given: Any, giver: str) -> Batch:
+def _check_rows(n: int, given: Any, giver: str) -> Batch:
     batch = as_batch(given, giver)
     if (rows := len(next(iter(batch.values())))) != n:
         raise ValueError(f"{giver} gave {rows} rows but was asked for {n}; it must give one for each example.")

@@ -1,4 +1,4 @@
-"""Placing: which rows of a batch this process needs, and the way of these rows onto its devices."""
+"""Transfer batches to the devices, and find the rows that this process needs."""
 
 import contextlib
 from typing import Any
@@ -8,12 +8,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mlax.place import Plan
-from mlax.train.feeds._batch import Batch, Spec
+from mlax.train.feeds._batch import Batch, BatchSpec
 
-Rows = slice | np.ndarray  # all rows, or the sorted numbers of some
+RowIndex = slice | np.ndarray  # all rows, or the sorted numbers of some
 
 
-class Placing:
+class BatchPlacer:
     """Puts batches where `sharding` says, `stacked` of them on a new leading axis; None is JAX's default device.
 
     A NamedSharding is cut to the rank of each array, so that P("data", "time") also serves a mask of shape (b,).
@@ -24,7 +24,7 @@ class Placing:
         self._stacked = stacked
         self._device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
-    def rows(self, spec: Spec) -> Rows:
+    def rows(self, spec: BatchSpec) -> RowIndex:
         """The rows that the devices of this process hold: no others have to be loaded."""
         if self._sharding is None or self._sharding.is_fully_addressable:
             return slice(None)
@@ -35,7 +35,7 @@ class Placing:
                 held[index[0] if index else slice(None)] = True
         return np.flatnonzero(held)
 
-    def put(self, batches: list[Batch], spec: Spec, rows: Rows) -> dict[str, jax.Array]:
+    def put(self, batches: list[Batch], spec: BatchSpec, rows: RowIndex) -> dict[str, jax.Array]:
         """Batches of `spec`, of which only `rows` are here, as arrays on the devices."""
         whole = batches[0] if self._stacked == 1 else {n: np.stack([batch[n] for batch in batches]) for n in spec}
         if self._sharding is None:
@@ -68,7 +68,7 @@ class Placing:
         return NamedSharding(self._sharding.mesh, spec, memory_kind=self._sharding.memory_kind)
 
 
-def as_sharding(given: Any, batch: int, what: str) -> Sharding | None:
+def check_sharding(given: Any, batch: int, what: str) -> Sharding | None:
     """`given` as a sharding that cuts `batch` rows evenly, or an error in words."""
     if given is None or isinstance(given, jax.Device):
         return given and SingleDeviceSharding(given)

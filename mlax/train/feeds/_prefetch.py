@@ -1,9 +1,68 @@
-"""Ahead: items made by threads before they are asked for, given in order."""
+"""BatchIterator: batches that threads load and transfer to the devices ahead of time."""
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import jax
+
+Position = dict[str, Any]  # JSON can hold it
+PlacedBatch = tuple[dict[str, jax.Array], Position]  # a batch on its devices, and the position after it
+
+
+class BatchIterator(Iterator[dict[str, jax.Array]]):
+    """An iterator of batches that lie on the devices before they are asked for.
+
+    It ends its threads when it is exhausted, closed, left as a context, forgotten, or has raised an error.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], PlacedBatch | Any],  # the items by number: Made, or END after the last
+        *,
+        total: int | None,
+        threads: int,
+        ahead: int,
+        stopped: Callable[[], bool] | None,
+        position: Position,
+        ended: Callable[[], None] = lambda: None,
+    ):
+        if stopped is not None and not callable(stopped):
+            raise TypeError(f"stream: stopped is {stopped!r} but is to be a function that says whether to end.")
+        self._position = position
+        self._stopped = stopped
+        self._ahead = Prefetcher(make, total, threads, ahead, ended)
+        self._close = weakref.finalize(self, self._ahead.close)  # also when Python ends
+        self.waited = 0.0  # seconds that the caller has waited for data
+
+    def __next__(self) -> dict[str, jax.Array]:
+        begun = time.perf_counter()
+        item = self._ahead.take(self._stopped)
+        self.waited += time.perf_counter() - begun
+        if item is END:
+            raise StopIteration
+        batch, self._position = item
+        return batch
+
+    def position(self) -> Position:
+        """Where the data goes on after the batch handed out last; `stream(position=...)` begins there."""
+        return dict(self._position)
+
+    def close(self) -> None:
+        """End the threads; there are no more batches after that."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self):
+        return f"Stream(at step {self._position['step']:,})"
+
 
 POLL = 0.05  # seconds between two looks at `stopped`
 PATIENCE = 2.0  # seconds that closing waits for an item in the making
@@ -11,7 +70,7 @@ PATIENCE = 2.0  # seconds that closing waits for an item in the making
 END = object()  # given by `take` when there is nothing more; an item that is END ends the rest
 
 
-class Ahead:
+class Prefetcher:
     """Items make(0), make(1), ... up to `total`, at most `ahead` of them made or in the making and not yet taken.
 
     The threads know this object and not its owner, so that an owner that is forgotten can close it. They are daemons: a

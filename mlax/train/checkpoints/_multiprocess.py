@@ -1,4 +1,4 @@
-"""The processes that save together, and what they have agreed on."""
+"""The processes that save together, and what they agree on."""
 
 import os
 import secrets
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_MOST = 1 << 14  # bytes of a text that one process tells the others
+_MAX_TEXT_BYTES = 1 << 14  # bytes of a text that one process tells the others
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
     """Which of how many processes this is; `id` is the same in all of them, and no other run has it."""
 
     index: int
@@ -19,27 +19,27 @@ class Group(NamedTuple):
     id: str
 
 
-def group_of(leaves: Any) -> Group:
+def process_group(leaves: Any) -> ProcessGroup:
     """The processes that hold these leaves. To be called by all of them at once, on the main thread."""
     together = jax.distributed.is_initialized() or any(isinstance(leaf, jax.Array) for leaf in leaves)
     index, count = (jax.process_index(), jax.process_count()) if together else (0, 1)  # else JAX may still be asleep
-    return Group(index, count, told(identity(), count))
+    return ProcessGroup(index, count, broadcast_text(process_identity(), count))
 
 
-def told(text: str, count: int) -> str:
+def broadcast_text(text: str, count: int) -> str:
     """What the first process says, in every process."""
     if count == 1:
         return text
     from jax.experimental import multihost_utils
 
     data = text.encode()
-    if len(data) > _MOST:
-        raise ValueError(f"{len(data):,} bytes are too many to tell the other processes; {_MOST:,} are allowed.")
-    said = multihost_utils.broadcast_one_to_all(np.frombuffer(data.ljust(_MOST, b"\0"), np.uint8))
+    if len(data) > _MAX_TEXT_BYTES:
+        raise ValueError(f"{len(data):,} bytes are too many to broadcast; at most {_MAX_TEXT_BYTES:,} are allowed.")
+    said = multihost_utils.broadcast_one_to_all(np.frombuffer(data.ljust(_MAX_TEXT_BYTES, b"\0"), np.uint8))
     return bytes(np.asarray(said)).rstrip(b"\0").decode()
 
 
-def all_well(well: bool, count: int) -> bool:
+def all_processes_ok(well: bool, count: int) -> bool:
     """Whether all is well in every process."""
     if count == 1:
         return well
@@ -48,13 +48,13 @@ def all_well(well: bool, count: int) -> bool:
     return bool(np.asarray(multihost_utils.process_allgather(np.array(well))).all())
 
 
-def identity() -> str:
+def process_identity() -> str:
     """The name of this process among all that there ever were: host, process id, when it began, and a random word."""
     pid = os.getpid()
-    return f"{socket.gethostname()[:60]}-{pid}-{began(pid) or 0}-{secrets.token_hex(4)}"
+    return f"{socket.gethostname()[:60]}-{pid}-{process_start_time(pid) or 0}-{secrets.token_hex(4)}"
 
 
-def began(pid: int) -> int | None:
+def process_start_time(pid: int) -> int | None:
     """When a process of this host began, in ticks since the host did; 0 if nobody knows; None if there is no such."""
     try:
         with open(f"/proc/{pid}/stat") as file:

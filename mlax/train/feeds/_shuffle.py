@@ -1,14 +1,14 @@
-"""Order: the ids of an epoch, shuffled without a list of them."""
+"""Shuffle the example ids of an epoch without storing a permutation."""
 
 import functools
 
 import numpy as np
 
-ROUNDS = 16  # Feistel rounds: four are enough for a wide range of numbers, a range of five needs more
+_ROUNDS = 16  # Feistel rounds: four are enough for a wide range of numbers, a range of five needs more
 BLOCK = 1 << 12  # positions that are shuffled in one go: many batches, so that NumPy's cost of a call is shared
 
 
-def ordered(n: int, seed: int | None, epoch: int, start: int, stop: int, part: int = 0) -> np.ndarray:
+def epoch_ids(n: int, seed: int | None, epoch: int, start: int, stop: int, part: int = 0) -> np.ndarray:
     """The ids at positions `start` to `stop` of an epoch over range(n): in order, or shuffled where there is a seed.
 
     A pure function. Different `part`s of one epoch are shuffled independently of each other.
@@ -16,40 +16,40 @@ def ordered(n: int, seed: int | None, epoch: int, start: int, stop: int, part: i
     if seed is None:
         return np.arange(start, stop)
     blocks = range(start // BLOCK, max(start, stop - 1) // BLOCK + 1)
-    ids = [_block(n, seed, epoch, part, block) for block in blocks]
+    ids = [_permute_block(n, seed, epoch, part, block) for block in blocks]
     first = blocks.start * BLOCK
     return np.concatenate(ids)[start - first : stop - first]
 
 
-def filled(ids: np.ndarray, batch: int) -> np.ndarray:
+def pad_ids(ids: np.ndarray, batch: int) -> np.ndarray:
     """Ids, filled up to `batch` with -1."""
     return np.concatenate([ids, np.full(batch - len(ids), -1, ids.dtype)])
 
 
-def permuted(positions: np.ndarray, n: int, seed: int, epoch: int, part: int = 0) -> np.ndarray:
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int, part: int = 0) -> np.ndarray:
     """Where the permutation of range(n) that belongs to (seed, epoch, part) sends `positions`.
 
     A Feistel network permutes the least range 2**bits that holds n: each round changes one half of the bits by a keyed
     hash of the other half, which can be undone. A number sent outside of range(n) is sent on until it falls inside.
     So memory is that of `positions` alone, however large n is. https://doi.org/10.1007/3-540-45760-7_9
     """
-    keys = np.random.SeedSequence(seed, spawn_key=(0, epoch, part)).generate_state(ROUNDS, np.uint64)
+    keys = np.random.SeedSequence(seed, spawn_key=(0, epoch, part)).generate_state(_ROUNDS, np.uint64)
     bits = max(1, (n - 1).bit_length())
-    ids = _network(positions.astype(np.uint64), bits, keys)
+    ids = _feistel(positions.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(ids >= n)
     while outside.size:
-        ids[outside] = _network(ids[outside], bits, keys)
+        ids[outside] = _feistel(ids[outside], bits, keys)
         outside = outside[ids[outside] >= n]
     return ids.astype(np.int64)
 
 
 @functools.lru_cache(maxsize=32)
-def _block(n: int, seed: int, epoch: int, part: int, block: int) -> np.ndarray:
+def _permute_block(n: int, seed: int, epoch: int, part: int, block: int) -> np.ndarray:
     positions = np.arange(block * BLOCK, min(n, (block + 1) * BLOCK))
-    return permuted(positions, n, seed, epoch, part)
+    return permute(positions, n, seed, epoch, part)
 
 
-def _network(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     low_bits = np.uint64((bits + 1) // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << bits // 2) - 1)
