@@ -34,7 +34,7 @@ HOSTILE = {
     "no name": (file({"": entry()}, b"1234"), "0 characters"),
     "long name": (file({"a" * 5000: entry()}, b"1234"), "5,000 characters"),
     "half a surrogate": (file(b'{"\\ud800":' + ONE + b"}", b"1234"), "control character"),
-    "leaf and branch": (file({"a": entry(), "a/b": entry(offsets=(4, 8))}, b"12345678"), "lies below 'a'"),
+    "leaf and branch": (file({"a": entry(), "a/b": entry(offsets=(4, 8))}, b"12345678"), "is below 'a'"),
     "overlap": (file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "lies over the one before"),
     "the same bytes twice": (file({"a": entry(), "b": entry()}, b"1234"), "lies over the one before"),
     "out of range": (file({"a": entry(offsets=(0, 4)), "b": entry(offsets=(4, 8))}, b"1234"), "ends at byte"),
