@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# One process per node, with all of its GPUs. `place.start()` finds the others through Slurm's environment variables.
+# One process per node, with all of its GPUs. `place.initialize_distributed()` finds the others through Slurm's environment variables.
 # If one process dies, the others are terminated, and the job is requeued and resumes from the last checkpoint.
 
 MAX_RESTARTS=20

@@ -43,7 +43,7 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
 
 def main(config: Config):
     """Train, or resume a run that was started on any number of processes and devices."""
-    place.start()
+    place.initialize_distributed()
     plan = place.data()  # over the devices of all processes
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))

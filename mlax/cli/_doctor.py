@@ -89,7 +89,7 @@ def _check_device(device: Any) -> Finding:
     import jax
     import jax.numpy as jnp
 
-    from mlax.inspect import gib
+    from mlax.inspect import format_bytes
 
     what = f"{device.platform} {device.id}"
     try:
@@ -103,7 +103,7 @@ def _check_device(device: Any) -> Finding:
         return Finding(False, what, str(error).splitlines()[0])
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
-    memory = "" if limit is None else f"{gib(limit)}, {gib(stats.get('bytes_in_use', 0))} in use, "
+    memory = "" if limit is None else f"{format_bytes(limit)}, {format_bytes(stats.get('bytes_in_use', 0))} in use, "
     return Finding(right, what, f"{device.device_kind}, {memory}512 x 512 product in {1e3 * took:.2f} ms")
 
 
@@ -162,7 +162,7 @@ def _attempt(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
 
 
 def _check_cache() -> Finding:
-    from mlax.inspect import gib
+    from mlax.inspect import format_bytes
 
     folder = compilation_cache_folder()
     try:
@@ -174,7 +174,7 @@ def _check_cache() -> Finding:
             False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a folder that can be written", False
         )
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Finding(True, "compilation cache", f"{folder}, {gib(size)}; it may be deleted at any time", False)
+    return Finding(True, "compilation cache", f"{folder}, {format_bytes(size)}; it may be deleted at any time", False)
 
 
 _SCRIPT = """

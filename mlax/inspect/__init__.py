@@ -1,8 +1,11 @@
 """Inspecting: what JAX and XLA made of a function."""
 
 from mlax.inspect._flops import flops
-from mlax.inspect._memory import all_bytes, free_bytes, used_bytes
-from mlax.inspect._sizes import gib
-from mlax.inspect._transfers import Row, Transfers, collected, transfers
+from mlax.inspect._memory import format_bytes as format_bytes
+from mlax.inspect._memory import free_bytes as free_bytes
+from mlax.inspect._memory import total_bytes as total_bytes
+from mlax.inspect._memory import used_bytes as used_bytes
+from mlax.inspect._transfers import Transfer, Transfers, transfers
+from mlax.inspect._transfers import summarize_events as summarize_events
 
-__all__ = ["Row", "Transfers", "flops", "transfers"]
+__all__ = ["Transfer", "Transfers", "flops", "transfers"]

@@ -11,10 +11,10 @@ def flops(jaxpr: Any) -> int:
     run; of a conditional the dearest branch counts; a loop of unknown length counts once. Whatever is neither product
     nor convolution is left out, as it is in the usual measure of a device's utilisation.
     """
-    return sum(_of(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(_equation_flops(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
-def _of(equation: Any) -> int:
+def _equation_flops(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -27,10 +27,10 @@ def _of(equation: Any) -> int:
     if name == "cond":
         return max(map(flops, params["branches"]), default=0)
     times = params.get("length", 1) if name == "scan" else 1
-    return times * sum(map(flops, bodies(params)))
+    return times * sum(map(flops, sub_jaxprs(params)))
 
 
-def bodies(params: dict[str, Any]) -> list[Any]:
+def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """The jaxprs in the params of an equation."""
     found = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
     return [each for each in found if hasattr(getattr(each, "jaxpr", each), "eqns")]

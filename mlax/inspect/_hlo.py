@@ -1,11 +1,13 @@
-"""HLO: the text of a compiled program, read into computations and instructions."""
+"""Compiled HLO text parsed into instructions, and what each one transfers."""
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-HOST = 5  # the memory space of the host, written S(5)
+from mlax._jax import fused_op_names, path_of, scopes_of_op_name
+
+HOST_SPACE = 5  # the memory space of the host, written S(5)
 
 
 class Shape(NamedTuple):
@@ -74,7 +76,7 @@ class Program(NamedTuple):
         written = re.search(r'"known_trip_count":\s*{\s*"n":\s*"?(\d+)', loop.attributes.get("backend_config", ""))
         if written:
             return int(written[1])
-        condition = self.computations[_name(loop.attributes["condition"])]
+        condition = self.computations[_operand_name(loop.attributes["condition"])]
         test = condition.root
         inside = [self.computations[name].root for name in test.called]
         if not any(each.attributes.get("direction") == "LT" for each in (test, *inside)):
@@ -83,7 +85,7 @@ class Program(NamedTuple):
         return int(limits[0].operands[0]) if limits and re.fullmatch(r"\d+", limits[0].operands[0]) else None
 
 
-def read(text: str) -> Program:
+def parse_hlo(text: str) -> Program:
     """The program whose text `jax.jit(f).lower(...).compile().as_text()` gives, of any backend."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -92,48 +94,48 @@ def read(text: str) -> Program:
             current = Computation(header["name"], {})
             computations[current.name] = current
             entry = current.name if header["entry"] else entry
-        elif current is not None and (instruction := _instruction(line)):
+        elif current is not None and (instruction := _parse_instruction(line)):
             current.instructions[instruction.name] = instruction
     counts = [int(found[1]) for found in re.finditer(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])]
     return Program(computations, entry or next(reversed(computations), ""), math.prod(counts))
 
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
-_ASSIGNED = re.compile(r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_ASSIGNMENT = re.compile(r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" *(?P<opcode>[\w\-]+)\(")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<= ]*)\](?:\{(?P<layout>[^}]*)\})?")
 _CALLS = ("body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
 
 
-def _instruction(line: str) -> Instruction | None:
-    start = _ASSIGNED.match(line)
+def _parse_instruction(line: str) -> Instruction | None:
+    start = _ASSIGNMENT.match(line)
     if not start:
         return None
     begin = start.end()
-    end = _closing(line, begin) if line[begin] == "(" else line.find(" ", begin)
+    end = _closing_bracket(line, begin) if line[begin] == "(" else line.find(" ", begin)
     opcode = _OPCODE.match(line, end)
     if not opcode:
         return None
-    close = _closing(line, opcode.end() - 1)
-    operands = tuple(_name(each) for each in _pieces(line[opcode.end() : close - 1]))
-    attributes = dict(each.split("=", 1) for each in _pieces(line[close:]) if "=" in each)
-    shapes = tuple(_shapes(line[begin:end]))
+    close = _closing_bracket(line, opcode.end() - 1)
+    operands = tuple(_operand_name(each) for each in _split_commas(line[opcode.end() : close - 1]))
+    attributes = dict(each.split("=", 1) for each in _split_commas(line[close:]) if "=" in each)
+    shapes = tuple(_parse_shapes(line[begin:end]))
     return Instruction(start["name"], shapes, opcode["opcode"], operands, attributes, bool(start["root"]))
 
 
-def _shapes(text: str) -> Iterator[Shape]:
+def _parse_shapes(text: str) -> Iterator[Shape]:
     for found in _SHAPE.finditer(text):
         dims = tuple(int(size) for size in re.findall(r"\d+", found["dims"]))
         space = re.search(r"S\((\d+)\)", found["layout"] or "")
         yield Shape(found["dtype"], dims, int(space[1]) if space else 0)
 
 
-def _name(text: str) -> str:
+def _operand_name(text: str) -> str:
     """`%x` of `%x`, and of `f32[8]{0} %x` too."""
     return text.rsplit(" ", 1)[-1].removeprefix("%")
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_bracket(text: str, start: int) -> int:
     """Where the bracket that opens at `start` has been closed."""
     depth = 0
     for mark in _MARKS.finditer(text, start):
@@ -143,7 +145,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _pieces(text: str) -> list[str]:
+def _split_commas(text: str) -> list[str]:
     """Split at the commas that are in no bracket and in no string."""
     pieces, begin, depth = [], 0, 0
     for mark in _MARKS.finditer(text):
@@ -156,3 +158,176 @@ def _pieces(text: str) -> list[str]:
 
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # a string is one mark, whatever stands in it
 _COMMENT = re.compile(r"/\*.*?\*/")
+
+TO_DEVICE, TO_HOST, ON_HOST = "host to device", "device to host", "computed on the host"
+
+
+class Event(NamedTuple):
+    """One transfer, or as many of the same as a loop makes."""
+
+    kind: str
+    group: int  # how many devices take part; 1 for a copy between a device and its host
+    parts: tuple[tuple[str, int], ...]  # the bytes of each layer that has a part in it
+    sends: float  # what share of its bytes a device sends
+    times: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Of all parts, all times."""
+        return self.times * sum(size for _, size in self.parts)
+
+
+def most_expensive(branches: Iterable[list[Event]]) -> list[Event]:
+    """The branch of a conditional that moves most."""
+    return max(branches, key=lambda events: sum(event.bytes for event in events), default=[])
+
+
+# What each device sends of n bytes in a ring of g devices. The bytes of a gather are those of what is gathered.
+_SENT_FRACTION = {
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "all-gather": lambda g: (g - 1) / g,
+    "reduce-scatter": lambda g: (g - 1) / g,
+    "all-to-all": lambda g: (g - 1) / g,
+    "ragged-all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1.0,
+    "collective-broadcast": lambda g: 1.0,
+}
+
+
+def instruction_events(program: Program, computation: Computation, instruction: Instruction) -> list[Event]:
+    """The transfers that an instruction is: none as a rule; of a pair of start and done the start has them."""
+    kind = instruction.opcode.removesuffix("-start")
+    operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
+    if kind in _SENT_FRACTION:
+        group = _group_size(program, instruction)
+        moved = operands[:1] if kind == "ragged-all-to-all" else operands
+        sizes = [each.bytes * (group if kind == "all-gather" else 1) for each in moved]
+        return [Event(kind, group, _bytes_by_layer(computation, instruction, sizes), _SENT_FRACTION[kind](group))]
+    if _runs_on_host(instruction):
+        results = _final_results(instruction, operands)
+        copied = {ON_HOST: sum(each.bytes for each in (*operands, *results))}
+    else:
+        copied = _host_copies(program, instruction, operands)
+    return [Event(kind, 1, ((_layer_of(computation, instruction), size),), 1.0) for kind, size in copied.items()]
+
+
+def _group_size(program: Program, instruction: Instruction) -> int:
+    """The number of devices that a collective brings together, in each of the ways in which XLA writes that."""
+    pairs = instruction.attributes.get("source_target_pairs")
+    if pairs is not None:
+        return len(set(re.findall(r"\d+", pairs)))
+    written = instruction.attributes.get("replica_groups", "")
+    if written.startswith("mesh"):  # mesh['data'=2,'model'=4] {'data'}, maybe with the order of the devices in between
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", written))
+        _, _, axes = f"{written} {instruction.attributes.get('device_ids', '')}".rpartition("{")
+        chosen = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
+        return math.prod(int(part or sizes[axis]) for axis, part in chosen)
+    if listed := re.match(r"\{\{([\d, ]*)\}", written):  # {{0,1},{2,3}}
+        return len(re.findall(r"\d+", listed[1]))
+    if counted := re.match(r"\[(\d+),(\d+)\]<=", written):  # [4,2]<=[8]: four groups of two
+        return int(counted[2])
+    return program.devices  # {}: all of them
+
+
+def _bytes_by_layer(
+    computation: Computation, instruction: Instruction, sizes: list[int]
+) -> tuple[tuple[str, int], ...]:
+    """Whose the bytes are: XLA makes one collective of many, and keeps the names of all of them, or of one."""
+    names = fused_op_names(instruction.op_name)
+    if len(sizes) == 1:
+        return ((_layer_of(computation, instruction), sizes[0]),)
+    if len(names) == len(sizes):
+        layers = [path_of(scopes_of_op_name(name)) for name in names]
+    else:
+        makers = [computation.instructions.get(name, instruction) for name in instruction.operands]
+        layers = [_layer_of(computation, each) or _layer_of(computation, instruction) for each in makers]
+    return tuple(zip(layers, sizes, strict=False))
+
+
+def _layer_of(computation: Computation, instruction: Instruction) -> str:
+    """The path of the layer that it belongs to: its own name tells, or that of what it is made of or used by."""
+    for step in (_producer, _consumer):
+        current: Instruction | None = instruction
+        for _ in range(8):  # steps away, at most
+            if current is None:
+                break
+            if _names_layer(current.op_name):
+                return path_of(scopes_of_op_name(fused_op_names(current.op_name)[0]))
+            current = step(computation, current)
+    return ""
+
+
+def _names_layer(name: str) -> bool:
+    """An argument's name tells nothing, and a scan takes slices of its weights before any layer asks for them."""
+    return "/" in name and "/while/body/jit(dynamic_index_in_dim)" not in name
+
+
+def _producer(computation: Computation, instruction: Instruction) -> Instruction | None:
+    return computation.instructions.get(next(iter(instruction.operands), ""))
+
+
+def _consumer(computation: Computation, instruction: Instruction) -> Instruction | None:
+    return next((each for each in computation.instructions.values() if instruction.name in each.operands), None)
+
+
+def _runs_on_host(instruction: Instruction) -> bool:
+    attributes = instruction.attributes
+    on_host = '_xla_compute_type="host"' in attributes.get("frontend_attributes", "")
+    is_call = instruction.opcode in ("call", "call-start", "async-start", "custom-call")
+    return is_call and (on_host or attributes.get("async_execution_thread") == '"host"')
+
+
+_MOVES = {"MoveToHost": TO_HOST, "MoveToDevice": TO_DEVICE}
+# These hand on what is there already, wherever it lies.
+_NO_COPY = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "custom-call"),
+    *("optimization-barrier", "after-all", "async-start", "async-update", "async-done", "partition-id"),
+)
+
+
+def _host_copies(program: Program, instruction: Instruction, operands: list[Instruction]) -> dict[str, int]:
+    """The bytes that go from host to device or back, by direction: where result and operands lie tells."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    if target == "annotate_device_placement":
+        placement = re.search(r'_xla_buffer_placement="(\w+)"', instruction.attributes.get("frontend_attributes", ""))
+        target = "MoveToHost" if placement and "host" in placement[1] else "MoveToDevice"
+    if target in _MOVES:
+        return {_MOVES[target]: instruction.bytes}
+    if instruction.opcode in _NO_COPY or instruction.opcode.endswith("-done"):
+        return {}
+    arrays = [shape for each in operands for shape in each.shapes if shape.dims] or [
+        shape for each in operands for shape in each.shapes
+    ]
+    return _copies_across(
+        arrays, _final_results(instruction, operands), _updated_slice_bytes(program, instruction, operands)
+    )
+
+
+def _copies_across(sources: list[Shape], results: tuple[Shape, ...], written: int | None) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for shape in results:
+        kind = TO_HOST if shape.space == HOST_SPACE else TO_DEVICE
+        if any((source.space == HOST_SPACE) != (shape.space == HOST_SPACE) for source in sources):
+            found[kind] = found.get(kind, 0) + (shape.bytes if written is None else written)
+    return found
+
+
+def _final_results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
+    """What it gives in the end: a start gives its operands along with that."""
+    if instruction.opcode == "copy-start":
+        return instruction.shapes[:1]
+    if instruction.opcode.endswith("-start"):
+        taken = sum(len(each.shapes) for each in operands)
+        return instruction.shapes[taken : taken + 1]
+    return instruction.shapes
+
+
+def _updated_slice_bytes(program: Program, instruction: Instruction, operands: list[Instruction]) -> int | None:
+    """The bytes of the slice that is written into an array, which is all that moves; None if this is no such thing."""
+    if instruction.opcode == "fusion":
+        inside = program.computations[instruction.called[0]]
+        root = inside.root
+        operands = [inside.instructions[name] for name in root.operands if name in inside.instructions]
+    else:
+        root = instruction
+    return operands[1].bytes if root.opcode.startswith("dynamic-update-slice") else None

@@ -1,4 +1,4 @@
-"""Memory: what devices have, use and can still take."""
+"""The memory of a device: total, used and free bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ def free_bytes(device: Any) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _host_free() if device.platform == "cpu" else None
+    return _host_free_bytes() if device.platform == "cpu" else None
 
 
 def used_bytes(device: Any) -> int | None:
@@ -23,27 +23,35 @@ def used_bytes(device: Any) -> int | None:
     return int(pages.read_text().split()[1]) * 4096 if pages.exists() else None
 
 
-def all_bytes(device: Any) -> int | None:
+def total_bytes(device: Any) -> int | None:
     """What a device has; of a simulated one, its share of what the host can still give."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    free = _host_free() if device.platform == "cpu" else None
+    free = _host_free_bytes() if device.platform == "cpu" else None
     return None if free is None else free // max(1, device.client.local_device_count())
 
 
-def _host_free() -> int | None:
+def _host_free_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return min(int(lines["MemAvailable"].split()[0]) * 1024, _container_free())
+    return min(int(lines["MemAvailable"].split()[0]) * 1024, _container_free_bytes())
 
 
-def _container_free() -> int:
+def _container_free_bytes() -> int:
     """What a container may still take, where it is limited."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         return int(limit.read_text()) - int(used.read_text())
     except (OSError, ValueError):  # no such limit
         return 2**62
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes in words."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:{'.3g' if size < 999.5 * scale else '.0f'}} {unit}"
+    return f"{size:.0f} bytes"

@@ -1,53 +1,48 @@
 """Placement: where every variable lives, how data moves, where each computation runs."""
 
 from mlax.place._auto import auto
-from mlax.place._constrained import Constrained
-from mlax.place._description import Description, DoesNotFit
-from mlax.place._exchanged import Exchanged
-from mlax.place._gathered import Gathered
-from mlax.place._guard import UnplannedTransfer, check, guard
-from mlax.place._in_stages import in_stages
-from mlax.place._microbatches import split_microbatches
-from mlax.place._noticed import traced_for
-from mlax.place._on import On
-from mlax.place._one_forward_one_backward import one_forward_one_backward
-from mlax.place._pipelined import Pipelined
+from mlax.place._description import Description, NotEnoughMemory
+from mlax.place._distributed import ProcessInfo, initialize_distributed
+from mlax.place._guard import UnplannedTransfer, check_shardings, guard
+from mlax.place._noticed import traced_for as traced_for
+from mlax.place._pipeline import Pipelined, Stages, one_forward_one_backward, pipeline_repeats
+from mlax.place._pipeline import find_pipelines as find_pipelines
+from mlax.place._pipeline import split_microbatches as split_microbatches
 from mlax.place._plan import Plan
-from mlax.place._ready import data, expert, fsdp, pipeline, sequence, single, tensor, zero
-from mlax.place._stages import Stages
-from mlax.place._start import Started, start
+from mlax.place._presets import data, expert, fsdp, pipeline, sequence, single, tensor, zero
+from mlax.place._rules import Placement, host, shard_largest_axis, shard_last_axes
 from mlax.place._stream import Stream
-from mlax.place._where import Where, host, last, spread
+from mlax.place._wrappers import AllGatherWeights, ExpertAllToAll, On, ShardingConstraint
 
 __all__ = [
-    "Constrained",
+    "AllGatherWeights",
     "Description",
-    "DoesNotFit",
-    "Exchanged",
-    "Gathered",
+    "ExpertAllToAll",
+    "NotEnoughMemory",
     "On",
     "Pipelined",
+    "Placement",
     "Plan",
+    "ProcessInfo",
+    "ShardingConstraint",
     "Stages",
-    "Started",
     "Stream",
     "UnplannedTransfer",
-    "Where",
     "auto",
-    "check",
+    "check_shardings",
     "data",
     "expert",
     "fsdp",
     "guard",
     "host",
-    "in_stages",
-    "last",
+    "initialize_distributed",
     "one_forward_one_backward",
     "pipeline",
+    "pipeline_repeats",
     "sequence",
+    "shard_largest_axis",
+    "shard_last_axes",
     "single",
-    "spread",
-    "start",
     "tensor",
     "zero",
 ]

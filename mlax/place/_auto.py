@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax.core import Layer
-from mlax.inspect import gib
+from mlax.inspect import format_bytes
 from mlax.optim import Optimizer
 from mlax.place._describe import Objective
-from mlax.place._description import Description, DoesNotFit
+from mlax.place._description import Description, NotEnoughMemory
 from mlax.place._plan import Plan
-from mlax.place._ready import data, expert, fsdp, single, tensor, zero
-from mlax.place._where import Device
+from mlax.place._presets import data, expert, fsdp, single, tensor, zero
+from mlax.place._rules import Device
 
 
 class Candidate(NamedTuple):
@@ -38,7 +38,7 @@ def auto(
     *,
     objective: Objective | None = None,
     memory: int | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Plan:
     """The plan that sends least in a step among those that fit, of all devices; it says what it looked at and why.
 
@@ -47,10 +47,10 @@ def auto(
     """
     devices = tuple(devices or jax.devices())
     candidates: list[Candidate] = []
-    for plan in _plans(model, x, devices):
-        looked = _looked_at(plan, model, x, optimizer, batch, objective, memory)
+    for plan in _candidate_plans(model, x, devices):
+        looked = _evaluate(plan, model, x, optimizer, batch, objective, memory)
         candidates.append(looked)
-        say(_line(looked))
+        log(_summary_line(looked))
     fitting = [each for each in candidates if each.description is not None and each.description.fits]
     if not fitting:
         closest = min(
@@ -61,16 +61,16 @@ def auto(
         if closest is None:
             raise ValueError(f"auto: no ready plan divides this model and batch over {len(devices)} devices.")
         try:
-            closest.refuse_unless_fits()
-        except DoesNotFit as error:
-            raise DoesNotFit(f"auto: no ready plan fits. The closest: {error}") from None
+            closest.check_fits()
+        except NotEnoughMemory as error:
+            raise NotEnoughMemory(f"auto: no ready plan fits. The closest: {error}") from None
     best = min(fitting, key=lambda each: each.sent)
     reason = "fits and sends least" if len(fitting) == len(candidates) else "sends least of those that fit"
-    say(f"{best.plan.name}: {reason}, {gib(best.sent)} from each device in a step")
+    log(f"{best.plan.name}: {reason}, {format_bytes(best.sent)} from each device in a step")
     return best.plan
 
 
-def _plans(model: Layer, x: Any, devices: tuple[Device, ...]) -> Iterator[Plan]:
+def _candidate_plans(model: Layer, x: Any, devices: tuple[Device, ...]) -> Iterator[Plan]:
     """The ready plans over these devices, the simplest first."""
     number = len(devices)
     if number == 1:
@@ -89,7 +89,7 @@ def _plans(model: Layer, x: Any, devices: tuple[Device, ...]) -> Iterator[Plan]:
         yield plan.over(devices)
 
 
-def _looked_at(plan: Plan, model: Layer, x: Any, optimizer: Any, batch: Any, objective: Any, memory: Any) -> Candidate:
+def _evaluate(plan: Plan, model: Layer, x: Any, optimizer: Any, batch: Any, objective: Any, memory: Any) -> Candidate:
     try:
         found = plan.describe(model, x, optimizer, batch, objective=objective, memory=memory)
     except ValueError as error:
@@ -97,10 +97,10 @@ def _looked_at(plan: Plan, model: Layer, x: Any, optimizer: Any, batch: Any, obj
     return Candidate(plan, found, "" if found.fits else "does not fit")
 
 
-def _line(candidate: Candidate) -> str:
+def _summary_line(candidate: Candidate) -> str:
     axes = ", ".join(f"{axis} {size}" for axis, size in candidate.plan.shape.items())
     name = f"{candidate.plan.name} ({axes})"
     if candidate.description is None:
         return f"{name:40} {candidate.why}"
-    needs = f"needs {gib(candidate.description.needed)} a device, sends {gib(candidate.sent)}"
+    needs = f"needs {format_bytes(candidate.description.needed)} a device, sends {format_bytes(candidate.sent)}"
     return f"{name:40} {needs}{'; ' * bool(candidate.why)}{candidate.why}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlax._jax import leaves_with_paths
 from mlax.core import signature
-from mlax.inspect import gib
+from mlax.inspect import format_bytes
 from mlax.place._culprit import Refused, line_of, names, refused
 
 
@@ -29,7 +29,7 @@ def guard() -> Iterator[None]:
     that runs on other devices than it is on, and, except on a CPU, an array read by NumPy, `float` or `print`. What is
     asked for stays allowed: `jax.device_put`, `jax.device_get`, `train.Feed`. It costs nothing while nothing is wrong.
 
-    What a function does inside that is compiled anew for another sharding is no copy to this guard: `place.check`
+    What a function does inside that is compiled anew for another sharding is no copy to this guard: `check_shardings`
     compares shardings with planned ones, and `inspect.transfers` shows what a function does inside.
     """
     try:
@@ -39,10 +39,10 @@ def guard() -> Iterator[None]:
         found = refused(error)
         if found is None:
             raise
-        raise UnplannedTransfer(_sentence(error, found)) from error
+        raise UnplannedTransfer(_message(error, found)) from error
 
 
-def check(tree: Any, shardings: Any, name: str = "") -> None:
+def check_shardings(tree: Any, shardings: Any, name: str = "") -> None:
     """Raise `UnplannedTransfer` if any array of a tree is elsewhere than planned; the error names the first that is.
 
     `shardings` is a tree like the first, or one sharding for all of it; `name` is what the tree is called.
@@ -53,21 +53,22 @@ def check(tree: Any, shardings: Any, name: str = "") -> None:
     if leaves.keys() != planned.keys():
         other = min(leaves.keys() ^ planned.keys())
         raise ValueError(f"check: {other!r} is only in one of the two trees; give each array of the first a sharding.")
-    wrong = [path for path, leaf in leaves.items() if not _is_there(leaf, planned[path])]
+    wrong = [path for path, leaf in leaves.items() if not _is_sharded_as(leaf, planned[path])]
     if wrong:
         leaf, plan = leaves[wrong[0]], planned[wrong[0]]
         path = "/".join(filter(None, (name, wrong[0]))) or "an array"
         more = f" So are {len(wrong) - 1} more." if len(wrong) > 1 else ""
         raise UnplannedTransfer(
-            f"{path}, {signature(leaf)}, is {_where(leaf)}, but is planned {_spread(plan)}: each use would copy "
-            f"{gib(_cost(leaf, plan))}. Put it there once, {_BEFORE}.{more}"
+            f"{path}, {signature(leaf)}, is {_describe_location(leaf)}, but is planned "
+            f"{_describe_sharding(plan)}: each use would copy {format_bytes(_copied_bytes(leaf, plan))}. "
+            f"Put it there once, {_BEFORE}.{more}"
         )
 
 
 _BEFORE = "by jax.device_put with a sharding, as plan.init and a train.Feed(sharding=...) do"
 
 
-def _sentence(error: Exception, found: Refused) -> str:
+def _message(error: Exception, found: Refused) -> str:
     is_number = found.dtype is not None and found.shape == ()
     paths = names(error, found)
     if not paths or (is_number and len(paths) > 1):
@@ -84,7 +85,7 @@ def _sentence(error: Exception, found: Refused) -> str:
     return f"{' or '.join(paths[:3])}{kind} would be copied from {source} to {target} at {line_of(error)}: {advice}."
 
 
-def _is_there(leaf: Any, planned: Any) -> bool:
+def _is_sharded_as(leaf: Any, planned: Any) -> bool:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return False
@@ -92,11 +93,11 @@ def _is_there(leaf: Any, planned: Any) -> bool:
     return len(kinds) == 1 and sharding.is_equivalent_to(planned, leaf.ndim)
 
 
-def _where(leaf: Any) -> str:
-    return _spread(leaf.sharding) if hasattr(leaf, "sharding") else "on the host"
+def _describe_location(leaf: Any) -> str:
+    return _describe_sharding(leaf.sharding) if hasattr(leaf, "sharding") else "on the host"
 
 
-def _spread(sharding: Any) -> str:
+def _describe_sharding(sharding: Any) -> str:
     memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind} memory"
     if sharding.num_devices == 1:
         return f"on {next(iter(sharding.device_set))}{memory}"
@@ -104,7 +105,7 @@ def _spread(sharding: Any) -> str:
     return f"on {sharding.num_devices} devices{how}{memory}"
 
 
-def _cost(leaf: Any, planned: Any) -> int:
+def _copied_bytes(leaf: Any, planned: Any) -> int:
     """The bytes that all devices together would receive."""
     piece = np.prod(planned.shard_shape(np.shape(leaf)), dtype=int) * leaf.dtype.itemsize
     return int(piece) * planned.num_devices

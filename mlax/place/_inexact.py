@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+def split_inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """The leaves of floating-point numbers, and a function that puts others in their places.
 
     The leaves without a gradient, whole numbers and keys, are put back as they were; or as `other`, if that is given.

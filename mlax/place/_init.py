@@ -30,11 +30,11 @@ from mlax.core import (
     shape_dtypes,
     unflatten_paths,
 )
+from mlax.place._rules import host, memory_kind
 from mlax.place._stream import Stream
-from mlax.place._where import host, memory_kind
 
 
-class Kind(NamedTuple):
+class InitSignature(NamedTuple):
     """What tells apart the programs that make variables."""
 
     layer: Layer
@@ -45,11 +45,11 @@ class Kind(NamedTuple):
     trees: Any  # the structure of the places
 
 
-class Piece(NamedTuple):
+class PartInit(NamedTuple):
     """A part whose variables one program makes."""
 
     names: tuple[tuple[str, ...], ...]  # of its path: those before the first Repeat, then those within it, and so on
-    kind: Kind
+    kind: InitSignature
 
     @property
     def path(self) -> str:
@@ -57,12 +57,12 @@ class Piece(NamedTuple):
         return "/".join(name for names in self.names for name in names)
 
 
-def init_in(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+def init_sharded(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """What `layer.init(rng, x)` makes, bit by bit, each array where its sharding says.
 
     Each kind of part is compiled once, whatever the number of parts of that kind, and all kinds at the same time.
     """
-    pieces = list(_pieces(layer, ((),), (), x, shardings))
+    pieces = list(_collect_parts(layer, ((),), (), x, shardings))
     if not pieces:
         return None, None
     keys, starts = _keys(rng, pieces)
@@ -70,13 +70,13 @@ def init_in(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) 
     made: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for piece, start in zip(pieces, starts, strict=True):
         with error_scope(piece.path, x):
-            variables = _streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind).run(keys, start)
+            variables = _init_streamed(piece, rng) if _is_streamed(piece) else _program(piece.kind).run(keys, start)
         for leaves, tree in zip(made, variables, strict=True):
             leaves |= {"/".join(filter(None, (piece.path, name))): leaf for name, leaf in flatten_paths(tree).items()}
     return unflatten_paths(made[0].items()), unflatten_paths(made[1].items())
 
 
-def in_their_memory(model: Layer, variables: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+def with_memory_kinds(model: Layer, variables: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """The shapes of a model's variables, those that are streamed marked as lying in host memory."""
     device = jax.local_devices()[0]
     there = SingleDeviceSharding(device, memory_kind=memory_kind(host, device))
@@ -90,42 +90,44 @@ def in_their_memory(model: Layer, variables: tuple[Tree, Tree]) -> tuple[Tree, T
     return replace_leaves(variables[0], leaves), variables[1]
 
 
-def _pieces(
+def _collect_parts(
     layer: Layer, names: tuple[tuple[str, ...], ...], times: tuple[int, ...], x: Any, shardings: tuple[Tree, Tree]
-) -> Iterator[Piece]:
+) -> Iterator[PartInit]:
     if isinstance(layer, Wrapper) and type(layer).init is Wrapper.init:
-        yield from _pieces(layer.layer, names, times, x, shardings)
+        yield from _collect_parts(layer.layer, names, times, x, shardings)
     elif isinstance(layer, Repeat):
-        yield from _pieces(layer.layer, (*names, ()), (*times, layer.times), x, shardings)
+        yield from _collect_parts(layer.layer, (*names, ()), (*times, layer.times), x, shardings)
     elif isinstance(layer, Map) and layer.variables == 0:
         size, inner = layer.slices(x)
-        yield from _pieces(layer.layer, (*names, ()), (*times, size), inner, shardings)
+        yield from _collect_parts(layer.layer, (*names, ()), (*times, size), inner, shardings)
     elif isinstance(layer, Composite) and type(layer).init is Composite.init:
         layer, inputs = layer.sized(x), part_inputs(layer, x)
         for name, part in parts_of(layer).items():
             own = (shardings[0] or {}).get(name), (shardings[1] or {}).get(name)
-            yield from _pieces(part, (*names[:-1], (*names[-1], name)), times, inputs[name], own)
+            yield from _collect_parts(part, (*names[:-1], (*names[-1], name)), times, inputs[name], own)
     elif places := jax.tree.leaves(shardings):
         leaves, structure = jax.tree.flatten(shape_dtypes(x))
         inputs = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        yield Piece(names, Kind(layer, times, inputs, structure, tuple(places), jax.tree.structure(shardings)))
+        yield PartInit(
+            names, InitSignature(layer, times, inputs, structure, tuple(places), jax.tree.structure(shardings))
+        )
 
 
-def _keys(rng: jax.Array, pieces: Sequence[Piece]) -> tuple[jax.Array, list[int]]:
+def _keys(rng: jax.Array, pieces: Sequence[PartInit]) -> tuple[jax.Array, list[int]]:
     """The keys of all pieces in a row, of each time for those within a Repeat, and where those of each begin.
 
     They are folded in a program of their own: within each draw they would take XLA longer to compile than the draw.
     """
-    folded = [_salts(piece) for piece in pieces]
+    folded = [_fold_data(piece) for piece in pieces]
     lengths = np.repeat([rows.shape[1] for rows in folded], [len(rows) for rows in folded])
     depth = max(lengths, default=0)
     salts = np.concatenate([np.pad(rows, ((0, 0), (0, depth - rows.shape[1]))) for rows in folded])
     starts = np.cumsum([0, *(len(rows) for rows in folded)])
-    return _folded(rng, salts, np.arange(depth) < lengths[:, None]), starts[:-1].tolist()
+    return _fold_keys(rng, salts, np.arange(depth) < lengths[:, None]), starts[:-1].tolist()
 
 
 @jax.jit
-def _folded(rng: jax.Array, salts: jax.Array, counts: jax.Array) -> jax.Array:
+def _fold_keys(rng: jax.Array, salts: jax.Array, counts: jax.Array) -> jax.Array:
     def fold(key: jax.Array, own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         salt, count = own
         return jnp.where(count, jax.random.fold_in(key, salt), key), None
@@ -133,7 +135,7 @@ def _folded(rng: jax.Array, salts: jax.Array, counts: jax.Array) -> jax.Array:
     return jax.vmap(lambda *own: lax.scan(fold, rng, own)[0])(salts, counts)
 
 
-def _salts(piece: Piece) -> np.ndarray:
+def _fold_data(piece: PartInit) -> np.ndarray:
     """What is folded into the key for each time of a piece: (times, depth), the names of its path and the times."""
     kind = piece.kind
     times = np.indices(kind.times, np.uint32).reshape(len(kind.times), math.prod(kind.times))
@@ -145,10 +147,10 @@ def _salts(piece: Piece) -> np.ndarray:
     return np.array(columns, np.uint32).reshape(-1, times.shape[1]).T
 
 
-class Program:
+class InitProgram:
     """The `init` of one kind of part, as a function of the keys of all pieces and of where its own begin."""
 
-    def __init__(self, kind: Kind):
+    def __init__(self, kind: InitSignature):
         init: Any = functools.partial(kind.layer.init, x=_inputs(kind))
         for _ in kind.times:
             init = jax.vmap(init)
@@ -162,11 +164,11 @@ class Program:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(kind: Kind) -> Program:
-    return Program(kind)
+def _program(kind: InitSignature) -> InitProgram:
+    return InitProgram(kind)
 
 
-def _compile(pieces: Sequence[Piece], keys: jax.Array, x: Any) -> None:
+def _compile(pieces: Sequence[PartInit], keys: jax.Array, x: Any) -> None:
     """Compile what is new: tracing is Python's and takes turns, then XLA compiles all at the same time."""
     lowered = []
     for piece in pieces:
@@ -179,17 +181,17 @@ def _compile(pieces: Sequence[Piece], keys: jax.Array, x: Any) -> None:
         list(pool.map(lambda each: each.compile(), lowered))  # where `run` finds them
 
 
-def _inputs(kind: Kind) -> Any:
+def _inputs(kind: InitSignature) -> Any:
     return jax.tree.unflatten(kind.structure, [jax.ShapeDtypeStruct(*leaf) for leaf in kind.inputs])
 
 
-def _is_streamed(piece: Piece) -> bool:
+def _is_streamed(piece: PartInit) -> bool:
     """Whether it is made layer by layer, since all of it might not fit on its device."""
     kind = piece.kind
     return isinstance(kind.layer, Stream) and not kind.times and all(len(each.device_set) == 1 for each in kind.places)
 
 
-def _streamed(piece: Piece, rng: jax.Array) -> tuple[Tree, Tree]:
+def _init_streamed(piece: PartInit, rng: jax.Array) -> tuple[Tree, Tree]:
     kind = piece.kind
     (device,) = kind.places[0].device_set
     with jax.default_device(device):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from mlax.place._where import names
+from mlax.place._rules import mesh_axes
 
 if TYPE_CHECKING:
     from mlax.place._plan import Plan
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _met: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("met", default=None)
 
 
-def notice() -> None:
+def mark_wired() -> None:
     """Note that a part of what is traced was wired for a mesh."""
     if (met := _met.get()) is not None:
         met.append(True)
@@ -33,7 +33,7 @@ def traced_for(plan: "Plan", variables: Any) -> Iterator[None]:
         if not _met.get() and _has_to_say(plan, variables):
             warnings.warn(
                 f"{plan} says how parts of a model are to be computed, but none of those of the objective's model is "
-                "computed so; let it call plan.wired(model, x), or more is moved and computed than need be.",
+                "computed so; let it call plan.parallelize(model, x), or more is moved and computed than need be.",
                 stacklevel=2,
             )
     finally:
@@ -44,5 +44,5 @@ def _has_to_say(plan: "Plan", variables: Any) -> bool:
     if plan.mesh.size == 1:
         return False
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(variables) if isinstance(leaf.sharding, NamedSharding)]
-    split = {name for spec in specs for entry in spec for name in names(entry)}
-    return bool(plan.activations.lists) or not split.isdisjoint({*plan.gather, *plan.exchange})
+    split = {name for spec in specs for entry in spec for name in mesh_axes(entry)}
+    return bool(plan.activations.lists) or not split.isdisjoint({*plan.all_gather, *plan.all_to_all})

@@ -9,10 +9,10 @@ from jax import lax
 
 from mlax._jax import slice_to_device, to_host, to_memory_of, write_slice
 from mlax.core import Repeat, Tree, Wrapper, frozen, init_stacked, short_repr, signature
-from mlax.place._inexact import inexact
+from mlax.place._inexact import split_inexact
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What the layers are given beside their weights, each leaf with a leading axis of `times`."""
 
     non_trainables: Tree
@@ -51,10 +51,10 @@ class Stream(Wrapper):
         keys = None if rng is None else jax.random.split(rng, self.layer.times)
         known = inference_mode if isinstance(inference_mode, bool) else None
         mode = jnp.broadcast_to(inference_mode, (self.layer.times,)) if known is None else None
-        given = Given(non_trainables, keys, mode)
-        return _streamed(self, known, x, trainables, given)
+        given = LayerInputs(non_trainables, keys, mode)
+        return _stream(self, known, x, trainables, given)
 
-    def once(self, known: bool | None, x: Any, weights: Tree, given: Given) -> tuple[Any, Tree]:
+    def once(self, known: bool | None, x: Any, weights: Tree, given: LayerInputs) -> tuple[Any, Tree]:
         """One layer, given its own."""
         mode: Any = given.mode if known is None else known
         y, new = self.layer.layer.fwd(x, weights, given.non_trainables, rng=given.keys, inference_mode=mode)
@@ -68,11 +68,11 @@ class Stream(Wrapper):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _streamed(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: Given) -> tuple[Any, Tree]:
-    return _forward(stream, known, x, trainables, given, None)[0]
+def _stream(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: LayerInputs) -> tuple[Any, Tree]:
+    return _run_layers(stream, known, x, trainables, given, None)[0]
 
 
-def _forward(stream: Stream, known: Any, x: Any, trainables: Tree, given: Given, room: Any) -> tuple[Any, Any]:
+def _run_layers(stream: Stream, known: Any, x: Any, trainables: Tree, given: LayerInputs, room: Any) -> tuple[Any, Any]:
     """The output and the new state; and the inputs of all layers, written to `room` if there is any.
 
     The last layer is outside of the loop, so that what is fetched ahead is a multiple of the loop's counter.
@@ -80,82 +80,86 @@ def _forward(stream: Stream, known: Any, x: Any, trainables: Tree, given: Given,
     last = stream.layer.times - 1
 
     def kept(inputs: Any, x: Any, time: Any) -> Any:
-        return None if inputs is None else write_slice(inputs, _led(x), time)
+        return None if inputs is None else write_slice(inputs, _add_axis(x), time)
 
-    def step(carried: Any, given: Given) -> tuple[Any, Any]:
+    def step(carried: Any, given: LayerInputs) -> tuple[Any, Any]:
         time, x, weights, inputs = carried
-        following = _row(trainables, time + 1)
+        following = _fetch(trainables, time + 1)
         y, new = stream.once(known, x, weights, given)
         return (time + 1, y, following, kept(inputs, x, time)), new
 
-    start = (jnp.int32(0), x, _row(trainables, 0), room)
-    (_, x, weights, inputs), news = lax.scan(step, start, _rows(given, slice(0, last)), length=last)
-    y, new = stream.once(known, x, weights, _own(given, last))
+    start = (jnp.int32(0), x, _fetch(trainables, 0), room)
+    (_, x, weights, inputs), news = lax.scan(step, start, _slice_rows(given, slice(0, last)), length=last)
+    y, new = stream.once(known, x, weights, _take_row(given, last))
     news = jax.tree.map(lambda rows, row: jnp.concatenate([rows, row[None]]), news, new)
     return (y, news), kept(inputs, x, last)
 
 
-def _saved(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: Given) -> tuple[Any, Any]:
-    room = jax.tree.map(lambda leaf: _room(stream.layer.times, leaf), x)
+def _stream_fwd(stream: Stream, known: bool | None, x: Any, trainables: Tree, given: LayerInputs) -> tuple[Any, Any]:
+    room = jax.tree.map(lambda leaf: _empty_stack(stream.layer.times, leaf), x)
     room = to_host(room) if stream.inputs_in_host else room
-    out, inputs = _forward(stream, known, x, trainables, given, room)
+    out, inputs = _run_layers(stream, known, x, trainables, given, room)
     return out, (inputs, trainables, given)
 
 
-def _backward(stream: Stream, known: bool | None, saved: Any, cotangents: Any) -> tuple[Any, Tree, Any]:
+def _stream_bwd(stream: Stream, known: bool | None, saved: Any, cotangents: Any) -> tuple[Any, Tree, Any]:
     """The gradients, layer by layer from the last; those of the weights in the memory where the weights lie."""
     inputs, trainables, given = saved
     last = stream.layer.times - 1
     dy, dnews = cotangents
 
-    def pulled(x: Any, weights: Tree, given: Given, dy: Any, dnew: Tree) -> Any:
+    def pulled(x: Any, weights: Tree, given: LayerInputs, dy: Any, dnew: Tree) -> Any:
         """The gradients of one layer, which is computed again."""
-        (xs, x_of), (states, state_of) = inexact(x), inexact(given.non_trainables)
+        (xs, x_of), (states, state_of) = split_inexact(x), split_inexact(given.non_trainables)
 
         def layer(xs: Any, weights: Tree, states: Any) -> Any:
             y, new = stream.once(known, x_of(xs), weights, given._replace(non_trainables=state_of(states)))
-            return inexact(y)[0], inexact(new)[0]
+            return split_inexact(y)[0], split_inexact(new)[0]
 
         return jax.vjp(layer, xs, weights, states)[1]((dy, dnew))
 
     def step(carried: Any, own: Any) -> tuple[Any, Any]:
         time, dx, (x, weights), grads = carried
-        following = _row((inputs, trainables), time - 1)
+        following = _fetch((inputs, trainables), time - 1)
         given, dnew = own
         dx, dweights, dstate = pulled(x, weights, given, dx, dnew)
-        return (time - 1, dx, following, write_slice(grads, _led(dweights), time)), dstate
+        return (time - 1, dx, following, write_slice(grads, _add_axis(dweights), time)), dstate
 
-    dy, dnews = inexact(dy)[0], inexact(dnews)[0]
+    dy, dnews = split_inexact(dy)[0], split_inexact(dnews)[0]
     room = to_memory_of(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trainables), trainables)
-    rows = (_rows(given, slice(1, None)), _rows(dnews, slice(1, None)))
-    start = (jnp.int32(last), dy, _row((inputs, trainables), last), room)
+    rows = (_slice_rows(given, slice(1, None)), _slice_rows(dnews, slice(1, None)))
+    start = (jnp.int32(last), dy, _fetch((inputs, trainables), last), room)
     (_, dx, (x, weights), grads), dstates = lax.scan(step, start, rows, length=last, reverse=True)
-    dx, dweights, dstate = pulled(x, weights, _own(given, 0), dx, _own(dnews, 0))
-    grads = write_slice(grads, _led(dweights), 0)
+    dx, dweights, dstate = pulled(x, weights, _take_row(given, 0), dx, _take_row(dnews, 0))
+    grads = write_slice(grads, _add_axis(dweights), 0)
     dstates = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows]), dstate, dstates)
-    return inexact(x)[1](dx, None), grads, Given(inexact(given.non_trainables)[1](dstates, None), None)
+    return (
+        split_inexact(x)[1](dx, None),
+        grads,
+        LayerInputs(split_inexact(given.non_trainables)[1](dstates, None), None),
+    )
 
 
-_streamed.defvjp(_saved, _backward)
+_stream.defvjp(_stream_fwd, _stream_bwd)
 
 
-def _row(trainables: Tree, time: Any) -> Tree:
+def _fetch(trainables: Tree, time: Any) -> Tree:
     return jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), slice_to_device(trainables, time))
 
 
-def _room(times: int, leaf: jax.Array) -> jax.Array:
+def _empty_stack(times: int, leaf: jax.Array) -> jax.Array:
     """A stack of as many; no zeros where there are none, as among keys."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jnp.broadcast_to(leaf if is_key else jnp.zeros_like(leaf), (times, *leaf.shape))
 
 
-def _led(tree: Any) -> Any:
+def _add_axis(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[None], tree)
 
 
-def _rows(tree: Any, rows: slice) -> Any:
+def _slice_rows(tree: Any, rows: slice) -> Any:
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
-def _own(tree: Any, row: int) -> Any:
+def _take_row(tree: Any, row: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[row], tree)

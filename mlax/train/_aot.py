@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
 from mlax.core import signature
-from mlax.inspect import free_bytes, gib
-from mlax.place import DoesNotFit, Plan, traced_for
+from mlax.inspect import format_bytes, free_bytes
+from mlax.place import NotEnoughMemory, Plan, traced_for
 
 MEMORY_ADVICE = (
     "To need less, take smaller batches, or the same in parts (accumulate=4), recompute activations (mlax.Remat, "
@@ -28,10 +28,10 @@ def check_memory(compiled: Any, leaves: Iterable[Any]) -> None:
         return
     needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     if needed > free:
-        raise DoesNotFit(
-            f"the step needs {gib(needed)} more on {device}, of which {gib(analysis.temp_size_in_bytes)} for "
-            f"intermediate results, but {gib(free)} are free; nothing was run and the state is as it was. "
-            f"{MEMORY_ADVICE}"
+        raise NotEnoughMemory(
+            f"the step needs {format_bytes(needed)} more on {device}, of which "
+            f"{format_bytes(analysis.temp_size_in_bytes)} for intermediate results, but {format_bytes(free)} are free; "
+            f"nothing was run and the state is as it was. {MEMORY_ADVICE}"
         )
 
 

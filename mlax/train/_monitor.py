@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 
 from mlax.core import Tree, flatten_paths, signature
-from mlax.inspect import flops, gib, used_bytes
+from mlax.inspect import flops, format_bytes, used_bytes
 from mlax.train._divergence import Divergence
 from mlax.train._metrics import Metrics, MetricsLog
 from mlax.train._run import Run
@@ -129,7 +129,9 @@ class Progress:
     def show(self, step: int, metrics: Mapping[str, Any], speed: str = "", memory: int | None = None) -> None:
         """Show that `step` is done."""
         shown = {name: value for name, value in metrics.items() if name not in NOT_SHOWN}
-        words = "  ".join(filter(None, [format_values(shown), self.tested, speed, gib(memory) if memory else ""]))
+        words = "  ".join(
+            filter(None, [format_values(shown), self.tested, speed, format_bytes(memory) if memory else ""])
+        )
         self.bar.update(self.task, completed=step, description=words)
         self.bar.refresh()
         tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
@@ -245,7 +247,7 @@ def parameter_table(trainables: Tree, *, most: int = 24) -> str:
         depth -= 1
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    total = ("all parameters", gib(size), count)
+    total = ("all parameters", format_bytes(size), count)
     width = [max(len(str(row[i])) for row in [*rows, total]) for i in (0, 1)]
     return "\n".join(f"  {path:{width[0]}}  {what:{width[1]}}  {number:>12,}" for path, what, number in [*rows, total])
 

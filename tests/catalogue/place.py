@@ -17,20 +17,20 @@ ROWS = {
         needs_key=True,
         tolerance=3e-6,
     ),
-    "Constrained": Row(
-        lambda dtype: place.Constrained(nn.Linear(5), P("data")),
+    "ShardingConstraint": Row(
+        lambda dtype: place.ShardingConstraint(nn.Linear(5), P("data")),
         (4, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {}),
         lambda x, w: affine(x, {f"/{name}": leaf for name, leaf in w.items()}, ""),
     ),
-    "Gathered": Row(
-        lambda dtype: place.Gathered(nn.Linear(5), (("kernel", P(None, None)),)),
+    "AllGatherWeights": Row(
+        lambda dtype: place.AllGatherWeights(nn.Linear(5), (("kernel", P(None, None)),)),
         (4, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {}),
         lambda x, w: affine(x, {f"/{name}": leaf for name, leaf in w.items()}, ""),
     ),
-    "Exchanged": Row(
-        lambda dtype: place.Exchanged(nn.Linear(5), P(None, "expert"), P("expert")),
+    "ExpertAllToAll": Row(
+        lambda dtype: place.ExpertAllToAll(nn.Linear(5), P(None, "expert"), P("expert")),
         (4, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {}),
         lambda x, w: affine(x, {f"/{name}": leaf for name, leaf in w.items()}, ""),

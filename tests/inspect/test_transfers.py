@@ -11,11 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import nn, optim, train
-from mlax.inspect import transfers
-from mlax.inspect._collectives import Event, events_of
-from mlax.inspect._hlo import read
-from mlax.inspect._sizes import gib
-from mlax.inspect._transfers import _events, collected
+from mlax.inspect import format_bytes, summarize_events, transfers
+from mlax.inspect._hlo import Event, instruction_events, parse_hlo
+from mlax.inspect._transfers import program_events
 
 DEVICES, LAYERS = 8, 5
 D, F, OUT = 32, 64, 16
@@ -223,13 +221,18 @@ def test_the_table_has_a_line_for_each_row_and_total():
 
 def test_the_table_says_nothing_of_shared_transfers_where_there_are_none():
     alone = Event("all-reduce", 8, (("up", 64),), 1.75)
-    assert str(collected([alone])).splitlines()[-1].startswith("in all")
+    assert str(summarize_events([alone])).splitlines()[-1].startswith("in all")
     shared = alone._replace(parts=(("up", 64), ("down", 64)))
-    assert str(collected([alone, shared])).splitlines()[-1].startswith("What several layers share")
+    assert str(summarize_events([alone, shared])).splitlines()[-1].startswith("What several layers share")
 
 
 def test_sizes_are_three_digits_and_a_unit():
-    assert [gib(size) for size in (7, 1536, 1023 * 1024, 3 * 2**30)] == ["7 bytes", "1.5 KiB", "1023 KiB", "3 GiB"]
+    assert [format_bytes(size) for size in (7, 1536, 1023 * 1024, 3 * 2**30)] == [
+        "7 bytes",
+        "1.5 KiB",
+        "1023 KiB",
+        "3 GiB",
+    ]
 
 
 GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,32,64]{2,1,0:S(5)})->f32[8,64]{1,0}}, num_partitions=8
@@ -319,8 +322,8 @@ ON_GPU = {
 
 
 def counted(text):
-    program = read(text)
-    return table(collected(_events(program, program.entry)))
+    program = parse_hlo(text)
+    return table(summarize_events(program_events(program, program.entry)))
 
 
 def test_the_asynchronous_words_of_a_gpu_are_understood():
@@ -388,9 +391,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
   ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, {written}, use_global_device_ids=true, to_apply=%add
 }}
 """
-    program = read(text)
+    program = parse_hlo(text)
     main = program.computations["main"]
-    [event] = events_of(program, main, main.root)
+    [event] = instruction_events(program, main, main.root)
     assert (event.kind, event.group, event.bytes) == ("all-reduce", size, 32)
 
 
@@ -398,6 +401,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
     ("dtype", "size"), [("pred", 12), ("s4", 6), ("bf16", 24), ("f8e4m3fn", 12), ("c64", 96), ("token", 0)]
 )
 def test_sizes_follow_the_dtype(dtype, size):
-    program = read(f"HloModule m\n\nENTRY %main {{\n  ROOT %p = {dtype}[3,4]{{1,0:T(8,128)S(1)}} parameter(0)\n}}\n")
+    program = parse_hlo(
+        f"HloModule m\n\nENTRY %main {{\n  ROOT %p = {dtype}[3,4]{{1,0:T(8,128)S(1)}} parameter(0)\n}}\n"
+    )
     [shape] = program.computations["main"].root.shapes
     assert (shape.bytes, shape.space) == (size, 1)

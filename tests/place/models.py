@@ -114,7 +114,7 @@ class Trained(NamedTuple):
 
 def trained(task: Task, plan: Any = None, *, steps: int) -> Trained:
     """Train for some steps, as a user would."""
-    model = task.model if plan is None else plan.wired(task.model, task.x)
+    model = task.model if plan is None else plan.parallelize(task.model, task.x)
     step = train.step(objective_of(model), OPTIMIZER, plan=plan)
     rng = jax.random.key(1)
     variables = task.model.init(rng, task.x) if plan is None else plan.init(task.model, rng, task.x)

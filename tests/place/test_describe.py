@@ -11,7 +11,7 @@ from tests.place.models import OPTIMIZER, cnn, gpt, objective_of
 
 PLANS = {
     "data": lambda task: place.data(),
-    "fsdp": lambda task: place.fsdp(least=1),
+    "fsdp": lambda task: place.fsdp(min_size=1),
     "tensor": lambda task: place.data(2) * place.tensor(task.model, task.x, 4),
     "zero": lambda task: place.zero(),
     "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4) * place.data(2),
@@ -32,7 +32,7 @@ def test_the_bytes_are_those_that_jax_reports(name):
     task = gpt()
     plan = PLANS[name](task)
     batch = {"x": task.x, "y": task.x}
-    model = plan.wired(task.model, task.x)
+    model = plan.parallelize(task.model, task.x)
     described = plan.describe(task.model, task.x, OPTIMIZER, batch, objective=objective_of(model))
     step = train.step(objective_of(model), OPTIMIZER, plan=plan)
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
@@ -89,11 +89,13 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
 def test_what_does_not_fit_is_refused_with_what_to_change():
     task = gpt(width=64)
     wide = task.model
-    with pytest.raises(place.DoesNotFit, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer slots: split"):
-        place.data().fits(wide, jax.ShapeDtypeStruct((8, 2), "int32"), OPTIMIZER, memory=2**20, compile=False)
-    with pytest.raises(place.DoesNotFit, match="gradients and activations: take smaller batches"):
-        place.data().fits(wide, task.x, OPTIMIZER, 4096, memory=2**20, compile=False)
-    place.data().fits(wide, task.x, OPTIMIZER, memory=2**30, compile=False)
+    with pytest.raises(
+        place.NotEnoughMemory, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer slots: split"
+    ):
+        place.data().check_fits(wide, jax.ShapeDtypeStruct((8, 2), "int32"), OPTIMIZER, memory=2**20, compile=False)
+    with pytest.raises(place.NotEnoughMemory, match="gradients and activations: take smaller batches"):
+        place.data().check_fits(wide, task.x, OPTIMIZER, 4096, memory=2**20, compile=False)
+    place.data().check_fits(wide, task.x, OPTIMIZER, memory=2**30, compile=False)
 
 
 def test_the_picture_is_a_picture(tmp_path):
@@ -114,5 +116,5 @@ def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
     needed = place.data(2).over(jax.devices()[:2]).describe(model, tokens, OPTIMIZER).needed
     chosen = place.auto(model, tokens, **small, memory=int(0.8 * needed))
     assert chosen.name != "data" and chosen.devices == tuple(jax.devices()[:2])
-    with pytest.raises(place.DoesNotFit, match="no ready plan fits"):
+    with pytest.raises(place.NotEnoughMemory, match="no ready plan fits"):
         place.auto(model, tokens, **small, memory=2**16)

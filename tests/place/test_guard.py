@@ -173,24 +173,24 @@ def test_an_array_that_is_read_is_named():
 
 def test_check_passes_what_is_as_planned():
     batch = jax.device_put(numpy_batch(), split())
-    place.check(batch, split())
-    place.check(batch, {"image": split(), "label": NamedSharding(mesh(), P("data", None))})
-    place.check({}, split())
+    place.check_shardings(batch, split())
+    place.check_shardings(batch, {"image": split(), "label": NamedSharding(mesh(), P("data", None))})
+    place.check_shardings({}, split())
 
 
 def test_check_names_the_first_leaf_that_is_elsewhere_and_what_that_costs():
     batch = jax.device_put(numpy_batch(), split())
     batch["label"] = jax.device_put(batch["label"], whole())
     with pytest.raises(place.UnplannedTransfer) as caught:
-        place.check(batch, split(), "batch")
+        place.check_shardings(batch, split(), "batch")
     assert str(caught.value).startswith(
         "batch/label, float32[16, 4], is on 8 devices, as P(), but is planned on 8 devices, as P('data',): "
         "each use would copy 256 bytes."
     )
     with pytest.raises(place.UnplannedTransfer, match=r"^image, .* is on the host, .* copy 4 KiB.* So are 1 more.$"):
-        place.check(numpy_batch(), whole())
+        place.check_shardings(numpy_batch(), whole())
     where = f"^an array, .* is on {jax.devices()[0]} in pinned_host memory, but"
     with pytest.raises(place.UnplannedTransfer, match=where):
-        place.check(jax.device_put(jnp.ones(8), jax.memory.Space.Host), split())
+        place.check_shardings(jax.device_put(jnp.ones(8), jax.memory.Space.Host), split())
     with pytest.raises(ValueError, match="'label' is only in one of the two trees"):
-        place.check(batch, {"image": split()})
+        place.check_shardings(batch, {"image": split()})

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, nn, optim, place
-from mlax.place._in_stages import pipelines
+from mlax.place import find_pipelines
 from mlax.train._objective import gradients
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
@@ -24,7 +24,7 @@ OPTIMIZER = optim.AdamW(1e-2)
 
 
 def staged(model, stages, microbatches=MICROBATCHES):
-    return place.in_stages(model, stages, microbatches=microbatches)
+    return place.pipeline_repeats(model, stages, microbatches=microbatches)
 
 
 def found(model, schedule, microbatches=MICROBATCHES):
@@ -264,13 +264,16 @@ def test_each_outermost_repeat_is_put_in_stages_and_may_be_put_in_others():
     deep = mlax.Repeat(mlax.Residual(mlax.Repeat(nn.Linear(6), 2)), 4)
     model = mlax.Series(a=deep, b=mlax.Remat(mlax.Repeat(nn.Linear(6), 8)), c=nn.Linear(2))
     cut = staged(model, 2)
-    assert {where: each.layer for where, each in pipelines(cut).items()} == {"a": deep, "b": mlax.get(model, "b").layer}
+    assert {where: each.layer for where, each in find_pipelines(cut).items()} == {
+        "a": deep,
+        "b": mlax.get(model, "b").layer,
+    }
     assert staged(cut, 4) == staged(model, 4)
-    assert list(pipelines(place.in_stages(model, 4, microbatches=2, at=("b",)))) == ["b"]
+    assert list(find_pipelines(place.pipeline_repeats(model, 4, microbatches=2, at=("b",)))) == ["b"]
     with pytest.raises(ValueError, match="the model has no Repeat"):
         staged(nn.Linear(2), 2)
     with pytest.raises(KeyError, match="'bb' matches nothing"):
-        place.in_stages(model, 4, microbatches=2, at=("bb",))
+        place.pipeline_repeats(model, 4, microbatches=2, at=("bb",))
 
 
 def test_bad_options_are_refused_in_words():
@@ -317,7 +320,9 @@ class TestOneForwardOneBackwardRefuses:
             jax.eval_shape(step, data, trainables, state, jax.random.key(1))
 
     def test_no_pipeline(self):
-        self.refused(r"no pipelined part; let it call the model that plan.wired\(model, x\) gives", convolutional(4))
+        self.refused(
+            r"no pipelined part; let it call the model that plan.parallelize\(model, x\) gives", convolutional(4)
+        )
 
     def test_a_batch_that_does_not_divide(self):
         odd = jax.tree.map(lambda leaf: leaf[: MICROBATCHES + 1], batch(convolutional()))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mlax import nn, optim, place, train
 from mlax.core import F, Remat, Repeat, Series, flatten_paths
-from mlax.place._init import Program, _program
+from mlax.place._init import InitProgram, _program
 from tests.place.models import GPT, gpt, objective_of
 
 
@@ -21,7 +21,7 @@ def plan_of(variables, **mesh):
 
 
 def test_a_plan_is_equal_by_value_and_hashes_so():
-    rules = [("**/kernel", place.last("model")), ("**", P())]
+    rules = [("**/kernel", place.shard_last_axes("model")), ("**", P())]
     assert plan_of(rules) == plan_of(rules) and hash(plan_of(rules)) == hash(plan_of(rules))
     assert plan_of(rules) != plan_of(rules[1:])
     assert plan_of(rules) != place.data()
@@ -36,7 +36,7 @@ def compiled_alike():
 @pytest.mark.usefixtures("compiled_alike")
 def test_init_makes_the_bits_of_init_each_straight_in_its_place():
     task = gpt()
-    rules = [("**/think/linear_0/kernel", place.last("model")), ("embed/table", P("data")), ("**", P())]
+    rules = [("**/think/linear_0/kernel", place.shard_last_axes("model")), ("embed/table", P("data")), ("**", P())]
     plan = plan_of(rules)
     rng = jax.random.key(3)
     made, wanted = plan.init(task.model, rng, task.x), task.model.init(rng, task.x)
@@ -61,9 +61,9 @@ def test_a_model_without_variables_has_none_in_any_place():
 def test_init_allocates_nothing_elsewhere_before(monkeypatch):
     model = nn.Linear(64)
     x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
-    plan = place.fsdp(least=1)
+    plan = place.fsdp(min_size=1)
     lowered = []
-    real = Program.__init__
+    real = InitProgram.__init__
 
     def watched(self, kind):
         real(self, kind)
@@ -72,7 +72,7 @@ def test_init_allocates_nothing_elsewhere_before(monkeypatch):
         self.run.lower = run.lower
 
     _program.cache_clear()
-    monkeypatch.setattr(Program, "__init__", watched)
+    monkeypatch.setattr(InitProgram, "__init__", watched)
     made, _ = plan.init(model, jax.random.key(0), x)
     (text,) = (each.compile().as_text() for each in lowered)
     assert "f32[512,64]" not in text and "f32[64,64]" in text  # no device makes the whole kernel
@@ -102,7 +102,7 @@ def test_variables_can_live_in_host_memory_and_on_one_device():
 
 def test_place_moves_what_there_is_and_leaves_what_is_there():
     task = gpt()
-    plan = place.fsdp(least=1)
+    plan = place.fsdp(min_size=1)
     trainables, non_trainables = task.model.init(jax.random.key(0), task.x)
     moved = plan.place(trainables)
     assert moved["embed"]["table"].sharding.spec == P("data", None)
@@ -113,7 +113,9 @@ def test_place_moves_what_there_is_and_leaves_what_is_there():
 
 def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
     task = gpt()
-    plan = plan_of([("**/query/kernel", place.last("model")), ("**/kernel", place.last("data")), ("**", P())])
+    plan = plan_of(
+        [("**/query/kernel", place.shard_last_axes("model")), ("**/kernel", place.shard_last_axes("data")), ("**", P())]
+    )
     attend = plan.variable_shardings(task.model, task.x)[0]["blocks"]["attend"]
     assert attend["query"]["kernel"].spec == P(None, None, "model")
     assert attend["key"]["kernel"].spec == P(None, None, "data")
@@ -125,11 +127,11 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
         ([("**/kernal", P())], KeyError, "did you mean"),
         ([("**", P()), ("**/table", P("model"))], ValueError, "disagree: the first takes every leaf of the second"),
         (
-            [("**/think/**", P()), ("**/kernel", place.last("model"))],
+            [("**/think/**", P()), ("**/kernel", place.shard_last_axes("model"))],
             ValueError,
             "disagree over 'blocks/think/linear_0/kernel'; put a rule for what both match",
         ),
-        ([("**/scale", place.last("modle"))], ValueError, "the mesh has the axes data, model"),
+        ([("**/scale", place.shard_last_axes("modle"))], ValueError, "the mesh has the axes data, model"),
         ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; say at most 1"),
         ([("**/query/kernel", P("data", "data"))], ValueError, "by 'data' twice"),
         (
@@ -140,7 +142,7 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
         ),
         ([("**", "model")], TypeError, "must say a PartitionSpec"),
         (["**"], TypeError, "must be a pair"),
-        ([("norm/scale", place.last("model", None))], ValueError, "names 2 axes, but the array has 1"),
+        ([("norm/scale", place.shard_last_axes("model", None))], ValueError, "names 2 axes, but the array has 1"),
     ],
 )
 def test_rules_that_are_wrong_are_refused_in_words(rules, error, words):
@@ -198,7 +200,9 @@ def test_a_batch_that_does_not_divide_is_refused_in_words():
 def test_slots_live_in_host_memory_by_a_rule_and_by_name():
     task = gpt()
     trainables, _ = jax.eval_shape(task.model.init, jax.random.key(0), task.x)
-    plan = place.Plan({"data": 8}, [("**", place.spread("data", least=1))], slots=[("mean/**", place.host)])
+    plan = place.Plan(
+        {"data": 8}, [("**", place.shard_largest_axis("data", min_size=1))], slots=[("mean/**", place.host)]
+    )
     found = plan.slot_shardings(optim.AdamW(1e-3), trainables)
     assert found.mean["embed"]["table"] == NamedSharding(plan.mesh, P("data", None), memory_kind="pinned_host")
     assert found.square["embed"]["table"].memory_kind != "pinned_host"
@@ -231,15 +235,15 @@ def test_a_rule_for_nothing_names_the_path_that_is_like_it_name_by_name():
         plan_of([("hiden/kernel", P())]).variable_shardings(model, x)
     assert str(caught.value).endswith("'hiden/kernel' matches nothing; did you mean 'hidden/kernel'?")
     with pytest.raises(KeyError, match="matches nothing; there are head, hidden"):
-        place.sequence(1, parts="nothing").wired(model, x)
+        place.sequence(1, parts="nothing").parallelize(model, x)
 
 
 def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
     model = GPT()
     x = jax.ShapeDtypeStruct((16, 16), jnp.int32)
     plan = place.Plan({"data": 2, "time": 4}, activations=[("embed", P("data", "time")), ("blocks", P("data"))])
-    wired = plan.wired(model, x)
-    assert {path: str(layer.split) for path, layer in _constrained(wired).items()} == {
+    wired = plan.parallelize(model, x)
+    assert {path: str(layer.spec) for path, layer in _constrained(wired).items()} == {
         "embed": "P('data', 'time')",
         "blocks": "P('data',)",
     }
@@ -255,13 +259,13 @@ def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
 
 
 def _constrained(model):
-    return {name: part for name, part in dict(model.edits).items() if isinstance(part, place.Constrained)}
+    return {name: part for name, part in dict(model.edits).items() if isinstance(part, place.ShardingConstraint)}
 
 
 def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
     task = gpt()
-    plan = place.fsdp(least=1)
-    step = train.step(objective_of(plan.wired(task.model, task.x)), optim.AdamW(1e-3), many=2, plan=plan)
+    plan = place.fsdp(min_size=1)
+    step = train.step(objective_of(plan.parallelize(task.model, task.x)), optim.AdamW(1e-3), many=2, plan=plan)
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
     feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
     fitted = train.fit(step, state, feed, steps=4, evaluate=feed, show=False)
@@ -274,9 +278,9 @@ def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
 @pytest.mark.parametrize("wired", [False, True])
 def test_a_step_warns_of_a_model_that_was_not_wired_for_its_plan(wired):
     x = jnp.ones((16, 8))
-    model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(least=1)
-    step = train.step(objective_of(plan.wired(model, x) if wired else model), optim.SGD(0.1), plan=plan)
+    model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(min_size=1)
+    step = train.step(objective_of(plan.parallelize(model, x) if wired else model), optim.SGD(0.1), plan=plan)
     state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
-    words = r"Plan\(fsdp: data all\) says how parts of a model are to be computed, .* let it call plan\.wired"
+    words = r"Plan\(fsdp: data all\) says how parts of a model are to be computed, .* let it call plan\.parallelize"
     with contextlib.nullcontext() if wired else pytest.warns(UserWarning, match=words):
         step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})

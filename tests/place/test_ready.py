@@ -16,21 +16,21 @@ from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
 PLANS = {
     "single": lambda task: place.single(jax.devices()[3]),
     "data": lambda task: place.data(),
-    "zero": lambda task: place.zero(least=1),
-    "fsdp": lambda task: place.fsdp(least=1),
+    "zero": lambda task: place.zero(min_size=1),
+    "fsdp": lambda task: place.fsdp(min_size=1),
     "tensor": lambda task: place.tensor(task.model, task.x, 4) * place.data(2),
     "sequence": lambda task: place.sequence(4) * place.data(2),
     "expert": lambda task: place.expert(task.model, task.x, 4) * place.data(2),
     "gpipe": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2),
     "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2),
-    "pipeline x fsdp": lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, least=1),
+    "pipeline x fsdp": lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, min_size=1),
     "gpipe x data x tensor": lambda task: (
         place.pipeline(task.model, 2, microbatches=4, schedule="gpipe")
         * place.data(2)
         * place.tensor(task.model, task.x, 2)
     ),
     "fsdp x tensor x sequence": lambda task: (
-        place.fsdp(2, least=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
+        place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
     ),
 }
 
@@ -77,7 +77,7 @@ def specs(plan, task):
 
 def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features():
     task = gpt()
-    found = specs(place.fsdp(2, least=1) * place.tensor(task.model, task.x, 4), task)
+    found = specs(place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 4), task)
     assert found["blocks/attend/query/kernel"] == P(None, "data", "model")
     assert found["blocks/attend/out/kernel"] == P(None, "model", "data")
     assert found["blocks/think/linear_0/kernel"] == P(None, "data", "model")
@@ -97,7 +97,7 @@ def test_experts_are_split_along_their_own_axis_inside_a_repeat():
 
 def test_fsdp_gathers_weights_and_not_activations():
     task = gpt(width=32)
-    moved = place.fsdp(least=1).describe(task.model, task.x, OPTIMIZER).moved
+    moved = place.fsdp(min_size=1).describe(task.model, task.x, OPTIMIZER).moved
     gathered = sum(row.bytes for row in moved.totals if row.kind == "all-gather")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(task.model.init(jax.random.key(0), task.x)[0]))
     assert gathered == pytest.approx(2 * weights, rel=0.1)  # once forward, once backward
@@ -112,10 +112,10 @@ def test_experts_stay_and_examples_are_sent_to_them_and_back():
 
 def test_fsdp_gathers_experts_that_are_not_repeated():
     model, x = mlax.Series(moe=nn.MoE(nn.Linear(8), 2)), jnp.ones((8, 4, 8))
-    plan = place.fsdp(8, least=1)
+    plan = place.fsdp(8, min_size=1)
     trainables, _ = plan.init(model, jax.random.key(0), x)
     with jax.set_mesh(plan.mesh):
-        found = jax.jit(lambda trainables, x: plan.wired(model, x).fwd(x, trainables)[0])(trainables, x)
+        found = jax.jit(lambda trainables, x: plan.parallelize(model, x).fwd(x, trainables)[0])(trainables, x)
     wanted = model.fwd(x, jax.device_put(trainables, jax.devices()[0]))[0]
     assert_close(found, wanted, 1e-5, 1e-6)
 
@@ -123,7 +123,7 @@ def test_fsdp_gathers_experts_that_are_not_repeated():
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, mlax.Remat])
 def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
     experts, x = wrapped(mlax.Map(nn.Linear(8), axis=1, variables=0)), jnp.ones((8, 8, 8))
-    assert "Exchanged" in repr(place.expert(experts, x, 8).wired(experts, x))
+    assert "ExpertAllToAll" in repr(place.expert(experts, x, 8).parallelize(experts, x))
     repeat = wrapped(mlax.Repeat(nn.Linear(8), 8))
     plan = place.pipeline(repeat, 8, microbatches=8)
     assert plan.variable_shardings(repeat, x)[0]["kernel"].spec == P("stage")
@@ -131,7 +131,7 @@ def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
 
 def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
     task = gpt()
-    found = trained(task, place.zero(least=1), steps=1)
+    found = trained(task, place.zero(min_size=1), steps=1)
     kernel = found.state.trainables["blocks"]["think"]["linear_0"]["kernel"]
     mean = found.state.optimizer.mean["blocks"]["think"]["linear_0"]["kernel"]
     assert kernel.sharding.spec == P() and mean.sharding.spec == P(None, None, "data")

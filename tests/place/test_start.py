@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from mlax import place
-from mlax.place._surroundings import Found, found, shared_gpus
+from mlax.place._distributed import ClusterEnv, detect_cluster, local_gpus
 
 ROOT = Path(__file__).parents[2]
 OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "KUBERNETES_", "JOB_COMPLETION", "JAX_COORDINATOR", "TPU_WORKER")
@@ -41,55 +41,67 @@ TPU = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"HOME": "/root"}, Found("nobody", 0, 1)),
-        (SLURM, Found("Slurm", 5, 7, None, "slurm", 1, 3)),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, Found("Slurm", 5, 7, None, "slurm", 1, 2)),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Found("Slurm", 0, 1)),
-        (OPEN_MPI, Found("Open MPI", 1, 4, None, "mpi4py", 1, 2)),
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:9"}, Found("Open MPI", 1, 4, None, "ompi", 1, 2)),
+        ({"HOME": "/root"}, ClusterEnv("nobody", 0, 1)),
+        (SLURM, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 3)),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 2)),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ClusterEnv("Slurm", 0, 1)),
+        (OPEN_MPI, ClusterEnv("Open MPI", 1, 4, None, "mpi4py", 1, 2)),
+        (
+            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1:9"},
+            ClusterEnv("Open MPI", 1, 4, None, "ompi", 1, 2),
+        ),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "JAX_COORDINATOR_PORT": "5000"},
-            Found("Open MPI", 1, 4, "localhost:5000", "mpi4py", 1, 4),
+            ClusterEnv("Open MPI", 1, 4, "localhost:5000", "mpi4py", 1, 4),
         ),
-        ({**SLURM, **OPEN_MPI}, Found("Open MPI", 1, 4, None, "mpi4py", 1, 2)),
-        (MPICH, Found("MPICH", 3, 4, None, "mpi4py", 1, 2)),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Found("MPICH", 3, 4, None, "mpi4py")),
-        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7"}, Found("Slurm", 5, 7, None, "slurm", 1, 3)),
-        ({**SLURM, **MPICH}, Found("MPICH", 3, 4, None, "mpi4py", 1, 2)),
-        (KUBERNETES, Found("Kubernetes", 1)),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, Found("nobody", 0, 1)),
-        (TPU, Found("Cloud TPU")),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, Found("nobody", 0, 1)),
+        ({**SLURM, **OPEN_MPI}, ClusterEnv("Open MPI", 1, 4, None, "mpi4py", 1, 2)),
+        (MPICH, ClusterEnv("MPICH", 3, 4, None, "mpi4py", 1, 2)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, ClusterEnv("MPICH", 3, 4, None, "mpi4py")),
+        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7"}, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 3)),
+        ({**SLURM, **MPICH}, ClusterEnv("MPICH", 3, 4, None, "mpi4py", 1, 2)),
+        (KUBERNETES, ClusterEnv("Kubernetes", 1)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ClusterEnv("nobody", 0, 1)),
+        (TPU, ClusterEnv("Cloud TPU")),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, ClusterEnv("nobody", 0, 1)),
     ],
 )
 def test_a_launcher_is_known_by_its_variables(environment, expected):
-    assert found(environment) == expected
+    assert detect_cluster(environment) == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "missing", "words"),
     [
         (SLURM, "SLURM_PROCID", "Slurm has set SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_ID but not SLURM_PROCID"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "Open MPI has set .* but not OMPI_COMM_WORLD_SIZE; start the process by"),
+        (
+            OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE",
+            "Open MPI has set .* but not OMPI_COMM_WORLD_SIZE; start it by its",
+        ),
         (MPICH, "PMI_SIZE", "MPICH has set PMI_RANK but not PMI_SIZE"),
         (SLURM, "SLURM_STEP_NODELIST", "the job has 7 tasks .* not started by srun .* `srun python ...`, or pass proc"),
     ],
 )
 def test_variables_that_are_set_by_halves_are_named(environment, missing, words):
     with pytest.raises(ValueError, match=words):
-        found({name: value for name, value in environment.items() if name != missing})
+        detect_cluster({name: value for name, value in environment.items() if name != missing})
 
 
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="SLURM_PROCID is 'first', but must be a number"):
-        found({**SLURM, "SLURM_PROCID": "first"})
+        detect_cluster({**SLURM, "SLURM_PROCID": "first"})
 
 
 def test_jobs_on_one_machine_meet_at_ports_of_their_own():
     environment = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    first, second = (found({**environment, "PMIX_NAMESPACE": f"prterun-{job}@1"}).coordinator for job in (1, 2))
+    first, second = (
+        detect_cluster({**environment, "PMIX_NAMESPACE": f"prterun-{job}@1"}).coordinator for job in (1, 2)
+    )
     assert first != second
-    assert first == found({**environment, "PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_RANK": "0"}).coordinator
+    assert (
+        first
+        == detect_cluster({**environment, "PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_RANK": "0"}).coordinator
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,8 +122,8 @@ def test_jobs_on_one_machine_meet_at_ports_of_their_own():
     ],
 )
 def test_processes_of_one_machine_share_its_gpus(environment, neighbour, neighbours, present, taken):
-    where = Found("Slurm", neighbour=neighbour, neighbours=neighbours)
-    assert shared_gpus(environment, where, present) == taken
+    where = ClusterEnv("Slurm", neighbour=neighbour, neighbours=neighbours)
+    assert local_gpus(environment, where, present) == taken
 
 
 @pytest.fixture
@@ -128,12 +140,12 @@ def surrounded(monkeypatch):
 
 
 def test_a_process_alone_stays_alone_and_says_so(surrounded):
-    started = place.start(devices=8)  # which it has already
+    started = place.initialize_distributed(devices=8)  # which it has already
     assert started == (0, 1, "alone") and str(started) == "process 0 of 1, alone"
     surrounded({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"})
-    assert place.start() == (0, 1, "alone, by Slurm")
+    assert place.initialize_distributed() == (0, 1, "alone, by Slurm")
     surrounded(SLURM)
-    assert place.start(processes=1) == (0, 1, "alone, as told")
+    assert place.initialize_distributed(processes=1) == (0, 1, "alone, as told")
 
 
 @pytest.mark.parametrize(
@@ -148,13 +160,13 @@ def test_a_process_alone_stays_alone_and_says_so(surrounded):
 )
 def test_what_is_told_by_halves_or_wrongly_is_refused(surrounded, told, words):
     with pytest.raises(ValueError, match=words):
-        place.start(**told)
+        place.initialize_distributed(**told)
 
 
 def test_an_address_in_the_environment_is_not_enough(surrounded):
     surrounded({"JAX_COORDINATOR_ADDRESS": "a:1"})
     with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS came without processes, index"):
-        place.start()
+        place.initialize_distributed()
 
 
 @pytest.mark.parametrize(
@@ -174,15 +186,15 @@ def test_a_package_that_is_needed_and_not_there_is_named(surrounded, package, en
         pytest.skip(f"{package} is there")
     surrounded(environment)
     with pytest.raises(ValueError, match=words):
-        place.start()
+        place.initialize_distributed()
 
 
 def test_after_a_computation_it_is_too_late(surrounded):
     jnp.ones(3).block_until_ready()
-    with pytest.raises(RuntimeError, match=r"JAX has computed already, .* call place.start\(\) first"):
-        place.start("localhost:1", 2, 0)
-    with pytest.raises(RuntimeError, match="JAX has computed already"):
-        place.start(devices=jax.device_count() + 1)
+    with pytest.raises(RuntimeError, match=r"already created its devices .* call it first"):
+        place.initialize_distributed("localhost:1", 2, 0)
+    with pytest.raises(RuntimeError, match="already created its devices"):
+        place.initialize_distributed(devices=jax.device_count() + 1)
     assert not jax.distributed.is_initialized()
 
 
@@ -194,12 +206,12 @@ if by_hand:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(*told)
     told = []
-started = place.start(*told, devices=2)
-again = place.start()
+started = place.initialize_distributed(*told, devices=2)
+again = place.initialize_distributed()
 assert again == (started.index, started.processes, "started before"), again
 assert (jax.process_index(), jax.process_count()) == started[:2]
 try:
-    place.start(processes=3)
+    place.initialize_distributed(processes=3)
     raise SystemExit("three should have been refused")
 except ValueError as error:
     assert "was asked to be process None of 3" in str(error), error

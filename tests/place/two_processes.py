@@ -13,7 +13,7 @@ import numpy as np
 from mlax import place
 
 PLANS = {
-    "fsdp": lambda task: place.fsdp(least=1),
+    "fsdp": lambda task: place.fsdp(min_size=1),
     "tensor": lambda task: place.data(2) * place.tensor(task.model, task.x, 4),
     "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4) * place.data(2),
 }
@@ -21,12 +21,12 @@ PLANS = {
 
 def seen(name, folder):
     """What one process sees of three steps by a plan and of a checkpoint."""
-    from mlax import train  # both after `place.start`
+    from mlax import train  # both after `place.initialize_distributed`
     from tests.place.models import OPTIMIZER, gpt, objective_of
 
     task = gpt()
     plan = PLANS[name](task)
-    step = train.step(objective_of(plan.wired(task.model, task.x)), OPTIMIZER, plan=plan)
+    step = train.step(objective_of(plan.parallelize(task.model, task.x)), OPTIMIZER, plan=plan)
     trainables, non_trainables = plan.init(task.model, jax.random.key(1), task.x)
     state = step.init(jax.random.key(0), trainables, non_trainables)
     here = sum(shard.data.nbytes for leaf in jax.tree.leaves(state.trainables) for shard in leaf.addressable_shards)
@@ -50,7 +50,7 @@ def seen(name, folder):
 
 
 def main(index, processes, port, devices, folder, plans):
-    place.start(f"localhost:{port}", processes, index, devices=devices)
+    place.initialize_distributed(f"localhost:{port}", processes, index, devices=devices)
     jax.config.update("jax_default_matmul_precision", "highest")
     found = {name: seen(name, folder) for name in plans}
     (folder / f"{index}.json").write_text(json.dumps(found))

@@ -302,7 +302,7 @@ def test_a_step_that_cannot_fit_is_refused_before_the_state_is_given_up():
 
     step = train.step(greedy, optim.SGD(0.1))
     state = step.init(jax.random.key(0), {"w": jnp.ones(())})
-    with pytest.raises(place.DoesNotFit, match=r"needs \d.* TiB more .* free; nothing was run.*accumulate=4"):
+    with pytest.raises(place.NotEnoughMemory, match=r"needs \d.* TiB more .* free; nothing was run.*accumulate=4"):
         step(state, {"x": jnp.ones(3)})
     assert not state.trainables["w"].is_deleted()
 

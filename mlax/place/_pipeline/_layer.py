@@ -1,4 +1,4 @@
-"""Pipelined: a repeated layer whose times are dealt out to the devices along a mesh axis."""
+"""Pipelined: a Repeat whose layers are distributed over the devices of a mesh axis."""
 
 from typing import Any, cast
 
@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, with_fields
-from mlax.place._mark import marked
-from mlax.place._microbatches import bubble, merge_microbatches, split_microbatches
+from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, signature, with_fields
 
 
 @frozen
@@ -61,7 +60,7 @@ class Pipelined(Wrapper):
     @property
     def bubble(self) -> float:
         """The share of its time that a stage waits, while the pipeline fills and drains."""
-        return bubble(self.stages, self.microbatches)
+        return bubble_fraction(self.stages, self.microbatches)
 
     def describe(self) -> str:
         """The stages, and what they cost, in a sentence."""
@@ -82,7 +81,7 @@ class Pipelined(Wrapper):
         if kind is None:
             return self.layer.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
         if kind is AxisType.Manual:  # whoever runs the stages wants to know where the pipeline is
-            return marked(self, x, trainables, rng, inference_mode), None
+            return bind_pipeline(self, x, trainables, rng, inference_mode), None
         return merge_microbatches(
             self._all(split_microbatches(x, self.microbatches, "microbatches"), trainables, rng, inference_mode)
         ), None
@@ -119,7 +118,7 @@ class Pipelined(Wrapper):
 
             # while a stage waits it computes for nothing, on numbers that do no harm: a conditional could hang
             first = jax.tree.map(lambda leaf: leaf[0], parts)
-            _, ys = lax.scan(tick, first, (jnp.arange(ticks, dtype=np.int32), _lengthened(parts, last)))
+            _, ys = lax.scan(tick, first, (jnp.arange(ticks, dtype=np.int32), _repeat_last(parts, last)))
             return jax.tree.map(lambda leaf: leaf[None, last:], ys)
 
         piped = jax.shard_map(
@@ -155,10 +154,59 @@ class Pipelined(Wrapper):
             )
 
 
-def _lengthened(parts: Any, more: int) -> Any:
+def _repeat_last(parts: Any, more: int) -> Any:
     """The parts, the last of them some times more."""
 
     def longer(leaf: jax.Array) -> jax.Array:
         return jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (more, *leaf.shape[1:]))])
 
     return jax.tree.map(longer, parts)
+
+
+def split_microbatches(batch: Any, number: int, name: str) -> Any:
+    """The batch in `number` parts on a leading axis, each of every number-th example.
+
+    So no example leaves the device that holds it, if a device holds as many as there are parts, or a multiple.
+    `name` is what the number is called in the error, if it does not divide the batch.
+    """
+
+    def split(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim == 0 or leaf.shape[0] % number:
+            raise ValueError(
+                f"{name} is {number}, but does not divide the batch: {signature(leaf)}; "
+                f"take a batch that is a multiple of {number}."
+            )
+        return jnp.swapaxes(leaf.reshape(leaf.shape[0] // number, number, *leaf.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def merge_microbatches(parts: Any) -> Any:
+    """The batch of which these are the parts."""
+
+    def join(leaf: jax.Array) -> jax.Array:
+        return jnp.swapaxes(leaf, 0, 1).reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+
+    return jax.tree.map(join, parts)
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """The share of its time that a stage waits, while the pipeline fills and drains."""
+    return (stages - 1) / (microbatches + stages - 1)
+
+
+pipeline_p = Primitive("pipelined")
+pipeline_p.multiple_results = True
+
+
+def bind_pipeline(layer: Any, x: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+    """What `layer`, a `Pipelined`, would give, not computed: whoever traced this puts the pipeline in its place."""
+    leaves, tree = jax.tree.flatten((x, trainables, rng))
+    out = pipeline_p.bind(*leaves, layer=layer, tree=tree, inference_mode=inference_mode)
+    return jax.tree.unflatten(jax.tree.structure(x), out)
+
+
+@pipeline_p.def_abstract_eval
+def _(*leaves: Any, layer: Any, tree: Any, inference_mode: bool) -> list[Any]:
+    x, _, _ = jax.tree.unflatten(tree, leaves)
+    return jax.tree.leaves(x)

@@ -1,4 +1,4 @@
-"""A traced function in pieces: what comes before its pipeline, the pipeline, and what comes after."""
+"""Split a traced function at its pipeline: what comes before it, and what comes after."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,16 +7,16 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from mlax.place._mark import MARK
+from mlax.place._pipeline._layer import pipeline_p
 
-CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "custom_jvp_call")  # their bodies may be written out
+INLINABLE = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "custom_jvp_call")  # their bodies may be written out
 
 
-class Piece:
+class SubJaxpr:
     """Some equations of a jaxpr as a function of the jaxpr's inputs, of which it reads those at `reads`."""
 
-    def __init__(self, flat: "Flat", results: Sequence[Any], given: Sequence[Any] = ()):
-        equations, needed = _live(flat.equations, results, given)
+    def __init__(self, flat: "InlinedJaxpr", results: Sequence[Any], given: Sequence[Any] = ()):
+        equations, needed = _dead_code_eliminate(flat.equations, results, given)
         self.reads = tuple(place for place, var in enumerate(flat.inputs) if var in needed)
         # the places of inputs that are given back as they came, by the place among the results
         self.unchanged = {i: flat.inputs.index(var) for i, var in enumerate(results) if var in flat.inputs}
@@ -30,7 +30,7 @@ class Piece:
         return self.run(*(inputs[place] for place in self.reads), *given)
 
 
-class Cut(NamedTuple):
+class SplitJaxpr(NamedTuple):
     """The pieces, each a function of all `inputs`: the arguments' leaves, and what was closed over."""
 
     layer: Any  # the Pipelined
@@ -38,13 +38,13 @@ class Cut(NamedTuple):
     inference_mode: bool
     inputs: dict[int, Any]
     shapes: list[Any]  # of what the function returns
-    weights: Piece  # gives the leaves of the trainables that the pipeline is called on
-    key: Piece  # and of its key, if it has one
-    before: Piece  # and of its x
-    after: Piece  # of the inputs and the leaves of the pipeline's output: all that the function returns
+    weights: SubJaxpr  # gives the leaves of the trainables that the pipeline is called on
+    key: SubJaxpr  # and of its key, if it has one
+    before: SubJaxpr  # and of its x
+    after: SubJaxpr  # of the inputs and the leaves of the pipeline's output: all that the function returns
 
 
-class Flat(NamedTuple):
+class InlinedJaxpr(NamedTuple):
     """A jaxpr whose pipeline is an equation of its own."""
 
     equations: list[Any]
@@ -53,35 +53,37 @@ class Flat(NamedTuple):
     names: Any
 
 
-def cut(function: Any, leaves: Sequence[Any], axis: str) -> Cut:
+def split_at_pipeline(function: Any, leaves: Sequence[Any], axis: str) -> SplitJaxpr:
     """Trace `function(*leaves)`, which returns a flat list, and cut it at its one pipeline over `axis`."""
-    with jax.sharding.use_abstract_mesh(_manual(axis)):
+    with jax.sharding.use_abstract_mesh(_manual_mesh(axis)):
         closed = jax.make_jaxpr(function)(*leaves)
     jaxpr = getattr(closed, "jaxpr", closed)
-    equations, results, consts = _written_out(jaxpr, closed.consts)
-    marks = [equation for equation in equations if equation.primitive is MARK]
+    equations, results, consts = _inline_calls(jaxpr, closed.consts)
+    marks = [equation for equation in equations if equation.primitive is pipeline_p]
     if len(marks) != 1:
-        _refuse(len(marks), equations)
+        _raise_unsupported(len(marks), equations)
     (mark,) = marks
-    flat = Flat([each for each in equations if each is not mark], [*jaxpr.invars, *consts], results, jaxpr.debug_info)
+    flat = InlinedJaxpr(
+        [each for each in equations if each is not mark], [*jaxpr.invars, *consts], results, jaxpr.debug_info
+    )
     params = mark.params
     x, trainables, rng = jax.tree.unflatten(params["tree"], mark.invars)
-    return Cut(
+    return SplitJaxpr(
         params["layer"],
         params["tree"],
         params["inference_mode"],
         dict(enumerate([*leaves, *consts.values()])),
         [atom.aval for atom in results],
-        Piece(_outside(flat, jax.tree.leaves(trainables)), jax.tree.leaves(trainables)),
-        Piece(flat, jax.tree.leaves(rng)),
-        Piece(flat, jax.tree.leaves(x)),
-        Piece(flat, results, mark.outvars),
+        SubJaxpr(_without_mesh_context(flat, jax.tree.leaves(trainables)), jax.tree.leaves(trainables)),
+        SubJaxpr(flat, jax.tree.leaves(rng)),
+        SubJaxpr(flat, jax.tree.leaves(x)),
+        SubJaxpr(flat, results, mark.outvars),
     )
 
 
-def _outside(flat: Flat, weights: Sequence[Any]) -> Flat:
+def _without_mesh_context(flat: InlinedJaxpr, weights: Sequence[Any]) -> InlinedJaxpr:
     """The equations of the pipeline's weights as if they had been traced outside of the stages, where they are run."""
-    equations, _ = _live(flat.equations, weights, ())
+    equations, _ = _dead_code_eliminate(flat.equations, weights, ())
     for equation in equations:
         if list(core.jaxprs_in_params(equation.params)):
             raise ValueError(
@@ -92,7 +94,7 @@ def _outside(flat: Flat, weights: Sequence[Any]) -> Flat:
     return flat._replace(equations=[equation.replace(ctx=context) for equation in equations])
 
 
-def _manual(axis: str) -> Any:
+def _manual_mesh(axis: str) -> Any:
     """The mesh that is set, as it is within the stages."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
@@ -102,7 +104,9 @@ def _manual(axis: str) -> Any:
     return mesh.update_axis_types({axis: jax.sharding.AxisType.Manual})
 
 
-def _live(equations: Iterable[Any], results: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+def _dead_code_eliminate(
+    equations: Iterable[Any], results: Sequence[Any], given: Sequence[Any]
+) -> tuple[list[Any], set[Any]]:
     """The equations that the results need, if some variables are given, and all variables that they need."""
     needed = {var for var in results if _is_variable(var)}
     kept = []
@@ -113,7 +117,7 @@ def _live(equations: Iterable[Any], results: Sequence[Any], given: Sequence[Any]
     return kept[::-1], needed - set(given)
 
 
-def _written_out(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], dict[Any, Any]]:
+def _inline_calls(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], dict[Any, Any]]:
     """Equations, results and constants of a jaxpr, calls that hold the pipeline replaced by what they call."""
     equations: list[Any] = []
     constants = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -124,12 +128,12 @@ def _written_out(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any
 
     for equation in jaxpr.eqns:
         equation = equation.replace(invars=[known(atom) for atom in equation.invars])
-        body = _body(equation)
+        body = _callee_with_pipeline(equation)
         if body is None:
             equations.append(equation)
             continue
         open_body = getattr(body, "jaxpr", body)
-        inner, results, more = _written_out(open_body, getattr(body, "consts", ()))
+        inner, results, more = _inline_calls(open_body, getattr(body, "consts", ()))
         renamed = dict(zip(open_body.invars, equation.invars, strict=True))
 
         def new(atom: Any, renamed: dict[Any, Any] = renamed) -> Any:
@@ -141,16 +145,16 @@ def _written_out(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any
     return equations, [known(atom) for atom in jaxpr.outvars], constants
 
 
-def _body(equation: Any) -> Any:
+def _callee_with_pipeline(equation: Any) -> Any:
     """What an equation calls, if that holds a pipeline and the equation only calls it."""
-    if equation.primitive.name not in CALLS or not _holds_mark(equation):
+    if equation.primitive.name not in INLINABLE or not _contains_pipeline(equation):
         return None
     return next(equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params)
 
 
-def _holds_mark(equation: Any) -> bool:
-    return equation.primitive is MARK or any(
-        _holds_mark(inner) for body in core.jaxprs_in_params(equation.params) for inner in body.eqns
+def _contains_pipeline(equation: Any) -> bool:
+    return equation.primitive is pipeline_p or any(
+        _contains_pipeline(inner) for body in core.jaxprs_in_params(equation.params) for inner in body.eqns
     )
 
 
@@ -158,8 +162,10 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _refuse(found: int, equations: list[Any]) -> None:
-    holders = [each.primitive.name for each in equations if each.primitive is not MARK and _holds_mark(each)]
+def _raise_unsupported(found: int, equations: list[Any]) -> None:
+    holders = [
+        each.primitive.name for each in equations if each.primitive is not pipeline_p and _contains_pipeline(each)
+    ]
     if holders:
         raise ValueError(
             f"one_forward_one_backward: the pipelined part is called within a {holders[0]}; call it outside of that, "
@@ -168,7 +174,7 @@ def _refuse(found: int, equations: list[Any]) -> None:
     if not found:
         raise ValueError(
             "one_forward_one_backward: the objective calls no pipelined part; let it call the model that "
-            "plan.wired(model, x) gives."
+            "plan.parallelize(model, x) gives."
         )
     raise ValueError(
         f"one_forward_one_backward: the objective calls {found} pipelined parts, but this schedule runs one, since its "
