@@ -1,4 +1,4 @@
-"""The contract, the combinators, initialisers and surgery: what `import mlax` gives directly."""
+"""The contract, combinators, wrappers, surgery and initializers: the names of `mlax` itself."""
 
 from mlax._jax import named_key
 from mlax.core._checks import check_key
