@@ -16,7 +16,7 @@ from mlax._jax import abstract_key, named_key
 from mlax.core._checks import check_is_dict
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import fields_of, frozen, with_fields
-from mlax.core._layer import Layer, Tree, cached_by_shape, jitted_init, shape_dtypes
+from mlax.core._layer import Layer, Tree, cached_by_shape, header, jitted_init, shape_dtypes
 
 
 class Sub:
@@ -103,7 +103,7 @@ class Composite(Layer):
         return sized.wire(Sub(sized, call, inference_mode), x), _drop_empty(state)
 
     def tree_lines(self) -> list[str]:
-        lines = [self.header()]
+        lines = [header(self)]
         for name, part in parts_of(self).items():
             first, *rest = part.tree_lines()
             lines += [f"  {name}: {first}", *(f"  {line}" for line in rest)]

@@ -85,7 +85,7 @@ class Layer(abc.ABC):
         check_shapes(self, wanted[0], trainables)
 
     def __str__(self) -> str:
-        return "\n".join(self.tree_lines())
+        return "\n".join(type(self).tree_lines(self))  # unbound: it may not be hashable yet
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # what a notebook shows
@@ -94,10 +94,11 @@ class Layer(abc.ABC):
         """The lines that `print` shows: the layer, and its parts indented below it."""
         return repr(self).splitlines()
 
-    def header(self) -> str:
-        """The repr without the layers in its fields."""
-        arguments = [(prefix, value) for prefix, value in repr_arguments(self) if not _has_layers(value)]
-        return call_repr(type(self).__name__, arguments)
+
+def header(layer: Layer) -> str:
+    """The repr of a layer without the layers in its fields."""
+    arguments = [(prefix, value) for prefix, value in repr_arguments(layer) if not _has_layers(value)]
+    return call_repr(type(layer).__name__, arguments)
 
 
 def shape_dtypes(x: Any) -> Any:

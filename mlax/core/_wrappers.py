@@ -15,7 +15,7 @@ from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
 from mlax.core._composite import check_layer
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import frozen
-from mlax.core._layer import Layer, Tree, cached_by_shape, variable_shapes
+from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
 
 Mode = Literal["scan", "remat", "unroll"]
 
@@ -37,7 +37,7 @@ class Wrapper(Layer):
 
     def tree_lines(self) -> list[str]:
         first, *rest = self.layer.tree_lines()
-        return [f"{self.header()} of {first}", *rest]
+        return [f"{header(self)} of {first}", *rest]
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Do nothing: `layer` checks its variables."""
