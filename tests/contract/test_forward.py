@@ -8,7 +8,7 @@ import pytest
 
 import mlax
 from mlax import dtypes
-from mlax._jax._memory import to_device
+from mlax._jax import to_device
 from tests.asserts import assert_close
 
 TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import nn
-from mlax._jax._random import abstract_key
+from mlax._jax import abstract_key
 from tests.catalogue import ROWS
 
 # JAX computes a convolution of all time steps as one of a longer batch, and cannot merge an axis with a split one.

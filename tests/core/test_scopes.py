@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlax._jax._name_stack import fused_op_names, path_of, scopes_of_op_name
+from mlax._jax import fused_op_names, path_of, scopes_of_op_name
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ def pages():
 
 
 def test_every_room_has_a_page():
-    assert {room.__name__ for room in rooms().values()} == {f"mlax.{room}" for room in BELOW if room != "cli"}
+    assert {room.__name__ for room in rooms().values()} == {
+        f"mlax.{room}" for room in BELOW if room not in ("_jax", "cli")
+    }
 
 
 @pytest.mark.parametrize("page", rooms())

@@ -1,12 +1,14 @@
 """Leaves in host memory are updated like resident ones, piece by piece, and stay where they are."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mlax import optim
-from mlax._jax import _memory, to_host
+from mlax._jax import plan_chunks, to_host
 from tests.asserts import assert_close
 
 STACKED = ("blocks/**",)
@@ -33,7 +35,7 @@ NARROW = ("Master", "Stochastic", "Kahan")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 1)
+    monkeypatch.setattr(inspect.getmodule(plan_chunks), "MIN_CHUNK_BYTES", 1)
 
 
 def trees(dtype, seed=0):
@@ -112,7 +114,7 @@ def test_accumulate_refuses_to_add_up_inside_of_its_condition():
 
 
 def test_small_leaves_are_fetched_as_a_whole(monkeypatch):
-    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 2**22)
+    monkeypatch.setattr(inspect.getmodule(plan_chunks), "MIN_CHUNK_BYTES", 2**22)
     leaf = to_host(jnp.ones((4096, 1024)))
-    assert _memory.plan_chunks({"small": [leaf[:8]], "device": [jnp.ones((4096, 1024))]}) == []
-    assert _memory.plan_chunks({"large": [leaf]}) == [(["large"], 4)]
+    assert plan_chunks({"small": [leaf[:8]], "device": [jnp.ones((4096, 1024))]}) == []
+    assert plan_chunks({"large": [leaf]}) == [(["large"], 4)]

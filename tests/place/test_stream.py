@@ -1,5 +1,7 @@
 """A streamed model computes and trains like the resident one, and its weights and slots stay in host memory."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mlax
 from mlax import nn, optim, place, train
-from mlax._jax import _memory
+from mlax._jax import plan_chunks
 from tests.arrays import normal
 from tests.asserts import assert_close
 from tests.layers import Block
@@ -149,7 +151,7 @@ ADAM = optim.AdamW(1e-2)
     ids=["plain", "clipped", "guarded", "in parts", "scaled"],
 )
 def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeypatch):
-    monkeypatch.setattr(_memory, "MIN_CHUNK_BYTES", 1)
+    monkeypatch.setattr(inspect.getmodule(plan_chunks), "MIN_CHUNK_BYTES", 1)
     losses, resident, _ = trained(False, optimizer, **options)
     same, state, step = trained(True, optimizer, **options)
     np.testing.assert_allclose(same, losses, rtol=1e-6)
