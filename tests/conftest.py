@@ -4,8 +4,7 @@ import gc
 import os
 from pathlib import Path
 
-# A simulated device that waits for others holds a thread; with one for each device, XLA's CPU client can come to wait
-# in two places at once, for ever.
+# A simulated device that waits for others blocks a thread; with one thread per device, XLA's CPU client can deadlock.
 os.environ.setdefault("NPROC", "32")
 
 import jax
@@ -16,7 +15,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")  # on a GPU, float32 means float32 here
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Tests build the same small programs again and again; what one has compiled the others find on disk.
+# Tests compile the same small programs again and again; the others find on disk what one has compiled.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -26,7 +25,7 @@ with install_import_hook("mlax.ops", "beartype.beartype"):
     import mlax.ops  # noqa: F401
 
 
-from tests.catalogue.row import FLOATS  # noqa: E402  # after `ops` has been imported under the hook
+from tests.catalogue.row import FLOATS, Row  # noqa: E402  # after `ops` has been imported under the hook
 
 
 @pytest.fixture(params=FLOATS)
@@ -37,35 +36,41 @@ def dtype(request):
 
 @pytest.fixture(scope="session")
 def thorough(request):
-    """Whether all is to be tested, however long it takes."""
+    """Whether `--thorough` is given."""
     return request.config.getoption("--thorough")
 
 
-HASTY = ("contract", "core", "docs", "dtypes", "files", "inspect", "nn", "optim", "place", "train")
-
-
-@pytest.fixture(autouse=True)
-def compiled_in_haste(request):
-    """Leave out the costly passes of the compiler where thousands of small programs are compiled, here and in children.
-
-    With `--thorough` everything is compiled as users compile it.
-    """
-    haste = request.path.parent.name in HASTY and not request.config.getoption("--thorough")
-    jax.config.update("jax_disable_most_optimizations", haste)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(haste)
-
-
 def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="every row of the catalogue in every dtype")
+    parser.addoption("--thorough", action="store_true", help="every test, over every row of the catalogue and dtype")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "thorough: is left out unless `--thorough` is given")
-    if not config.getoption("--thorough") and jax.__version_info__ < (0, 11):  # later ones have no such flag
-        # The loops that XLA had before its fusion emitters compute the same, and take a third of the time to compile.
-        # A program that is compiled in one piece takes a fifth less than in pieces, of which each begins anew.
-        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
+    config.addinivalue_line("markers", "thorough: runs only with `--thorough`")
+    config.addinivalue_line("markers", "every_row: runs over the variants in the catalogue, too")
+    config.addinivalue_line("markers", "every_dtype: only traces, so that it runs in float16 and float64, too")
+    if not config.getoption("--thorough"):
+        _compile_quickly()
+
+
+def _compile_quickly():
+    """Leave out the costly passes of the compiler, in every test and in child processes.
+
+    Thousands of small programs are compiled and run once. With `--thorough` they are compiled as users compile them.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "True"
+    if jax.__version_info__ < (0, 11):  # later versions do not have these flags
+        # XLA's older loop emitters compute the same, and compile in a third of the time. Compiling a program in one
+        # piece takes a fifth less time than in several, each with its own start-up.
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
+def pytest_itemcollected(item):
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    row, marks = parameters.get("row"), {mark.name for mark in item.iter_markers()}
+    if isinstance(row, Row) and row.is_left_to_thorough(marks, parameters.get("dtype")):
+        item.add_marker("thorough")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -76,4 +81,4 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # all that was imported stays; the collector need not look through it again and again
+    gc.freeze()  # the imported modules stay; the collector need not traverse them again and again

@@ -1,12 +1,13 @@
-"""The catalogue: one row for each public layer. Every promise of the contract is tested over every row.
+"""The catalogue: at least one row for each public layer and optimizer; every promise is tested over every row.
 
-A row is named after its layer; further words tell rows of one layer apart. One file for each family.
+A row is named after what it builds; further words tell apart the rows of one layer. Each family has a file.
 """
 
-from tests.catalogue import attention, conv, core, experts, first, norms, place, place_pipeline, recurrent
-from tests.catalogue.row import FLOATS, Row
+from tests.catalogue import attention, conv, core, experts, linear, norms, optimizers, place, recurrent
+from tests.catalogue.row import FLOATS, LayerRow, OptimizerRow, Row
 
-FAMILIES = (core, first, conv, norms, attention, experts, recurrent, place, place_pipeline)
-ROWS: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.ROWS.items()}
+FAMILIES = (core, linear, conv, norms, attention, experts, recurrent, place)
+LAYERS: dict[str, LayerRow] = {name: row for family in FAMILIES for name, row in family.ROWS.items()}
+OPTIMIZERS: dict[str, OptimizerRow] = optimizers.ROWS
 
-__all__ = ["FLOATS", "ROWS", "Row"]
+__all__ = ["FLOATS", "LAYERS", "OPTIMIZERS", "LayerRow", "OptimizerRow", "Row"]

@@ -4,7 +4,7 @@ import numpy as np
 
 from mlax import nn
 from tests.catalogue.core import normed
-from tests.catalogue.row import Row
+from tests.catalogue.row import LayerRow
 
 
 def attend(
@@ -107,43 +107,46 @@ def linears(d, source, inner, kv, bias=True):
 QKV = {"query": (3, 5, 4, 6), "key": (3, 7, 2, 6), "value": (3, 7, 2, 6)}
 
 ROWS = {
-    "Attention": Row(
+    "Attention": LayerRow(
         lambda dtype: nn.Attention(),
         QKV,
         ({}, {}),
         lambda x, w: attend_to(x),
         tolerance=3e-6,
     ),
-    "Attention everything": Row(
+    "Attention everything": LayerRow(
         lambda dtype: nn.Attention(causal=True, window=3, softcap=2.0, sinks=True, alibi=True, scale=0.5),
         QKV,
         ({"sinks": (4,)}, {}),
         lambda x, w: attend_to(x, causal=True, window=3, softcap=2.0, sinks=w["sinks"], alibi=True, scale=0.5),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Attention chunked": Row(
+    "Attention chunked": LayerRow(
         lambda dtype: nn.Attention(causal=True, softcap=2.0, sinks=True, implementation="chunked"),
         QKV,
         ({"sinks": (4,)}, {}),
         lambda x, w: attend_to(x, causal=True, softcap=2.0, sinks=w["sinks"]),
         tolerance=3e-6,
+        variant=True,
     ),
-    "MultiHeadAttention": Row(
+    "MultiHeadAttention": LayerRow(
         lambda dtype: nn.MultiHeadAttention(2),
         (3, 5, 6),
         (linears(6, 6, 6, 6), {}),
         lambda x, w: multi_head(x, w, heads=2),
         tolerance=3e-6,
     ),
-    "MultiHeadAttention cross": Row(
+    "MultiHeadAttention cross": LayerRow(
         lambda dtype: nn.MultiHeadAttention(4, kv_heads=2, head_width=3, bias=False, dropout=0.2),
         ((3, 5, 6), (3, 7, 4)),
         (linears(6, 4, 12, 6, bias=False), {}),
         lambda x, w: multi_head(x[0], w, heads=4, kv_heads=2, source=x[1]),
         needs_key=True,
         tolerance=3e-6,
+        variant=True,
     ),
-    "MultiHeadAttention decoder": Row(
+    "MultiHeadAttention decoder": LayerRow(
         lambda dtype: nn.MultiHeadAttention(
             4,
             kv_heads=1,
@@ -170,8 +173,9 @@ ROWS = {
             norm=normed,
         ),
         tolerance=1e-5,
+        variant=True,
     ),
-    "MultiHeadAttention relative": Row(
+    "MultiHeadAttention relative": LayerRow(
         lambda dtype: nn.MultiHeadAttention(2, relative=nn.RelativeBias(2, buckets=8, farthest=20, param_dtype=dtype)),
         (3, 5, 6),
         (linears(6, 6, 6, 6) | {"relative/table": (8, 2)}, {}),
@@ -179,41 +183,45 @@ ROWS = {
             x, w, heads=2, bias=relative((np.arange(5)[None], np.arange(5)[None]), {"table": w["relative/table"]})
         ),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Rotary": Row(lambda dtype: nn.Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
-    "Rotary partial": Row(
+    "Rotary": LayerRow(lambda dtype: nn.Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
+    "Rotary partial": LayerRow(
         lambda dtype: nn.Rotary(base=500_000.0, width=4, scaling=nn.Llama3Scaling()),
         (3, 5, 2, 8),
         ({}, {}),
         lambda x, w: rotate(x, llama3(frequencies(4, 500_000.0))),
+        variant=True,
     ),
-    "LearnedPositions": Row(
+    "LearnedPositions": LayerRow(
         lambda dtype: nn.LearnedPositions(9),
         (3, 5, 4),
         ({"table": (9, 4)}, {}),
         lambda x, w: x + w["table"][:5],
     ),
-    "LearnedPositions decoding": Row(
+    "LearnedPositions decoding": LayerRow(
         lambda dtype: nn.LearnedPositions(9, decoding=True),
         (3, 5, 4),
         ({"table": (9, 4)}, {"count": ()}),
         lambda x, w: x + w["table"][:5],
+        variant=True,
     ),
-    "SinusoidalPositions": Row(
+    "SinusoidalPositions": LayerRow(
         lambda dtype: nn.SinusoidalPositions(), (3, 5, 8), ({}, {}), lambda x, w: x + sinusoids(5, 8)
     ),
-    "RelativeBias": Row(
+    "RelativeBias": LayerRow(
         lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, param_dtype=dtype),
         ((4, 5), (4, 7)),
         ({"table": (8, 3)}, {}),
         relative,
         integers=40,
     ),
-    "RelativeBias one-sided": Row(
+    "RelativeBias one-sided": LayerRow(
         lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, bidirectional=False, param_dtype=dtype),
         ((4, 5), (4, 7)),
         ({"table": (8, 3)}, {}),
         lambda x, w: relative(x, w, bidirectional=False),
         integers=40,
+        variant=True,
     ),
 }

@@ -8,7 +8,7 @@ import numpy as np
 
 import mlax
 from mlax import nn
-from tests.catalogue.row import Row
+from tests.catalogue.row import LayerRow
 
 
 def cut(x, window, strides, pads, dilation=None, fill=0.0, mode="constant"):
@@ -98,14 +98,14 @@ def log_add(a, b):
 NORMAL = mlax.Normal(1.0)
 
 ROWS = {
-    "Conv": Row(
+    "Conv": LayerRow(
         lambda dtype: nn.Conv(4, (3, 2), bias_init=NORMAL),
         (2, 5, 4, 3),
         shapes((4, 3, 2, 3), 4),
         lambda x, w: conv(x, w["kernel"], w["bias"], (1, 1), [(1, 1), (0, 1)]),
         tolerance=3e-6,
     ),
-    "Conv grouped": Row(
+    "Conv grouped": LayerRow(
         lambda dtype: nn.Conv(
             6, 3, strides=2, padding="CAUSAL", dilation=2, groups=2, layout="channel_first", bias_init=NORMAL
         ),
@@ -113,15 +113,17 @@ ROWS = {
         shapes((6, 2, 3), 6),
         lambda x, w: first(conv(last(x), last(w["kernel"]), w["bias"], (2,), [(4, 0)], (2,), groups=2)),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Conv depthwise": Row(
+    "Conv depthwise": LayerRow(
         lambda dtype: nn.Conv(6, 3, pad_with="circular", groups="depthwise", bias=False),
         (2, 4, 5, 3),
         ({"kernel": (6, 3, 3, 1)}, {}),
         lambda x, w: conv(x, w["kernel"], 0, (1, 1), [(1, 1), (1, 1)], groups=3, mode="wrap"),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Conv volume": Row(
+    "Conv volume": LayerRow(
         lambda dtype: nn.Conv(
             3, 2, strides=(1, 2, 1), padding=((1, 0), 1, 0), pad_with="reflect", layout="NDHWC/DHWIO", bias_init=NORMAL
         ),
@@ -131,15 +133,16 @@ ROWS = {
             x, np.moveaxis(w["kernel"], -1, 0), w["bias"], (1, 2, 1), [(1, 0), (1, 1), (0, 0)], mode="reflect"
         ),
         tolerance=3e-6,
+        variant=True,
     ),
-    "ConvTranspose": Row(
+    "ConvTranspose": LayerRow(
         lambda dtype: nn.ConvTranspose(4, 3, strides=2, bias_init=NORMAL),
         (2, 3, 4, 3),
         shapes((4, 3, 3, 3), 4),
         lambda x, w: conv_transpose(x, w["kernel"], w["bias"], (2, 2), [(0, 1), (0, 1)]),
         tolerance=3e-6,
     ),
-    "ConvTranspose grouped": Row(
+    "ConvTranspose grouped": LayerRow(
         lambda dtype: nn.ConvTranspose(
             6,
             3,
@@ -155,67 +158,72 @@ ROWS = {
         shapes((6, 2, 3), 6),
         lambda x, w: first(conv_transpose(last(x), last(w["kernel"]), w["bias"], (3,), [(1, 2)], (1,), (2,), groups=2)),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Patches": Row(
+    "Patches": LayerRow(
         lambda dtype: nn.Patches((2, 3), strides=(2, 1), padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: cut(x, (2, 3), (2, 1), [(0, 1), (1, 1)]).reshape(2, 3, 4, 18),
     ),
-    "Patches apart": Row(
+    "Patches apart": LayerRow(
         lambda dtype: nn.Patches(2, layout="channel_first"),
         (2, 3, 5, 4),
         ({}, {}),
         lambda x, w: np.einsum("bhwijc->bcijhw", cut(last(x), (2, 2), (2, 2), [(0, 0)] * 2)).reshape(2, 12, 2, 2),
+        variant=True,
     ),
-    "Pool": Row(
+    "Pool": LayerRow(
         lambda dtype: nn.Pool(log_add, -math.inf, 3, strides=1, padding="SAME"),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.logaddexp.reduce, (3, 3), (1, 1), [(1, 1), (1, 1)], fill=-math.inf),
         tolerance=3e-6,
     ),
-    "MaxPool": Row(
+    "MaxPool": LayerRow(
         lambda dtype: nn.MaxPool(2),
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.max, (2, 2), (2, 2), [(0, 0), (0, 0)]),
     ),
-    "MaxPool overlapping": Row(
+    "MaxPool overlapping": LayerRow(
         lambda dtype: nn.MaxPool((3, 2), strides=(2, 1), padding="SAME", layout="channel_first"),
         (2, 3, 5, 4),
         ({}, {}),
         lambda x, w: first(pool(last(x), np.max, (3, 2), (2, 1), [(1, 1), (0, 1)], fill=-math.inf)),
+        variant=True,
     ),
-    "SumPool": Row(
+    "SumPool": LayerRow(
         lambda dtype: nn.SumPool(3, strides=1, dilation=2),
         (2, 7, 3),
         ({}, {}),
         lambda x, w: pool(x, np.sum, (3,), (1,), [(0, 0)], (2,)),
     ),
-    "MeanPool": Row(
+    "MeanPool": LayerRow(
         lambda dtype: nn.MeanPool(3, strides=2, padding=1, ceil=True),
         (2, 6, 5, 3),
         ({}, {}),
         lambda x, w: pool(x, np.nanmean, (3, 3), (2, 2), [(1, 2), (1, 1)], fill=math.nan),
     ),
-    "GlobalPool": Row(lambda dtype: nn.GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
-    "GlobalPool max": Row(
+    "GlobalPool": LayerRow(lambda dtype: nn.GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
+    "GlobalPool max": LayerRow(
         lambda dtype: nn.GlobalPool(by="max", keep_axes=True, layout="channel_first"),
         (2, 3, 4, 5),
         ({}, {}),
         lambda x, w: x.max((2, 3), keepdims=True),
+        variant=True,
     ),
-    "AdaptivePool": Row(
+    "AdaptivePool": LayerRow(
         lambda dtype: nn.AdaptivePool((3, None)),
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.mean, (3, 4)),
     ),
-    "AdaptivePool max": Row(
+    "AdaptivePool max": LayerRow(
         lambda dtype: nn.AdaptivePool((3, 2), by="max"),
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.max, (3, 2)),
+        variant=True,
     ),
 }

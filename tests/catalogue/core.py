@@ -4,7 +4,7 @@ import numpy as np
 
 import mlax
 from mlax import dtypes, nn
-from tests.catalogue.row import Row
+from tests.catalogue.row import LayerRow
 from tests.layers import Block, Cell, Count, tanh
 
 
@@ -33,8 +33,8 @@ def block(x, w):
     return x + gelu(h @ w["up/kernel"] + w["up/bias"]) @ w["down/kernel"] + w["down/bias"]
 
 
-def repeated(x, w):
-    for time in range(3):
+def repeated(x, w, times=3):
+    for time in range(times):
         x = block(x, {path: leaf[time] for path, leaf in w.items()})
     return x
 
@@ -49,7 +49,7 @@ BLOCK = {
 }
 
 ROWS = {
-    "Series": Row(
+    "Series": LayerRow(
         lambda dtype: mlax.Series(nn.Linear(8), mlax.F(tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
         (4, 6),
         (
@@ -59,20 +59,20 @@ ROWS = {
         lambda x, w: affine(np.tanh(affine(x, w, "linear_0")), w, "head"),
         needs_key=True,
     ),
-    "Parallel": Row(
+    "Parallel": LayerRow(
         lambda dtype: mlax.Parallel(nn.Linear(2), mlax.F(tanh), twice=nn.Linear(3)),
         (4, 6),
         ({"linear_0/kernel": (6, 2), "linear_0/bias": (2,), "twice/kernel": (6, 3), "twice/bias": (3,)}, {}),
         lambda x, w: (affine(x, w, "linear_0"), np.tanh(x), affine(x, w, "twice")),
     ),
-    "Residual": Row(
+    "Residual": LayerRow(
         lambda dtype: mlax.Residual(nn.Linear(5), shortcut=nn.Linear(5, bias=False)),
         (4, 6),
         ({"layer/kernel": (6, 5), "layer/bias": (5,), "shortcut/kernel": (6, 5)}, {}),
         lambda x, w: affine(x, w, "layer") + x @ w["shortcut/kernel"],
     ),
-    "F": Row(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
-    "Repeat": Row(
+    "F": LayerRow(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
+    "Repeat": LayerRow(
         lambda dtype: mlax.Repeat(Block(6), 3),
         (4, 6),
         ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
@@ -80,45 +80,48 @@ ROWS = {
         needs_key=True,
         tolerance=3e-6,
     ),
-    "Repeat remat": Row(
+    "Repeat remat": LayerRow(
         lambda dtype: mlax.Repeat(Block(6), 3, mode="remat"),
         (4, 6),
         ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
         repeated,
         needs_key=True,
         tolerance=3e-6,
+        variant=True,
     ),
-    "Repeat unroll": Row(
+    "Repeat unroll": LayerRow(
         lambda dtype: mlax.Repeat(Block(6), 3, mode="unroll"),
         (4, 6),
         ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
         repeated,
         needs_key=True,
         tolerance=3e-6,
+        variant=True,
     ),
-    "Recurrent": Row(
+    "Recurrent": LayerRow(
         lambda dtype: mlax.Recurrent(Cell(5)),
         (4, 7, 3),
         ({"kernel": (3, 5), "recurrent": (5, 5), "bias": (5,)}, {}),
         elman,
     ),
-    "Remat": Row(
+    "Remat": LayerRow(
         lambda dtype: mlax.Remat(Block(6)), (4, 6), (BLOCK, {"count/calls": ()}), block, needs_key=True, tolerance=3e-6
     ),
-    "Map": Row(
+    "Map": LayerRow(
         lambda dtype: mlax.Map(nn.Linear(4), axis=1, variables=0),
         (5, 3, 6),
         ({"kernel": (3, 6, 4), "bias": (3, 4)}, {}),
         lambda x, w: np.einsum("bad,adf->baf", x, w["kernel"]) + w["bias"],
     ),
-    "Map shared": Row(
+    "Map shared": LayerRow(
         lambda dtype: mlax.Map(nn.LayerNorm(), axis=-1),
         (5, 3, 6),
         ({"scale": (3,), "shift": (3,)}, {}),
         lambda x, w: normed(x, w["scale"][:, None], w["shift"][:, None], axes=1),
         tolerance=3e-6,
+        variant=True,
     ),
-    "Tied": Row(
+    "Tied": LayerRow(
         lambda dtype: mlax.Tied(
             mlax.Series(up=nn.Linear(8, bias=False), tanh=mlax.F(tanh), down=nn.Linear(6)),
             mlax.Tie("down/kernel", to="up/kernel", transpose=True),
@@ -127,12 +130,13 @@ ROWS = {
         ({"up/kernel": (6, 8), "down/bias": (6,)}, {}),
         lambda x, w: np.tanh(x @ w["up/kernel"]) @ w["up/kernel"].T + w["down/bias"],
     ),
-    "Mixed": Row(
+    "Mixed": LayerRow(
         lambda dtype: dtypes.Mixed(Block(6), compute=dtype, output=dtype, param_dtype=dtype),
         (4, 6),
         (BLOCK, {"count/calls": ()}),
         block,
         needs_key=True,
         tolerance=3e-6,
+        no_dtype_error="Mixed casts its input",
     ),
 }

@@ -6,7 +6,7 @@ import numpy as np
 import mlax
 from mlax import nn
 from tests.catalogue.core import affine, gelu
-from tests.catalogue.row import Row
+from tests.catalogue.row import LayerRow
 
 
 def moe(x, router, expert, k, capacity, renormalize=True):
@@ -79,43 +79,45 @@ def folded(outputs, shape):
 
 
 ROWS = {
-    "MoE": Row(
+    "MoE": LayerRow(
         lambda dtype: nn.MoE(nn.Linear(5), 4, k=2, capacity_factor=0.75),
         (3, 8, 6),
         (EXPERTS, {}),
         lambda x, w: moe(x, w["router/kernel"], linear_expert(w), 2, 3),
         tolerance=3e-6,
     ),
-    "MoE unlimited": Row(
+    "MoE unlimited": LayerRow(
         lambda dtype: nn.MoE(nn.Linear(5), 4, k=1, capacity_factor=None, noise=0.1),
         (3, 2, 4, 6),
         (EXPERTS, {}),
         lambda x, w: folded(moe(x.reshape(3, 8, 6), w["router/kernel"], linear_expert(w), 1, 8), (3, 2, 4, 5)),
         needs_key=True,
         tolerance=3e-6,
+        variant=True,
     ),
-    "Mamba": Row(
+    "Mamba": LayerRow(
         lambda dtype: nn.Mamba(6, states=4, window=3, chunk=3),
         (2, 7, 6),
         (MAMBA, {}),
         lambda x, w: mamba(x, w, 4, 3),
         tolerance=3e-6,
     ),
-    "Mamba decode": Row(
+    "Mamba decode": LayerRow(
         lambda dtype: nn.Mamba(6, states=4, window=3, chunk=3, decode=True),
         (1, 7, 6),
         (MAMBA, {"filter/window": (1, 2, 12), "scan/state": (1, 12, 4)}),
         lambda x, w: mamba(x, w, 4, 3),
         tolerance=3e-6,
+        variant=True,
     ),
-    "LoRA": Row(
+    "LoRA": LayerRow(
         lambda dtype: nn.LoRA(nn.Linear(5), rank=2, alpha=3.0, up_init=mlax.Normal(0.5)),
         (4, 3, 6),
         ({"kernel": (6, 5), "bias": (5,), "lora/down": (6, 2), "lora/up": (2, 5)}, {}),
         lambda x, w: x @ w["kernel"] + w["bias"] + 1.5 * x @ w["lora/down"] @ w["lora/up"],
         tolerance=3e-6,
     ),
-    "MLP": Row(
+    "MLP": LayerRow(
         lambda dtype: nn.MLP((8, 7, 5)),
         (4, 3, 6),
         (
@@ -132,13 +134,13 @@ ROWS = {
         lambda x, w: affine(gelu(affine(gelu(affine(x, w, "linear_0")), w, "linear_1")), w, "linear_2"),
         tolerance=3e-6,
     ),
-    "GLU": Row(
+    "GLU": LayerRow(
         lambda dtype: nn.GLU(5, activation=jax.nn.gelu),
         (4, 3, 6),
         ({"gate/kernel": (6, 5), "value/kernel": (6, 5)}, {}),
         lambda x, w: gelu(x @ w["gate/kernel"]) * (x @ w["value/kernel"]),
         tolerance=3e-6,
     ),
-    "Flatten": Row(lambda dtype: nn.Flatten(), (4, 3, 2, 6), ({}, {}), lambda x, w: x.reshape(4, 36)),
-    "Reshape": Row(lambda dtype: nn.Reshape((2, -1)), (4, 3, 6), ({}, {}), lambda x, w: x.reshape(4, 2, 9)),
+    "Flatten": LayerRow(lambda dtype: nn.Flatten(), (4, 3, 2, 6), ({}, {}), lambda x, w: x.reshape(4, 36)),
+    "Reshape": LayerRow(lambda dtype: nn.Reshape((2, -1)), (4, 3, 6), ({}, {}), lambda x, w: x.reshape(4, 2, 9)),
 }

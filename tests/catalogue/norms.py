@@ -5,7 +5,7 @@ import numpy as np
 import mlax
 from mlax import nn
 from tests.catalogue.core import normed
-from tests.catalogue.row import Row
+from tests.catalogue.row import LayerRow
 
 
 def grouped(x, w, groups):
@@ -28,69 +28,81 @@ AFFINE = {"scale": (6,), "shift": (6,)}
 RUNNING = {"mean": (6,), "var": (6,)}
 
 ROWS = {
-    "BatchNorm": Row(
+    "BatchNorm": LayerRow(
         lambda dtype: nn.BatchNorm(),
         (5, 3, 6),
         (AFFINE, RUNNING),
         lambda x, w: x / np.sqrt(1 + 1e-5) * w["scale"] + w["shift"],
         tolerance=3e-6,
     ),
-    "BatchNorm corrected": Row(
+    "BatchNorm corrected": LayerRow(
         lambda dtype: nn.BatchNorm(axis=1, corrected=True, shift=False),
         (5, 6, 3, 2),
         ({"scale": (6,)}, {**RUNNING, "count": ()}),
         lambda x, w: x / np.sqrt(1 + 1e-5) * first(w["scale"]),
         tolerance=3e-6,
+        variant=True,
     ),
-    "BatchNorm frozen": Row(
+    "BatchNorm frozen": LayerRow(
         lambda dtype: nn.BatchNorm(frozen=True, scale=False, shift=False),
         (5, 3, 6),
         ({}, RUNNING),
         lambda x, w: x / np.sqrt(1 + 1e-5),
+        variant=True,
     ),
-    "RMSNorm": Row(
+    "LayerNorm": LayerRow(
+        lambda dtype: nn.LayerNorm(),
+        (4, 3, 6),
+        ({"scale": (6,), "shift": (6,)}, {}),
+        lambda x, w: normed(x, w["scale"], w["shift"]),
+        tolerance=3e-6,
+    ),
+    "RMSNorm": LayerRow(
         lambda dtype: nn.RMSNorm(),
         (4, 3, 6),
         ({"scale": (6,)}, {}),
         lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w["scale"],
         tolerance=3e-6,
     ),
-    "RMSNorm bare": Row(
+    "RMSNorm bare": LayerRow(
         lambda dtype: nn.RMSNorm(axes=(-2, -1), scale=False, eps=1e-2),
         (4, 3, 6),
         ({}, {}),
         lambda x, w: x / np.sqrt((x**2).mean((-2, -1), keepdims=True) + 1e-2),
         tolerance=3e-6,
+        variant=True,
     ),
-    "GroupNorm": Row(
+    "GroupNorm": LayerRow(
         lambda dtype: nn.GroupNorm(3),
         (4, 3, 2, 6),
         (AFFINE, {}),
         lambda x, w: grouped(x, w, 3),
         tolerance=3e-6,
     ),
-    "GroupNorm channel-first": Row(
+    "GroupNorm channel-first": LayerRow(
         lambda dtype: nn.GroupNorm(2, axis=-3, shift=False),
         (4, 6, 3, 2),
         ({"scale": (6,)}, {}),
         lambda x, w: np.moveaxis(grouped(np.moveaxis(x, 1, -1), w, 2), -1, 1),
         tolerance=3e-6,
+        variant=True,
     ),
-    "InstanceNorm": Row(
+    "InstanceNorm": LayerRow(
         lambda dtype: nn.InstanceNorm(),
         (4, 3, 2, 6),
         (AFFINE, {}),
         lambda x, w: normed(x, w["scale"], w["shift"], axes=(1, 2)),
         tolerance=3e-6,
     ),
-    "InstanceNorm bare": Row(
+    "InstanceNorm bare": LayerRow(
         lambda dtype: nn.InstanceNorm(axis=1, scale=False, shift=False),
         (4, 3, 8),
         ({}, {}),
         lambda x, w: normed(x, axes=2),
         tolerance=3e-6,
+        variant=True,
     ),
-    "WeightNorm": Row(
+    "WeightNorm": LayerRow(
         lambda dtype: nn.WeightNorm(nn.Linear(5)),
         (4, 6),
         ({"kernel/direction": (6, 5), "kernel/magnitude": (1, 5), "bias": (5,)}, {}),
@@ -99,13 +111,13 @@ ROWS = {
             + w["bias"]
         ),
     ),
-    "SpectralNorm": Row(
+    "SpectralNorm": LayerRow(
         lambda dtype: nn.SpectralNorm(nn.Linear(5), first_iterations=200),
         (4, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {"kernel/left": (5,), "kernel/right": (6,)}),
         lambda x, w: x @ spectral(w["kernel"]) + w["bias"],
     ),
-    "SpectralNorm of a Series": Row(
+    "SpectralNorm of a Series": LayerRow(
         lambda dtype: nn.SpectralNorm(
             mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm(scale=False, shift=False)), axis=0, first_iterations=200
         ),
@@ -116,8 +128,12 @@ ROWS = {
         ),
         lambda x, w: (x @ spectral(w["up/kernel"]) + w["up/bias"]) / np.sqrt(1 + 1e-5),
         tolerance=1e-5,
+        variant=True,
     ),
-    "ChannelDropout": Row(lambda dtype: nn.ChannelDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "PathDropout": Row(lambda dtype: nn.PathDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "AlphaDropout": Row(lambda dtype: nn.AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "Dropout": LayerRow(lambda dtype: nn.Dropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "ChannelDropout": LayerRow(
+        lambda dtype: nn.ChannelDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True
+    ),
+    "PathDropout": LayerRow(lambda dtype: nn.PathDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "AlphaDropout": LayerRow(lambda dtype: nn.AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
 }

@@ -1,8 +1,5 @@
 """Rows of the optimizers: one for each public one, and the ways in which its structure can differ."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +8,7 @@ import numpy as np
 import optax
 
 from mlax import optim
+from tests.catalogue.row import OptimizerRow
 
 SHAPES = {"dense": {"bias": (4,), "kernel": (8, 4)}, "stack": {"kernel": (2, 4, 8)}, "temperature": ()}
 
@@ -29,65 +27,64 @@ def loss(trainables: Any) -> jax.Array:
     return sum((jnp.sum(leaf * leaf / 2 + jnp.cos(leaf)) for leaf in leaves), jnp.zeros((), leaves[0].dtype))
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """An optimizer, and what its `update` needs besides."""
-
-    optimizer: optim.Optimizer
-    extra: tuple[tuple[str, Any], ...] = ()
-    declares: bool = True  # its slots; Optax does not
-
-    @property
-    def update(self) -> Callable[..., Any]:
-        """`update`, ready for `jax.jit`: the method itself if nothing is missing."""
-        return functools.partial(self.optimizer.update, **dict(self.extra)) if self.extra else self.optimizer.update
-
-
 ADAM = optim.Adam(1e-2)
 STACKED = {"stacked": ("stack/**",)}
 ROWS = {
-    "SGD": Row(optim.SGD(0.1)),
-    "SGD momentum": Row(optim.SGD(optim.Cosine(0.1, 50), momentum=0.9, nesterov=True)),
-    "Adagrad": Row(optim.Adagrad(0.1)),
-    "RMSProp": Row(optim.RMSProp(0.01, momentum=0.9, centred=True)),
-    "Adadelta": Row(optim.Adadelta()),
-    "Adam": Row(ADAM),
-    "AMSGrad": Row(optim.AMSGrad(1e-2)),
-    "AdamW": Row(optim.AdamW(optim.WarmupCosine(1e-2, warmup=5, total=50))),
-    "AdamW master": Row(optim.AdamW(1e-2, rounding=optim.MasterWeights(), slot_dtypes=(("mean", "bfloat16"),))),
-    "AdamW kahan": Row(optim.AdamW(1e-2, rounding=optim.KahanSummation())),
-    "AdamW stochastic": Row(optim.AdamW(1e-2, rounding=optim.StochasticRounding())),
-    "NAdam": Row(optim.NAdam(1e-2)),
-    "RAdam": Row(optim.RAdam(1e-2)),
-    "AdaBelief": Row(optim.AdaBelief(1e-2)),
-    "Lion": Row(optim.Lion(1e-3, decay=0.1)),
-    "LAMB": Row(optim.LAMB(1e-2, **STACKED)),
-    "LARS": Row(optim.LARS(0.1, **STACKED)),
-    "Adafactor": Row(optim.Adafactor(**STACKED)),
-    "Muon": Row(optim.Muon(**STACKED)),
-    "SOAP": Row(optim.SOAP(1e-2, eps=1e-3, every=3, **STACKED)),
-    "SophiaG": Row(optim.SophiaG(1e-2)),
-    "ScheduleFree": Row(optim.ScheduleFree(1e-2, warmup=3)),
-    "AdEMAMix": Row(optim.AdEMAMix(1e-2, warmup=10)),
-    "LBFGS": Row(optim.LBFGS(history=3, search=5), (("loss", loss),)),
-    "ClipValue": Row(optim.ClipValue(ADAM, 0.5)),
-    "ClipNorm": Row(optim.ClipNorm(ADAM, 0.5)),
-    "ClipGlobalNorm": Row(optim.ClipGlobalNorm(ADAM, 0.5)),
-    "ClipAdaptive": Row(optim.ClipAdaptive(ADAM)),
-    "Decay": Row(optim.Decay(ADAM, 0.01)),
-    "Freeze": Row(optim.Freeze(optim.AdamW(1e-2, rounding=optim.MasterWeights()), ("**/bias",))),
-    "Groups": Row(optim.Groups(("**/kernel", optim.NAdam(1e-2)), ("**", optim.NAdam(1e-3)))),
-    "Accumulate": Row(optim.Accumulate(optim.AdamW(1e-2, rounding=optim.MasterWeights()), 2)),
-    "Average": Row(optim.Average(ADAM)),
-    "Average all": Row(optim.Average(ADAM, None, start=2)),
-    "Lookahead": Row(optim.Lookahead(ADAM, 2)),
-    "SAM": Row(optim.SAM(ADAM), (("loss", loss),)),
-    "SkipNonFinite": Row(optim.SkipNonFinite(optim.NAdam(1e-2))),
-    "Rates": Row(optim.Rates(ADAM, (("**/bias", 0.1),))),
-    "LayerwiseRates": Row(optim.LayerwiseRates(ADAM, ("stack/**", "dense/**"), stacked=("stack/**",))),
-    "Plateau": Row(optim.Plateau(ADAM), (("value", 1.0),)),
-    "FromOptax": Row(optim.from_optax(optax.adamw(1e-2)), declares=False),
-    "Everything": Row(
-        optim.SkipNonFinite(optim.Average(optim.ClipGlobalNorm(optim.Freeze(optim.Muon(**STACKED), ("temperature",)))))
+    "SGD": OptimizerRow(optim.SGD(0.1)),
+    "SGD momentum": OptimizerRow(optim.SGD(optim.Cosine(0.1, 50), momentum=0.9, nesterov=True), variant=True),
+    "Adagrad": OptimizerRow(optim.Adagrad(0.1)),
+    "RMSProp": OptimizerRow(optim.RMSProp(0.01, momentum=0.9, centred=True)),
+    "Adadelta": OptimizerRow(optim.Adadelta()),
+    "Adam": OptimizerRow(ADAM),
+    "AMSGrad": OptimizerRow(optim.AMSGrad(1e-2)),
+    "AdamW": OptimizerRow(optim.AdamW(optim.WarmupCosine(1e-2, warmup=5, total=50))),
+    "AdamW master": OptimizerRow(
+        optim.AdamW(1e-2, rounding=optim.MasterWeights(), slot_dtypes=(("mean", "bfloat16"),)), variant=True
+    ),
+    "AdamW kahan": OptimizerRow(optim.AdamW(1e-2, rounding=optim.KahanSummation()), variant=True),
+    "AdamW stochastic": OptimizerRow(optim.AdamW(1e-2, rounding=optim.StochasticRounding()), variant=True),
+    "NAdam": OptimizerRow(optim.NAdam(1e-2)),
+    "RAdam": OptimizerRow(optim.RAdam(1e-2)),
+    "AdaBelief": OptimizerRow(optim.AdaBelief(1e-2)),
+    "Lion": OptimizerRow(optim.Lion(1e-3, decay=0.1)),
+    "LAMB": OptimizerRow(optim.LAMB(1e-2, **STACKED)),
+    "LARS": OptimizerRow(optim.LARS(0.1, **STACKED)),
+    "Adafactor": OptimizerRow(optim.Adafactor(**STACKED)),
+    "Muon": OptimizerRow(optim.Muon(**STACKED)),
+    "SOAP": OptimizerRow(optim.SOAP(1e-2, eps=1e-3, every=3, **STACKED), ambiguous_slots=("left_basis", "right_basis")),
+    "SophiaG": OptimizerRow(optim.SophiaG(1e-2)),
+    "ScheduleFree": OptimizerRow(optim.ScheduleFree(1e-2, warmup=3)),
+    "AdEMAMix": OptimizerRow(optim.AdEMAMix(1e-2, warmup=10)),
+    "LBFGS": OptimizerRow(optim.LBFGS(history=3, search=5), {"loss": loss}),
+    "ClipValue": OptimizerRow(optim.ClipValue(ADAM, 0.5), variant=True),
+    "ClipNorm": OptimizerRow(optim.ClipNorm(ADAM, 0.5), variant=True),
+    "ClipGlobalNorm": OptimizerRow(optim.ClipGlobalNorm(ADAM, 0.5), variant=True),
+    "ClipAdaptive": OptimizerRow(optim.ClipAdaptive(ADAM), variant=True),
+    "Decay": OptimizerRow(optim.Decay(ADAM, 0.01), variant=True),
+    "Freeze": OptimizerRow(
+        optim.Freeze(optim.AdamW(1e-2, rounding=optim.MasterWeights()), ("**/bias",)),
+        variant=True,
+        no_inner_slots="frozen leaves have no slots",
+    ),
+    "Groups": OptimizerRow(
+        optim.Groups(("**/kernel", optim.NAdam(1e-2)), ("**", optim.NAdam(1e-3))),
+        variant=True,
+        no_inner_slots="each leaf has the slots of its group only",
+    ),
+    "Accumulate": OptimizerRow(optim.Accumulate(optim.AdamW(1e-2, rounding=optim.MasterWeights()), 2), variant=True),
+    "Average": OptimizerRow(optim.Average(ADAM), variant=True),
+    "Average all": OptimizerRow(optim.Average(ADAM, None, start=2), variant=True),
+    "Lookahead": OptimizerRow(optim.Lookahead(ADAM, 2), variant=True),
+    "SAM": OptimizerRow(optim.SAM(ADAM), {"loss": loss}, variant=True),
+    "SkipNonFinite": OptimizerRow(optim.SkipNonFinite(optim.NAdam(1e-2)), variant=True),
+    "Rates": OptimizerRow(optim.Rates(ADAM, (("**/bias", 0.1),)), variant=True),
+    "LayerwiseRates": OptimizerRow(
+        optim.LayerwiseRates(ADAM, ("stack/**", "dense/**"), stacked=("stack/**",)), variant=True
+    ),
+    "Plateau": OptimizerRow(optim.Plateau(ADAM), {"value": 1.0}, variant=True, unbounded_slots=("best",)),
+    "FromOptax": OptimizerRow(optim.from_optax(optax.adamw(1e-2)), no_slot_declarations="Optax computes as it likes"),
+    "Everything": OptimizerRow(
+        optim.SkipNonFinite(optim.Average(optim.ClipGlobalNorm(optim.Freeze(optim.Muon(**STACKED), ("temperature",))))),
+        variant=True,
     ),
 }

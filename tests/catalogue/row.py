@@ -1,8 +1,8 @@
-"""Row: one entry of the catalogue."""
+"""The rows of the catalogue: a layer or an optimizer, what its tests need, and how much of it `make test` runs."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,22 +10,42 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlax
+from mlax import optim
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
-    """A layer, an input for it, the shapes of its variables, and what it should compute."""
+    """How much of a row `make test` runs; `make thorough` runs every test over every row in every dtype."""
 
-    layer: Callable[[str], mlax.Layer]  # of a floating dtype, for the layers that have no floating input to follow
-    shape: Any  # of the input, batch axis first: a tuple, or a tree of tuples
-    variables: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]  # path to shape: trainables, state
+    variant: bool = False  # of a row above: only tests marked `every_row` run, and those with a dtype in bfloat16
+    thorough: bool = False  # built from parts that have rows themselves: nothing runs
+
+    def is_left_to_thorough(self, marks: set[str], dtype: str | None) -> bool:
+        """Whether `make test` leaves out a test with these marks, in this dtype, if it has one."""
+        if self.thorough or (self.variant and ("every_row" not in marks or dtype not in (None, "bfloat16"))):
+            return True
+        return dtype in ("float16", "float64") and "every_dtype" not in marks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRow(Row):
+    """A layer, an input for it, the shapes of its variables, and what it should compute.
+
+    A field named `no_...` is an exception: the reason why the row breaks a promise, "" where it keeps it.
+    """
+
+    layer: Callable[[str], mlax.Layer]  # takes a dtype, for layers without a floating input to take theirs from
+    shape: Any  # of the input, batch axis first: a tuple, or a pytree of tuples
+    variables: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]  # shapes by path: trainables, state
     reference: Callable[..., Any]  # of (x, {path: trainable}) in NumPy float64, in inference mode
-    integers: int = 0  # above 0: the input is whole numbers below this
+    integers: int = 0  # above 0: the input is integers below this
     needs_key: bool = False  # to train
     tolerance: float = 1e-6  # of float32 against the reference, relative
-    thorough: bool = False  # made of parts that have rows of their own, so that `make test` leaves it out
+    no_dtype_error: str = ""  # why it accepts an input of another dtype than its weights
+    no_explicit_mesh: str = ""  # why its gradients cannot be traced on a mesh with explicit axes
+    no_exported_call: str = ""  # why the exported program cannot be called
 
     def x(self, dtype: str, seed: int = 0) -> Any:
         """An input of that dtype."""
@@ -39,11 +59,31 @@ class Row:
         return jax.tree.map(draw, self.shape, is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
 
     def init(self, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
-        """The layer, an input, and variables for it: the same ones each time."""
-        return _made(self, dtype)
+        """The layer, an input, and its trainables and state: the same arrays each time."""
+        return _initialized(self, dtype)
 
 
-@functools.cache  # a score of tests ask for each
-def _made(row: Row, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
+@functools.cache  # about twenty tests ask for each
+def _initialized(row: LayerRow, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
     layer, x = row.layer(dtype), row.x(dtype)
     return layer, x, *layer.init(jax.random.key(0), x)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizerRow(Row):
+    """An optimizer, what its `update` needs, and which promises it cannot keep.
+
+    A field named `no_...` is an exception: the reason why the row breaks a promise, "" where it keeps it.
+    """
+
+    optimizer: optim.Optimizer
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `update`, besides the usual three
+    unbounded_slots: tuple[str, ...] = ()  # may be infinite before the first update
+    ambiguous_slots: tuple[str, ...] = ()  # eigenvectors: not unique, so not comparable
+    no_slot_declarations: str = ""  # why its slots and arithmetic are not described to mlax
+    no_inner_slots: str = ""  # why its slots at `init` differ from those of the optimizer that it wraps
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """`update`, ready for `jax.jit`: the method itself if it needs nothing more."""
+        return functools.partial(self.optimizer.update, **self.arguments) if self.arguments else self.optimizer.update

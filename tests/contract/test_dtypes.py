@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from mlax import dtypes
-from tests.catalogue import ROWS
+
+pytestmark = [pytest.mark.every_row, pytest.mark.every_dtype]
 
 
 def loss(layer, inference_mode):
@@ -40,8 +41,8 @@ def test_outputs_and_gradients_have_the_dtype_of_the_input(row, dtype):
 
 def test_an_input_of_another_dtype_is_refused_with_both_named(row):
     layer, x, trainables, non_trainables = row.init("float32")
-    if row.integers or trainables is None or row is ROWS["Mixed"]:
-        return
+    if row.integers or trainables is None or row.no_dtype_error:
+        pytest.skip(row.no_dtype_error or "needs weights and a floating input")
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), x)
     with pytest.raises(TypeError, match=r"float16.*float32") as caught:
         layer.fwd(narrow, trainables, non_trainables, inference_mode=True)

@@ -5,11 +5,6 @@ import numpy as np
 import pytest
 from jax import export
 
-from tests.catalogue import ROWS
-
-# What XLA is told of memories it loses where it fills in sizes; such a program is exported, and cannot be called.
-NOT_CALLED = {ROWS["On"]}
-
 
 def exported(row):
     """Its output and gradients as `jax.export` has them, the batch axis left open."""
@@ -32,8 +27,8 @@ def test_a_layer_and_its_gradients_are_exported_for_batches_of_every_size(row):
 
 @pytest.mark.thorough
 def test_what_is_exported_computes_the_same(row, request):
-    if row in NOT_CALLED:
-        request.applymarker(pytest.mark.xfail(reason="memories are lost where JAX fills in sizes", strict=True))
+    if row.no_exported_call:
+        request.applymarker(pytest.mark.xfail(reason=row.no_exported_call, strict=True))
     function, found = exported(row)
     x = jax.tree.map(lambda *parts: np.concatenate(parts), row.x("float32"), row.x("float32", seed=1))
     trainables, state = row.layer("float32").init(jax.random.key(0), x)

@@ -18,6 +18,7 @@ def run(layer, x, trainables, non_trainables, **kwargs):
     return layer.fwd(x, trainables, non_trainables, rng=jax.random.key(1), **kwargs)
 
 
+@pytest.mark.every_row
 def test_the_output_is_the_reference(row, dtype):
     layer, x, trainables, non_trainables = row.init(dtype)
     fwd = jax.jit(layer.fwd, static_argnames="inference_mode")

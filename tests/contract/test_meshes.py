@@ -14,17 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from mlax import nn
 from mlax._jax import abstract_key
-from tests.catalogue import ROWS
-
-# JAX computes a convolution of all time steps as one of a longer batch, and cannot merge an axis with a split one.
-NOT_EXPLICIT = {ROWS["Recurrent ConvLSTMCell"]}
 
 
 @pytest.fixture(params=["auto", "manual", "explicit"])
 def over_devices(request, row):
     """Lays a function and its arguments over two devices, split as is said: (function, arguments, mesh to be set)."""
-    if request.param == "explicit" and row in NOT_EXPLICIT:
-        request.applymarker(pytest.mark.xfail(reason="JAX cannot merge time with a split batch", strict=True))
+    if request.param == "explicit" and row.no_explicit_mesh:
+        request.applymarker(pytest.mark.xfail(reason=row.no_explicit_mesh, strict=True))
 
     def laid(function, arguments, splits, out):
         kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto

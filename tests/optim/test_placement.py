@@ -79,7 +79,7 @@ class Run:
 def run(request):
     name, kind = request.param
     row, devices, traces = ROWS[name], mesh(kind), 0
-    narrow = row.declares and row.optimizer.policy("dense/kernel").rounding != optim.RoundToNearest()
+    narrow = not row.no_slot_declarations and row.optimizer.policy("dense/kernel").rounding != optim.RoundToNearest()
     dtype = "bfloat16" if narrow else "float32"
 
     def update(grads, state, trainables):
