@@ -50,3 +50,9 @@ def test_the_optimizer_of_contributing_keeps_its_word(tmp_path, monkeypatch):
     assert state._fields == ("step", "mean", "master")
     assert jnp.abs(trainables["kernel"]).max() < 0.2
     assert "master" in optimizer.describe(trainables)
+
+
+def test_contributing_names_files_that_exist():
+    named = re.findall(r"`((?:mlax|tests|docs|benchmarks)/[\w./-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 10
+    assert [file for file in named if not (ROOT / file).exists()] == []
