@@ -2,10 +2,12 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mlax._jax import is_on_host
@@ -322,3 +324,26 @@ def check_product(plan: Any, other: Any) -> None:
         raise ValueError(f"the plans {plan.name} and {other.name} are of different devices; give them to one only.")
     if plan.stages and other.stages:
         raise ValueError("two pipelines cannot be multiplied; make one of as many stages.")
+
+
+def warn_unless_parallelized(plan: Plan, variables: Any, jaxpr: Any) -> None:
+    """Warn if a plan says how parts of a model are computed, but the program traced for it constrains no sharding."""
+    if plan.mesh.size == 1 or _constrains_shardings(getattr(jaxpr, "jaxpr", jaxpr)):
+        return
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(variables) if isinstance(leaf.sharding, NamedSharding)]
+    sharded_over = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
+    if plan.activations.lists or not sharded_over.isdisjoint({*plan.all_gather, *plan.all_to_all}):
+        warnings.warn(
+            f"{plan} says how parts of a model are computed, but the objective's model does not follow it; call "
+            "plan.parallelize(model, x) and train that model, or XLA transfers and computes more than it needs to.",
+            stacklevel=2,
+        )
+
+
+def _constrains_shardings(jaxpr: Any) -> bool:
+    """Whether an equation fixes the sharding of an array; those of `ops.conv` leave some of its axes unconstrained."""
+    return any(
+        (equation.primitive.name == "sharding_constraint" and not equation.params["unconstrained_dims"])
+        or any(map(_constrains_shardings, core.jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )

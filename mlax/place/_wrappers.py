@@ -30,7 +30,6 @@ from mlax.core import (
     unflatten_paths,
     with_fields,
 )
-from mlax.place._noticed import mark_wired
 from mlax.place._rules import Placement, Rules, merge_specs, mesh_axes, num_shards
 
 
@@ -146,7 +145,6 @@ def mesh_has_axes(split: PartitionSpec) -> bool:
 
 def constrain(leaf: jax.Array, split: PartitionSpec) -> jax.Array:
     """The array split over the mesh that is set, if it has the axes."""
-    mark_wired()
     known = jax.sharding.get_abstract_mesh().axis_names and mesh_has_axes(split)
     return jax.lax.with_sharding_constraint(leaf, split) if known else leaf
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mlax._jax import leaves_with_paths
 from mlax.core import signature
 from mlax.inspect import format_bytes, free_bytes
-from mlax.place import NotEnoughMemory, Plan, traced_for
+from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
 
 MEMORY_ADVICE = (
     "To need less, take smaller batches, or the same in parts (accumulate=4), recompute activations (mlax.Remat, "
@@ -76,9 +76,10 @@ class CompiledFunction:
         try:
             return run(*args)
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, RetraceError) or "Disallowed" in str(
-                error
-            ):  # a guard against transfers has its own words
+            if "Disallowed" in str(error):  # by jax.transfer_guard, which does not know the path of the leaf
+                shardings, _ = run.input_shardings
+                check_shardings(dict(zip(self.names, args, strict=True)), dict(zip(self.names, shardings, strict=True)))
+            if isinstance(error, RetraceError) or "Disallowed" in str(error):
                 raise
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(f"What was donated is lost: go on from the last checkpoint. {MEMORY_ADVICE}")
@@ -94,9 +95,11 @@ class CompiledFunction:
         if key not in self.compiled:
             if len(self.compiled) == self.compilations:
                 raise RetraceError(self._differences(args))
-            with contextlib.nullcontext() if self.plan is None else traced_for(self.plan, args[0]):
+            with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
                 traced = self._jitted(args).trace(*args)
                 compiled = traced.lower().compile()
+            if self.plan is not None:
+                warn_unless_parallelized(self.plan, args[0], traced.jaxpr)
             check_memory(compiled, jax.tree.leaves(args))
             self.compiled[key], self._traces[key] = compiled, traced
             self._seen.append(_describe_leaves(self.names, args))

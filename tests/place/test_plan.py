@@ -175,9 +175,9 @@ def test_meshes_that_are_wrong_are_refused_in_words():
 
 def test_what_is_no_key_is_refused_as_by_the_model_itself():
     task = gpt()
-    with pytest.raises(TypeError, match=r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), say\.$"):
+    with pytest.raises(TypeError, match=r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), for example\.$"):
         place.data().init(task.model, 0, task.x)
-    with pytest.raises(TypeError, match=r"Are the arguments swapped\? They are init\(model, rng, x\)\.$"):
+    with pytest.raises(TypeError, match=r"Are the arguments swapped\? The call is init\(model, rng, x\)\.$"):
         place.data().init(task.model, task.x, jax.random.key(0))
 
 
@@ -281,6 +281,6 @@ def test_a_step_warns_of_a_model_that_was_not_wired_for_its_plan(wired):
     model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(min_size=1)
     step = train.step(objective_of(plan.parallelize(model, x) if wired else model), optim.SGD(0.1), plan=plan)
     state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
-    words = r"Plan\(fsdp: data all\) says how parts of a model are to be computed, .* let it call plan\.parallelize"
+    words = r"Plan\(fsdp: data all\) says how parts of a model are computed, .* call plan\.parallelize"
     with contextlib.nullcontext() if wired else pytest.warns(UserWarning, match=words):
         step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})
