@@ -36,7 +36,7 @@ matrix:  ## run the tests with every installed Python from 3.11 to 3.13
 LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, need a GPU
 bench: $(VENV)/.ready  ## benchmark mlax against Flax NNX, Equinox and Haiku
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
-	@for file in $(filter-out benchmarks/side_by_side.py $(LARGE),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/harness.py $(LARGE),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
 guide: $(VENV)/.docs  ## execute the pages of docs/jax and write their outputs; `make guide CHECK=--check` only compares
 	$(RUN)python scripts/guide.py $(CHECK)

@@ -1,13 +1,13 @@
-"""Claims: how long `Repeat(block, n)` compiles, in each mode, from 12 blocks to 48.
+"""Claims: the compile time of `Repeat(block, n)` in each mode, from 12 blocks to 48.
 
-(a) Scanned, with remat or without, 48 blocks compile in under 2 times the time of 12.
-(b) Unrolled, they compile in under 5 times the time of 12: in proportion, and not in the square.
+(a) Scanned, with or without remat, 48 blocks compile in under 2 times the time of 12.
+(b) Unrolled, they compile in under 5 times the time of 12: linearly, not quadratically.
 
 The time is that of lowering and compiling `jax.value_and_grad` of a mean over n residual blocks (layer norm, linear
-to 4 x 128, gelu, linear to 128) on an input of (64, 128), in float32; a run is the median of 20 of the compiled
-function. Each measurement starts in a fresh process, all of them taking turns, and is stopped after 60 s. The others
-scan over stacked weights as their guides do, and unroll by a loop over a list of blocks; plain JAX is written by
-hand.
+to 4 x 128, gelu, linear to 128) on an input of (64, 128), in float32; a run is the median of 20 calls of the compiled
+function. Each measurement runs in a new process, interleaved with the others, and is stopped after 60 s. The other
+libraries scan over stacked weights as in their guides, and unroll by a loop over a list of blocks; plain JAX is written
+by hand.
 
     python benchmarks/compile.py    # 4 minutes
 
@@ -23,20 +23,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import answer, fresh, in_turns, median, seconds, show, verdict
+from harness import interleave, median, print_table, report, run_isolated, seconds, verdict
 
 FEW, MANY = 12, 48
 WIDTH = 128
 LIMITS = {"scan": 2.0, "remat": 2.0, "unroll": 5.0}
 CAP = 60.0
 
-Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function that gives value and gradients, and its arguments
+Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function that returns value and gradients, and its arguments
 
 
 def main() -> None:
     cases = [(library, mode, n) for library, modes in MODES.items() for mode in modes for n in (FEW, MANY)]
-    results = in_turns(
-        {case: functools.partial(fresh, *map(str, case), limit=CAP) for case in cases}, rounds=3, seconds=80
+    results = interleave(
+        {case: functools.partial(run_isolated, *map(str, case), limit=CAP) for case in cases}, rounds=3, seconds=80
     )
     rows = []
     for library, modes in MODES.items():
@@ -49,7 +49,7 @@ def main() -> None:
             rows.append((f"{library}, {mode}", seconds(short), seconds(long, CAP), ratio, *running, claim))
     rounds = len(results[cases[0]])
     header = ("library, mode", f"compile {FEW}", f"compile {MANY}", "ratio", f"run {FEW}", f"run {MANY}", "claim")
-    show(f"Value and gradient of n residual blocks: medians of {rounds}", header, rows)
+    print_table(f"Value and gradient of n residual blocks: medians of {rounds}", header, rows)
 
 
 def mlax_step(mode: str, n: int) -> Step:
@@ -74,7 +74,7 @@ def plain_step(mode: str, n: int) -> Step:
         centred = x - x.mean(-1, keepdims=True)
         y = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
         y = jax.nn.gelu((y * own["scale"] + own["shift"]) @ own["up"] + own["up_bias"])
-        return x + (y @ own["down"] + own["down_bias"])  # added one after the other, XLA takes 4 x as long
+        return x + (y @ own["down"] + own["down_bias"])  # without the parentheses XLA takes 4 times as long
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         if mode == "unroll":
@@ -195,7 +195,7 @@ def measure(library: str, mode: str, blocks: str) -> None:
         start = time.perf_counter()
         jax.block_until_ready(compiled(*arguments))
         runs.append(time.perf_counter() - start)
-    answer(compiling=compiling, running=statistics.median(runs))
+    report(compiling=compiling, running=statistics.median(runs))
 
 
 if __name__ == "__main__":

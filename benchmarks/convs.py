@@ -1,22 +1,22 @@
-"""Claim: on a CPU, the kernel's gradient of a convolution is by chunks where that is faster, and only there.
+"""Claim: on a CPU, the kernel's gradient of a convolution is computed in chunks where that is faster, and only there.
 
     python benchmarks/convs.py [rounds]    # 3 minutes
 
 Each row is the gradient of the kernel alone, in float32, by JAX's own rule and a few examples at a time, and which of
-the two mlax takes (`use_chunked_kernel_grad`, in mlax/ops/_cpu.py).
+the two mlax chooses (`use_chunked_kernel_grad`, in mlax/ops/_cpu.py).
 """
 
 import statistics
 import sys
 from typing import Any, NamedTuple
 
-from side_by_side import in_turns, seconds, show, turn, verdict
+from harness import interleave, print_table, seconds, time_steps, verdict
 
-LOSES = 1.15  # the noise of the small ones
+TOLERANCE = 1.15  # for the noise of small cases
 
 
 class Case(NamedTuple):
-    """The shape of the input, channels last, the features, and the window and the stride along each spatial axis."""
+    """The shape of the input, channels last, the features, and the window and stride of every spatial axis."""
 
     x: tuple[int, ...]
     features: int
@@ -50,7 +50,7 @@ CASES = [
 
 
 def gradients(case: Case) -> tuple[dict[str, Any], bool]:
-    """The kernel's gradient by both ways, and whether mlax takes the second."""
+    """The kernel's gradient by both methods, and whether mlax chooses the second."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -74,10 +74,10 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
 
     def steps(convolve):
         step = jax.jit(lambda x, y: jax.vjp(lambda kernel: convolve(x, kernel), kernel)[1](y)[0])
-        return lambda: turn(lambda: jax.block_until_ready(step(x, y)), steps=3)
+        return lambda: time_steps(lambda: jax.block_until_ready(step(x, y)), steps=3)
 
-    ways = {"JAX's own": steps(whole), "by chunks": steps(with_chunked_kernel_grad(whole, axes, where, None))}
-    return ways, use_chunked_kernel_grad(x, axes, 1, None)
+    methods = {"JAX's own": steps(whole), "in chunks": steps(with_chunked_kernel_grad(whole, axes, where, None))}
+    return methods, use_chunked_kernel_grad(x, axes, 1, None)
 
 
 def main(rounds: int) -> None:
@@ -85,24 +85,24 @@ def main(rounds: int) -> None:
 
     rows, slow = [], []
     for case in CASES:
-        ways, chosen = gradients(case)
-        in_turns(ways, rounds=1)  # compiles
-        found = in_turns(ways, rounds=rounds)
-        own, chunked = (statistics.median(map(min, found[way])) for way in ways)
-        taken = chunked / own if chosen else own / chunked
-        if taken > LOSES:
+        methods, chosen = gradients(case)
+        interleave(methods, rounds=1)  # compiles
+        times = interleave(methods, rounds=rounds)
+        own, chunked = (statistics.median(map(min, times[method])) for method in methods)
+        slowdown = chunked / own if chosen else own / chunked
+        if slowdown > TOLERANCE:
             slow.append(case)
         window = " x ".join([str(case.window)] * (len(case.x) - 2))
-        what = f"{window}, {case.features} features" + f", stride {case.stride}" * (case.stride > 1)
-        ratio = f"{chunked / own:.2f}" if taken <= LOSES else f"[red]{chunked / own:.2f}[/red]"
-        given = " x ".join(map(str, case.x))
-        rows.append((given, seconds(own), seconds(chunked), ratio, "chunks" if chosen else "own", what))
-    show(
-        f"The gradient of a convolution's kernel: {rounds} turns",
-        ("input", "JAX's own", "by chunks", "ratio", "taken", "kernel"),
+        kernel = f"{window}, {case.features} features" + f", stride {case.stride}" * (case.stride > 1)
+        ratio = f"{chunked / own:.2f}" if slowdown <= TOLERANCE else f"[red]{chunked / own:.2f}[/red]"
+        shape = " x ".join(map(str, case.x))
+        rows.append((shape, seconds(own), seconds(chunked), ratio, "chunks" if chosen else "own", kernel))
+    print_table(
+        f"The gradient of a convolution's kernel: {rounds} rounds",
+        ("input", "JAX's own", "in chunks", "ratio", "chosen", "kernel"),
         rows,
     )
-    print(verdict("mlax takes the faster way, or one as fast", not slow))
+    print(verdict("mlax chooses the faster method, or one as fast", not slow))
 
 
 if __name__ == "__main__":

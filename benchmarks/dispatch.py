@@ -1,10 +1,10 @@
-"""Claim: one call of a compiled `fwd` costs no more than 1.1 times a hand-written `jax.jit` over the same variables.
+"""Claim: one call of a compiled `fwd` costs at most 1.1 times a hand-written `jax.jit` over the same variables.
 
-The work is next to nothing, n additions of 4 numbers, so that what is left is the way from Python to the device and
-back, for models of n = 10, 100 and 1,000 layers with one leaf each. All functions share the same arrays and take
-turns. By hand, the variables are the nested dict that mlax has, which the claim is about, or a flat list of the
-arrays, the least that can be passed at all: a dict in a dict for each leaf, as here, is the dearest that plain dicts
-get. The peers come in their usual form and in the faster ones that their documentation gives:
+There is almost nothing to compute, n additions of 4 elements, so that the time is dispatch overhead, for models of
+n = 10, 100 and 1,000 layers with one leaf each. All functions share the same arrays and are interleaved. By hand, the
+variables are the same nested dict as in mlax, which the claim is about, or a flat list of the arrays, the minimum that
+can be passed at all: one dict per leaf, as here, is the most expensive form of plain dicts. The peers are measured in
+their usual form and in the faster ones from their documentation:
 
 - Flax NNX (guide "Performance considerations"): `nnx.jit`, the same with `graph=False`, `nnx.cached_partial`, and
   `nnx.split` with `jax.jit`;
@@ -13,8 +13,8 @@ get. The peers come in their usual form and in the faster ones that their docume
 
     python benchmarks/dispatch.py    # 2 minutes
 
-Typical, on 2 cores of a server, JAX 0.11.2, of the hand-written dict: mlax 1.01 for 10, 100 and 1,000 leaves (2.1 ms);
-Equinox 1.7 to 4.0; Flax NNX 1.7 to 53. On an H200: mlax 1.00, 1.01 and 1.02. A flat list costs 0.6 to 0.8.
+Typical, on 2 cores of a server, JAX 0.11.2, relative to the hand-written dict: mlax 1.01 for 10, 100 and 1,000 leaves
+(2.1 ms); Equinox 1.7 to 4.0; Flax NNX 1.7 to 53. On an H200: mlax 1.00, 1.01 and 1.02. A flat list costs 0.6 to 0.8.
 """
 
 import functools
@@ -27,7 +27,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from side_by_side import in_turns, seconds, show, verdict
+from harness import interleave, print_table, seconds, verdict
 
 import mlax
 
@@ -43,28 +43,28 @@ def main() -> None:
         trainables, _ = model.init(jax.random.key(0), X)
         leaves = jax.tree.leaves(trainables)
         calls = {**by_hand(trainables, leaves), **by_mlax(model, trainables), **by_flax(leaves), **by_equinox(leaves)}
-        several = max(1, 200 // n)
-        measurements = {name: functools.partial(timed, call, several) for name, call in calls.items()}
-        results = in_turns(measurements, rounds=200, seconds=40)
-        taken = {name: statistics.median(times) for name, times in results.items()}
+        repeats = max(1, 200 // n)
+        measurements = {name: functools.partial(time_calls, call, repeats) for name, call in calls.items()}
+        results = interleave(measurements, rounds=200, seconds=40)
+        medians = {name: statistics.median(times) for name, times in results.items()}
         rows = []
-        for name, duration in taken.items():
-            ratio = duration / taken["by hand, dict"]
+        for name, duration in medians.items():
+            ratio = duration / medians["by hand, dict"]
             claim = verdict(f"at most {LIMIT} x by hand", ratio <= LIMIT) if name == "mlax" else ""
-            floor = f"{duration / taken['by hand, list']:.2f}"
+            floor = f"{duration / medians['by hand, list']:.2f}"
             rows.append((name, seconds(duration), seconds(min(results[name])), f"{ratio:.2f}", floor, claim))
-        title = f"A call with {n:,} leaves: medians of {len(results['mlax'])} turns of {several}"
-        show(title, ("function", "call", "best", "/ dict", "/ list", "claim"), rows)
+        title = f"A call with {n:,} leaves: medians of {len(results['mlax'])} rounds of {repeats}"
+        print_table(title, ("function", "call", "best", "/ dict", "/ list", "claim"), rows)
 
 
-def timed(call: Call, several: int) -> float:
-    """Seconds a call takes, result included; one more goes before, since another function has just had the caches."""
+def time_calls(call: Call, repeats: int) -> float:
+    """Seconds per call, after one call to warm the caches."""
     jax.block_until_ready(call())
     start = time.perf_counter()
-    for _ in range(several):
+    for _ in range(repeats):
         out = call()
     jax.block_until_ready(out)
-    return (time.perf_counter() - start) / several
+    return (time.perf_counter() - start) / repeats
 
 
 def by_hand(trainables: dict[str, dict[str, jax.Array]], leaves: list[jax.Array]) -> dict[str, Call]:
@@ -132,11 +132,11 @@ def by_equinox(leaves: list[jax.Array]) -> dict[str, Call]:
     arrays, static = eqx.partition(model, eqx.is_array)
     structure = jax.tree.structure(model)
     usual = eqx.filter_jit(lambda model, x: model(x))
-    parted = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))
+    partitioned = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))
     flat = jax.jit(lambda leaves, x: jax.tree.unflatten(structure, leaves)(x))
     return {
         "Equinox, filter_jit": lambda: usual(model, X),
-        "Equinox, partition and jax.jit": lambda: parted(arrays, X),
+        "Equinox, partition and jax.jit": lambda: partitioned(arrays, X),
         "Equinox, leaves and jax.jit": lambda: flat(leaves, X),
     }
 

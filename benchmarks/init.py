@@ -1,20 +1,20 @@
-"""Claims: a transformer-like stack of 12 blocks is initialised fast in a cold process.
+"""Claims: a transformer-like stack of 12 blocks initialises fast in a cold process.
 
 (a) The shape pass, `jax.eval_shape(model.init, key, x)`, takes under 0.2 s.
 (b) `init` is faster than that of the same model in Flax NNX, Equinox and Haiku, eager or jitted: as a Series of
     12 blocks, and as Repeat(block, 12), whose peers are the stacked forms of the other libraries.
 (c) Equal shapes share one compiled initialiser: 12 blocks compile no more programs than one block.
 
-Each measurement runs in a fresh process, the libraries taking turns. It starts when the imports are done and the
-device has made a first key, and ends when all leaves are there. A block has 12 leaves: two layer norms, and linear
-maps 768 -> 2304, 768 -> 768, 768 -> 3072 and 3072 -> 768, in float32; 12 blocks hold 85 million numbers. Each
-library draws what it draws by default: truncated normals, but uniform numbers in Equinox, for biases too. Plain JAX
-is what one would write by hand.
+Each measurement runs in a new process, the libraries interleaved. It starts when the imports are done and the device
+has created a first key, and ends when all leaves are ready. A block has 12 leaves: two layer norms, and linear layers
+768 -> 2304, 768 -> 768, 768 -> 3072 and 3072 -> 768, in float32; 12 blocks have 85 million elements. Each library uses
+its default initialisers: truncated normal, but uniform in Equinox, for biases too. Plain JAX is what one would write by
+hand.
 
     python benchmarks/init.py    # 5 minutes
 
 Typical, on 2 quiet cores of a server, JAX 0.11.2. Series: mlax 2.0 s, Flax NNX 2.9, Equinox 3.0, Haiku 4.3, jitted 4.7
-to 6.4. Repeat: mlax 2.18 s and Haiku's jitted layer_stack 2.16, a draw; all others 3.1 to 5.0. Programs: 7 for one
+to 6.4. Repeat: mlax 2.18 s and Haiku's jitted layer_stack 2.16, a tie; all others 3.1 to 5.0. Programs: 7 for one
 block and for 12. Shapes, on 2 quiet cores of a smaller machine: mlax 0.09 s with JAX 0.10.2, 0.10 s with JAX 0.12.
 """
 
@@ -24,55 +24,55 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from side_by_side import Answer, answer, compilations, fresh, in_turns, median, seconds, show, verdict
+from harness import Result, interleave, median, print_table, record_compilations, report, run_isolated, seconds, verdict
 
 BLOCKS, WIDTH = 12, 768
 LINEARS = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
 SHAPE_PASS = 0.2  # seconds
 
-HEADER = ("library", "imports", "time", "processor", "compiled", "compiling", "time / mlax", "claim")
+HEADER = ("library", "imports", "time", "CPU time", "compiled", "compiling", "time / mlax", "claim")
 
 Case = tuple[str, str]  # a library and a form
-Form = Callable[[], Any]  # makes a model and returns a tree of its leaves
+Form = Callable[[], Any]  # creates a model and returns a tree of its leaves
 
 
 def main() -> None:
     passes = [(library, "shape pass") for library in LIBRARIES]
     series = [("mlax", "series"), *((library, form) for library in PEERS for form in ("series", "series, jit"))]
     repeat = [("mlax", "repeat"), *((library, form) for library in PEERS for form in ("repeat", "repeat, jit"))]
-    results = in_turns(
-        {case: functools.partial(fresh, *case) for case in (*passes, *series, *repeat)}, rounds=4, seconds=120
+    results = interleave(
+        {case: functools.partial(run_isolated, *case) for case in (*passes, *series, *repeat)}, rounds=4, seconds=120
     )
     rounds = len(results["mlax", "series"])
-    taken = {case: median(answers, "seconds") for case, answers in results.items()}
+    taken = {case: median(each, "seconds") for case, each in results.items()}
 
     claim = verdict(f"under {SHAPE_PASS} s", taken["mlax", "shape pass"] < SHAPE_PASS)
-    show(f"(a) Shapes of 12 blocks: medians of {rounds}", HEADER, _rows(passes, results, claim))
+    print_table(f"(a) Shapes of 12 blocks: medians of {rounds}", HEADER, _rows(passes, results, claim))
     for name, cases in ("Series of 12 blocks", series), ("Repeat(block, 12)", repeat):
         fastest = min((case for case in cases if case[0] != "plain JAX"), key=taken.__getitem__)
         claim = verdict("fastest library", fastest[0] == "mlax")
-        show(f"(b) {name}: medians of {rounds}", HEADER, _rows(cases, results, claim))
+        print_table(f"(b) {name}: medians of {rounds}", HEADER, _rows(cases, results, claim))
 
     rows = []
     for library in LIBRARIES:
-        one, all_ = fresh(library, "one block")["compilations"], results[library, "series"][0]["compilations"]
+        one, all_ = run_isolated(library, "one block")["compilations"], results[library, "series"][0]["compilations"]
         claim = verdict("no more for 12 blocks", all_ <= one) if library == "mlax" else ""
         rows.append((library, str(one), str(all_), f"{all_ / one:.2f}", claim))
-    show("(c) Programs compiled", ("library, eager", "one block", "12 blocks", "ratio", "claim"), rows)
+    print_table("(c) Programs compiled", ("library, eager", "one block", "12 blocks", "ratio", "claim"), rows)
 
 
-def _rows(cases: list[Case], results: dict[Case, list[Answer]], claim: str) -> Iterator[tuple[str, ...]]:
-    """One row a case; the first of them is mlax and gets the claim."""
+def _rows(cases: list[Case], results: dict[Case, list[Result]], claim: str) -> Iterator[tuple[str, ...]]:
+    """One row per case; the first of them is mlax and gets the claim."""
     for library, form in cases:
-        answers = results[library, form]
-        taken = median(answers, "seconds")
+        each = results[library, form]
+        taken = median(each, "seconds")
         yield (
             f"{library}, jit" if "jit" in form else library,
-            seconds(median(answers, "imports")),
+            seconds(median(each, "imports")),
             seconds(taken),
-            seconds(median(answers, "processor")),
-            f"{median(answers, 'compilations'):.0f}",
-            seconds(median(answers, "compiling")),
+            seconds(median(each, "cpu")),
+            f"{median(each, 'compilations'):.0f}",
+            seconds(median(each, "compiling")),
             f"{taken / median(results[cases[0]], 'seconds'):.2f}",
             claim if library == "mlax" else "",
         )
@@ -232,20 +232,20 @@ def measure(library: str, form: str) -> None:
     make = LIBRARIES[library]()[form]
     import jax
 
-    compiled = compilations()
+    compiled = record_compilations()
     jax.block_until_ready(jax.random.key(1))
     compiled.clear()
-    middle, worked = time.perf_counter(), time.process_time()
-    leaves = [leaf for leaf in jax.tree.leaves(make()) if hasattr(leaf, "shape")]  # Equinox has others too
+    middle, cpu_start = time.perf_counter(), time.process_time()
+    leaves = [leaf for leaf in jax.tree.leaves(make()) if hasattr(leaf, "shape")]  # Equinox has other leaves too
     jax.block_until_ready(leaves)
     end = time.perf_counter()
-    numbers = sum(leaf.size for leaf in leaves) * (BLOCKS if form == "one block" else 1)
-    if numbers != 85_054_464:
-        raise ValueError(f"{library} {form}: {numbers} numbers, which is another model.")
-    answer(
+    elements = sum(leaf.size for leaf in leaves) * (BLOCKS if form == "one block" else 1)
+    if elements != 85_054_464:
+        raise ValueError(f"{library} {form}: {elements} elements instead of 85,054,464; this is another model.")
+    report(
         imports=middle - start,
         seconds=end - middle,
-        processor=time.process_time() - worked,
+        cpu=time.process_time() - cpu_start,
         compilations=len(compiled),
         compiling=sum(duration for _, duration in compiled),
     )

@@ -1,9 +1,9 @@
 """Claim: 150 leaves of 150 distinct shapes are initialised in under 5 s in a cold process.
 
-XLA compiles a draw anew for each shape, so a model in which no two layers are alike is the worst case. Here it is a
-chain of 75 linear maps whose widths all differ: 75 kernels of 1e4 to 1e6 numbers and 75 biases, 28 million numbers
-in all, float32. Each measurement runs in a fresh process; it starts when the imports are done and the device has
-made a first key, and ends when all leaves are there. Peers are stopped after 40 s.
+XLA compiles random sampling separately for each shape, so a model in which no two layers are alike is the worst case.
+Here it is a chain of 75 linear layers of different widths: 75 kernels of 1e4 to 1e6 elements and 75 biases, 28 million
+elements in all, float32. Each measurement runs in a new process; it starts when the imports are done and the device has
+created a first key, and ends when all leaves are ready. Peers are stopped after 40 s.
 
     python benchmarks/init_shapes.py    # 4 minutes
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import answer, compilations, fresh, median, seconds, show, verdict
+from harness import median, print_table, record_compilations, report, run_isolated, seconds, verdict
 
 WIDTHS = range(100, 1001, 12)  # 76 of them
 PAIRS = tuple(itertools.pairwise(WIDTHS))
@@ -28,20 +28,20 @@ CAP = 40.0
 def main() -> None:
     results = {library: [] for library in LIBRARIES}
     for peer in PEERS:  # one run each, since they take so long, and one of mlax before each
-        results["mlax"].append(fresh("mlax"))
-        results[peer].append(fresh(peer, limit=CAP))
+        results["mlax"].append(run_isolated("mlax"))
+        results[peer].append(run_isolated(peer, limit=CAP))
     own = median(results["mlax"], "seconds")
     rows = []
-    for library, answers in results.items():
-        taken = median(answers, "seconds")
+    for library, each in results.items():
+        duration = median(each, "seconds")
         compiled, compiling, ratio = "", "", f"> {CAP / own:.1f}"
-        if all(answers):
-            compiled, compiling = f"{median(answers, 'compiled'):.0f}", seconds(median(answers, "compiling"))
-            ratio = f"{taken / own:.1f}"
+        if all(each):
+            compiled, compiling = f"{median(each, 'compiled'):.0f}", seconds(median(each, "compiling"))
+            ratio = f"{duration / own:.1f}"
         claim = verdict(f"under {LIMIT:.0f} s", own < LIMIT) if library == "mlax" else ""
-        rows.append((library, str(len(answers)), seconds(taken, CAP), compiled, compiling, ratio, claim))
+        rows.append((library, str(len(each)), seconds(duration, CAP), compiled, compiling, ratio, claim))
     header = ("library", "runs", "time", "compiled", "compiling", "time / mlax", "claim")
-    show("150 leaves of distinct shapes: medians", header, rows)
+    print_table("150 leaves of distinct shapes: medians", header, rows)
 
 
 def mlax_chain() -> Callable[[], Any]:
@@ -117,16 +117,16 @@ def measure(library: str) -> None:
     init = LIBRARIES[library]()
     import jax
 
-    compiled = compilations()
+    compiled = record_compilations()
     jax.block_until_ready(jax.random.key(1))
     compiled.clear()
     start = time.perf_counter()
-    leaves = [leaf for leaf in jax.tree.leaves(init()) if hasattr(leaf, "shape")]  # Equinox has others too
+    leaves = [leaf for leaf in jax.tree.leaves(init()) if hasattr(leaf, "shape")]  # Equinox has other leaves too
     jax.block_until_ready(leaves)
-    taken = time.perf_counter() - start
+    duration = time.perf_counter() - start
     if len({leaf.shape for leaf in leaves}) != 150:
-        raise ValueError(f"{library}: {len(leaves)} leaves, which is another model.")
-    answer(seconds=taken, compiled=len(compiled), compiling=sum(duration for _, duration in compiled))
+        raise ValueError(f"{library}: {len(leaves)} leaves instead of 150 distinct shapes; this is another model.")
+    report(seconds=duration, compiled=len(compiled), compiling=sum(duration for _, duration in compiled))
 
 
 if __name__ == "__main__":

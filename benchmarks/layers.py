@@ -1,16 +1,16 @@
 """Claims: on a CPU, a GELU MLP block and the training step of a small CNN are no slower than PyTorch's.
 
-And the other layers of mlax, forward and in training, beside those of PyTorch, Flax NNX and Equinox, with a list of
-where mlax loses. All compute the same thing in float32, but for Flax's norms, whose variance is by default the less
-exact mean(x^2) - mean(x)^2.
+Also measures the other layers of mlax, forward and in training, against those of PyTorch, Flax NNX and Equinox, and
+lists where mlax is slower. All compute the same thing in float32, except for Flax's norms, whose variance is by default
+the less accurate mean(x^2) - mean(x)^2.
 
     python benchmarks/layers.py [python-with-torch] [names...] [--rounds N]    # 10 minutes; names as "Conv"
 
-A training step is the output, and the gradients of weights and input from a given gradient of the output; that of the
-CNN has a loss and SGD instead. All run in training mode; weights and inputs are arguments, so that nothing is folded,
-and all results are made in memory. Each library is used as its documentation has it (layer_peers), PyTorch eagerly,
-since its compiler is a library of its own, and with images in its channels-last format. PyTorch answers from a process
-of its own, which idles while JAX computes, and the other way round. On a GPU both use it.
+A training step computes the output, and the gradients of weights and input for a given cotangent; that of the CNN has a
+loss and SGD instead. All run in training mode; weights and inputs are arguments, so that nothing is constant-folded,
+and all results are materialised. Each library is used as documented (layer_peers), PyTorch eagerly, since its compiler
+is a separate library, and with images in its channels-last format. PyTorch runs in its own process, which idles while
+JAX computes, and vice versa. On a GPU both use it.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from side_by_side import Process, in_turns, seconds, serve, show, turn, verdict
+from harness import Process, interleave, print_table, seconds, serve, time_steps, verdict
 
-SHAPES = {  # of the inputs, with channels last, and for LSTM and GRU the time first
+SHAPES = {  # of the inputs: channels last, and time first for LSTM and GRU
     "Linear": (256, 512),
     "Linear, 3 axes": (16, 64, 512),
     "GELU MLP": (16, 64, 256),
@@ -51,7 +51,7 @@ SHAPES = {  # of the inputs, with channels last, and for LSTM and GRU the time f
 }
 CLAIMS = {"GELU MLP": "a GELU MLP block", "CNN": "the training step of a CNN"}
 PEERS = {"PyTorch": "torch", "Flax": "flax", "Equinox": "equinox"}
-LOSES = 1.05
+TOLERANCE = 1.05
 RATE = 1e-3
 KINDS = {"forward": "Forward", "training": "Training step"}
 
@@ -60,70 +60,70 @@ def main(names: list[str], torch_python: str | None, rounds: int) -> None:
     from rich import print
 
     torch = Process(torch_python, "--peer") if torch_python else None
-    times = {name: measured(name, torch, rounds) for name in names}
+    times = {name: measure_layer(name, torch, rounds) for name in names}
     if torch:
-        torch.end()
-    losses, ratios = [], {}
+        torch.close()
+    slower, ratios = [], {}
     for kind, title in KINDS.items():
         rows = []
         for name in names:
             own = times[name][kind, "mlax"]
             for peer in PEERS:
                 ratio = ratios[kind, name, peer] = own / times[name].get((kind, peer), math.nan)
-                if ratio > LOSES:
-                    losses.append(f"{name} ({kind}) to {peer}, {ratio:.2f}")
+                if ratio > TOLERANCE:
+                    slower.append(f"{name} ({kind}) than {peer}, {ratio:.2f}")
             shape = " x ".join(map(str, SHAPES[name]))
-            rows.append((name, seconds(own), *(ratio_of(ratios[kind, name, peer]) for peer in PEERS), shape))
-        show(
-            f"{title}, time of mlax, and as a ratio to its peers' (below 1: mlax is faster): medians of {rounds} turns",
+            rows.append((name, seconds(own), *(format_ratio(ratios[kind, name, peer]) for peer in PEERS), shape))
+        print_table(
+            f"{title}: time of mlax, and relative to its peers (below 1: mlax is faster), medians of {rounds} rounds",
             ("layer", "mlax", *(f"/ {peer}" for peer in PEERS), "input"),
             rows,
         )
-    print("mlax loses:", *(losses or ["nowhere"]), sep="\n  ")
-    for name, words in CLAIMS.items():
+    print("mlax is slower:", *(slower or ["nowhere"]), sep="\n  ")
+    for name, title in CLAIMS.items():
         ratio = ratios.get(("training", name, "PyTorch"), math.nan)
         if not math.isnan(ratio):
-            print(verdict(f"{words} is no slower than PyTorch's ({ratio:.2f})", ratio <= LOSES))
+            print(verdict(f"{title} is no slower than PyTorch's ({ratio:.2f})", ratio <= TOLERANCE))
 
 
-def measured(name: str, torch: Process | None, rounds: int) -> dict[tuple[str, str], float]:
-    """The median seconds of each kind and library, taking turns."""
+def measure_layer(name: str, torch: Process | None, rounds: int) -> dict[tuple[str, str], float]:
+    """The median seconds of each kind and library, interleaved."""
     measurements: dict[tuple[str, str], Callable[[], list[float]]] = {}
     for library, steps in {"mlax": jax_steps("mlax", name), **jax_peers(name)}.items():
-        measurements |= {(kind, library): partial(turn, step) for kind, step in steps.items()}
+        measurements |= {(kind, library): partial(time_steps, step) for kind, step in steps.items()}
     if torch:
         measurements |= {(kind, "PyTorch"): partial(torch.ask, f"{kind} {name}") for kind in KINDS}
-    in_turns(measurements, rounds=1)  # compiles
-    found = in_turns(measurements, rounds=rounds)
-    return {which: statistics.median(map(statistics.median, turns)) for which, turns in found.items()}
+    interleave(measurements, rounds=1)  # compiles
+    times = interleave(measurements, rounds=rounds)
+    return {which: statistics.median(map(statistics.median, rounds)) for which, rounds in times.items()}
 
 
 def jax_peers(name: str) -> dict[str, Any]:
-    """The steps of each peer on JAX that is installed and has such a layer."""
-    found = {}
+    """The steps of each installed JAX peer that has such a layer."""
+    steps = {}
     for peer in ("Flax", "Equinox"):
         try:
-            found[peer] = jax_steps(PEERS[peer], name)
+            steps[peer] = jax_steps(PEERS[peer], name)
         except (ModuleNotFoundError, KeyError):
             continue
-    return found
+    return steps
 
 
 def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
     import jax
     import jax.numpy as jnp
 
-    call, weights, rest, x = importlib.import_module(f"layer_peers.of_{library}").build(name, input_of(name))
+    call, weights, rest, x = importlib.import_module(f"layer_peers.{library}_layers").build(name, make_input(name))
     x = jnp.asarray(x)
-    held = {"weights": weights}
+    current = {"weights": weights}
 
     @jax.jit
-    def gradients(weights, rest, x, y_grad):
+    def gradients(weights, rest, x, cotangent):
         if jnp.issubdtype(x.dtype, jnp.integer):
-            y, pull, rest = jax.vjp(lambda weights: call(weights, rest, x), weights, has_aux=True)
+            y, vjp, rest = jax.vjp(lambda weights: call(weights, rest, x), weights, has_aux=True)
         else:
-            y, pull, rest = jax.vjp(lambda weights, x: call(weights, rest, x), weights, x, has_aux=True)
-        return y, rest, pull(y_grad)
+            y, vjp, rest = jax.vjp(lambda weights, x: call(weights, rest, x), weights, x, has_aux=True)
+        return y, rest, vjp(cotangent)
 
     @partial(jax.jit, donate_argnums=0)
     def update(weights, rest, x, labels):
@@ -136,34 +136,34 @@ def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
         return jax.tree.map(lambda weight, grad: weight - RATE * grad, weights, grads), new, value
 
     def train():
-        held["weights"], _, value = update(held["weights"], rest, x, labels)
-        return jax.block_until_ready((held["weights"], value))
+        current["weights"], _, value = update(current["weights"], rest, x, labels)
+        return jax.block_until_ready((current["weights"], value))
 
     forward = jax.jit(call)
-    labels = labels_of(name)
+    labels = make_labels(name)
     ones = jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(call, weights, rest, x)[0])
     return {
-        "forward": lambda: jax.block_until_ready(forward(held["weights"], rest, x)),
+        "forward": lambda: jax.block_until_ready(forward(current["weights"], rest, x)),
         "training": train
         if labels is not None
-        else lambda: jax.block_until_ready(gradients(held["weights"], rest, x, ones)),
+        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, ones)),
     }
 
 
-def input_of(name: str) -> np.ndarray:
+def make_input(name: str) -> np.ndarray:
     rng = np.random.default_rng(0)
     if name == "Embed":
         return rng.integers(0, 8192, SHAPES[name], np.int32)
     return rng.standard_normal(SHAPES[name], np.float32)
 
 
-def labels_of(name: str) -> np.ndarray | None:
+def make_labels(name: str) -> np.ndarray | None:
     return np.random.default_rng(1).integers(0, 10, SHAPES[name][0], np.int32) if name == "CNN" else None
 
 
 def peer() -> None:
-    """Answer each line, a kind and the name of a layer, with the seconds of PyTorch's steps."""
-    from layer_peers.of_torch import LAYERS, build
+    """Answer each line, a kind and the name of a layer, with the times of PyTorch's steps."""
+    from layer_peers.torch_layers import LAYERS, build
 
     steps: dict[str, Any] = {}
 
@@ -172,14 +172,14 @@ def peer() -> None:
         if name not in LAYERS:
             return [math.nan]
         if name not in steps:
-            steps[name] = build(name, input_of(name), labels_of(name), RATE)
-        return turn(steps[name][kind])
+            steps[name] = build(name, make_input(name), make_labels(name), RATE)
+        return time_steps(steps[name][kind])
 
     serve(measure)
 
 
-def ratio_of(ratio: float) -> str:
-    return "-" if math.isnan(ratio) else f"[red]{ratio:.2f}[/red]" if ratio > LOSES else f"{ratio:.2f}"
+def format_ratio(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"[red]{ratio:.2f}[/red]" if ratio > TOLERANCE else f"{ratio:.2f}"
 
 
 if __name__ == "__main__":
@@ -187,9 +187,9 @@ if __name__ == "__main__":
         peer()
     else:
         arguments = argparse.ArgumentParser()
-        arguments.add_argument("given", nargs="*", help="a Python that has PyTorch, then the names of layers")
+        arguments.add_argument("names", nargs="*", help="optionally a Python that has PyTorch, then names of layers")
         arguments.add_argument("--rounds", type=int, default=5)
         parsed = arguments.parse_args()
-        given: list[str] = parsed.given
-        torch_python = given.pop(0) if given and given[0] not in SHAPES else None
-        main(given or list(SHAPES), torch_python, parsed.rounds)
+        names: list[str] = parsed.names
+        torch_python = names.pop(0) if names and names[0] not in SHAPES else None
+        main(names or list(SHAPES), torch_python, parsed.rounds)

@@ -2,17 +2,16 @@
 
 The work is the MLP of a transformer, forward and backward: (16, 128, 256) to 1,024 features, GELU, and back to 256, in
 float32. XLA's CPU compiler is slower over three axes than over two, so `ops.linear` flattens them around the product
-where no axis but the first is sharded. Plain JAX is measured in both forms. Each implementation runs in a process of
-its own, and the processes take turns, one step at a time, over pipes. PyTorch takes part if a Python that has it is
-named:
+if no axis but the first is sharded. Plain JAX is measured in both forms. Each implementation runs in its own process,
+and the processes are interleaved, one step at a time, over pipes. PyTorch takes part if a Python that has it is given:
 
     python benchmarks/linear.py [python-with-torch]    # 1 minute
 
-On a GPU, where `ops.linear` does not flatten, the same is measured over (16, 1024, 1024) in bfloat16, and nothing is
-claimed. Set XLA_PYTHON_CLIENT_PREALLOCATE=false there, as three processes share its memory.
+On a GPU, where `ops.linear` does not flatten, the same is measured over (16, 1024, 1024) in bfloat16, without a claim.
+Set XLA_PYTHON_CLIENT_PREALLOCATE=false there, since three processes share its memory.
 
-Typical, on 2 cores shared with 10 other processes, as time over that of plain JAX: mlax 0.68 and flattened plain JAX
-0.69 with JAX 0.10.2, 0.66 and 0.72 with JAX 0.12; PyTorch 2.13, which busy cores hurt most, 1.4.
+Typical, on 2 cores shared with 10 other processes, relative to plain JAX: mlax 0.68 and flattened plain JAX 0.69 with
+JAX 0.10.2, 0.66 and 0.72 with JAX 0.12; PyTorch 2.13, which suffers most from busy cores, 1.4.
 """
 
 import statistics
@@ -28,37 +27,37 @@ ROUNDS = 25
 
 
 def main(torch_python: str | None) -> None:
-    from side_by_side import in_turns, seconds, show, verdict
+    from harness import interleave, print_table, seconds, verdict
 
     pythons = {"mlax": sys.executable, "plain JAX": sys.executable, "plain JAX, flattened": sys.executable}
     if torch_python and sizes() == SIZES["cpu"]:
         pythons["PyTorch"] = torch_python
     workers = {name: Worker(python, name) for name, python in pythons.items()}
-    in_turns({name: worker.step for name, worker in workers.items()}, rounds=3)  # compiles
-    results = in_turns({name: worker.step for name, worker in workers.items()}, rounds=ROUNDS)
-    taken = {name: statistics.median(times) for name, times in results.items()}
+    interleave({name: worker.step for name, worker in workers.items()}, rounds=3)  # compiles
+    results = interleave({name: worker.step for name, worker in workers.items()}, rounds=ROUNDS)
+    medians = {name: statistics.median(times) for name, times in results.items()}
     rows = []
-    for name, duration in taken.items():
-        ratio = duration / taken["plain JAX"]
-        claimed = name == "mlax" and sizes() == SIZES["cpu"]
-        claim = verdict(f"at least {LIMIT} x as fast", ratio <= 1 / LIMIT) if claimed else ""
+    for name, duration in medians.items():
+        ratio = duration / medians["plain JAX"]
+        has_claim = name == "mlax" and sizes() == SIZES["cpu"]
+        claim = verdict(f"at least {LIMIT} x as fast", ratio <= 1 / LIMIT) if has_claim else ""
         rows.append((name, seconds(duration), seconds(min(results[name])), f"{ratio:.2f}", claim))
     b, t, d, _, dtype = sizes()
     title = f"A GELU MLP on {dtype}[{b}, {t}, {d}], forward and backward: medians of {ROUNDS}"
-    show(title, ("implementation", "step", "best", "/ plain JAX", "claim"), rows)
+    print_table(title, ("implementation", "step", "best", "/ plain JAX", "claim"), rows)
     for worker in workers.values():
-        worker.end()
+        worker.close()
 
 
 def sizes() -> tuple[int, int, int, int, str]:
-    """Batch, time, width, features within, and dtype."""
+    """Batch, time, width, hidden features, and dtype."""
     import jax
 
     return SIZES[jax.default_backend()]
 
 
 class Worker:
-    """A process that makes one step for each line it is sent, and answers with the seconds it took."""
+    """A process that runs one step per line sent, and answers with its seconds."""
 
     def __init__(self, python: str, name: str):
         command = [python, __file__, "--work", name]
@@ -70,7 +69,7 @@ class Worker:
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.process.communicate()
 
 
@@ -91,10 +90,10 @@ def jax_step(name: str) -> Callable[[], Any]:
     def plain(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return x @ kernel + bias
 
-    def flattened(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    def flatten(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return (x.reshape(-1, x.shape[-1]) @ kernel + bias).reshape(*x.shape[:-1], -1)
 
-    linear = {"mlax": mlax.ops.linear, "plain JAX": plain, "plain JAX, flattened": flattened}[name]
+    linear = {"mlax": mlax.ops.linear, "plain JAX": plain, "plain JAX, flattened": flatten}[name]
     b, t, d, f, dtype = sizes()
     up, down = mlax.nn.Linear(f), mlax.nn.Linear(d)
     x = jax.random.normal(jax.random.key(0), (b, t, d), dtype)

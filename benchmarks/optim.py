@@ -2,13 +2,14 @@
 
     python benchmarks/optim.py [rounds]
 
-Weights and state are donated and updated in place; gradients are given. Both sides have the same settings, decay the
-same leaves and, before anything is timed, must come to the same weights. "20 steps a call" is a scan of updates in one
-program: what a training step that makes several steps a call pays. PyTorch's fused AdamW joins in on a GPU.
+Weights and state are donated and updated in place; gradients are constant. Both sides have the same hyperparameters and
+decay the same leaves, and are checked to produce the same weights before anything is timed. "20 steps per call" is a
+scan of updates in one program: the cost within a training step that runs several steps per call. PyTorch's fused AdamW
+takes part on a GPU.
 Claims: on a CPU no optimizer is slower than Optax's (5% are within the noise); on a GPU AdamW over GPT-2 takes under
-0.95 ms packed, and 1,000 leaves of the same size at most 1.2 times as much. Takes 5 minutes.
+0.95 ms packed, and 1,000 leaves of the same total size at most 1.2 times as much. Takes 5 minutes.
 
-Measured on one H200: docs/design/packing.md. On a CPU: not yet with equal settings.
+Measured on one H200: docs/design/packing.md. On a CPU: not yet with equal hyperparameters.
 """
 
 import functools
@@ -18,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from side_by_side import in_turns, seconds, show, turn, verdict
+from harness import interleave, print_table, seconds, time_steps, verdict
 
 from mlax import optim
 
 GPU = jax.default_backend() == "gpu"
 STEPS = 20
-SAME = 1e-3
-EVERYWHERE = ("**",)  # what Optax decays
+TOLERANCE = 1e-3
+EVERYWHERE = ("**",)  # as Optax does
 
 
 def gpt2(width=768, layers=12, vocabulary=50257, times=1024):
@@ -39,22 +40,22 @@ def gpt2(width=768, layers=12, vocabulary=50257, times=1024):
     return ends | {f"{layer}/{name}": shape for layer in range(layers) for name, shape in block.items()}
 
 
-def cut(shapes, leaves=1000):
-    """As many numbers in so many equal leaves."""
+def split_evenly(shapes, leaves=1000):
+    """The shapes of `leaves` equal leaves with as many elements in total."""
     size = sum(map(np.prod, shapes.values())) // leaves // 128
-    return {f"{place}/kernel": (int(size), 128) for place in range(leaves)}
+    return {f"{i}/kernel": (int(size), 128) for i in range(leaves)}
 
 
 def arrays(shapes):
-    draws = np.random.default_rng(0)
-    return {name: jax.device_put(draws.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
+    generator = np.random.default_rng(0)
+    return {name: jax.device_put(generator.standard_normal(shape, np.float32)) for name, shape in shapes.items()}
 
 
-def of_mlax(optimizer, weights):
+def mlax_update(optimizer, weights):
     return optimizer.update, optimizer.init(weights)
 
 
-def of_optax(transformation, weights):
+def optax_update(transformation, weights):
     def update(grads, state, weights):
         updates, state = transformation.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
@@ -62,12 +63,12 @@ def of_optax(transformation, weights):
     return update, transformation.init(weights)
 
 
-class Updating:
-    """A turn of updates, of which several may be one call: gives the seconds of each of some."""
+class Updates:
+    """Measure the seconds per update, with `steps` updates per call."""
 
     def __init__(self, update, state, weights, steps=1):
         @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def call(weights, state, grads):  # in the order of what it gives, so each array is written where it was read
+        def call(weights, state, grads):  # arguments in the order of the results, so each array is updated in place
             def one(carry, _):
                 return update(grads, *carry[::-1])[:2], None
 
@@ -77,33 +78,33 @@ class Updating:
 
         self.call, self.calls = call, STEPS // steps
         self.grads = jax.tree.map(lambda w: 0.01 * w, weights)
-        self.held = jax.tree.map(jnp.copy, (weights, state))
+        self.current = jax.tree.map(jnp.copy, (weights, state))
 
-    def several(self):
+    def run(self):
         for _ in range(self.calls):
-            self.held = self.call(*self.held, self.grads)
-        jax.block_until_ready(self.held)
+            self.current = self.call(*self.current, self.grads)
+        jax.block_until_ready(self.current)
 
     def __call__(self):
-        return [taken / STEPS for taken in turn(self.several)]
+        return [duration / STEPS for duration in time_steps(self.run)]
 
 
-def compare(name, start, found, wanted):
-    """End where two have not done the same: some weights are further apart than a thousandth of the way they went."""
-    for path, w in wanted.items():
-        apart, way = (float(jnp.linalg.norm(there - w)) for there in (found[path], start[path]))
-        if not apart <= SAME * way:
-            sys.exit(f"{name}: {path} is {apart / way:.1e} of its way apart, so the two do not do the same work.")
+def check_equal(name, start, actual, expected):
+    """Exit if two optimizers differ: some weights are further apart than a thousandth of the distance they moved."""
+    for path, w in expected.items():
+        error, distance = (float(jnp.linalg.norm(other - w)) for other in (actual[path], start[path]))
+        if not error <= TOLERANCE * distance:
+            sys.exit(f"{name}: {path} differs by {error / distance:.1e} of its update, so the two are not equivalent.")
 
 
-def measured(cases, rounds):
-    """The seconds of the best turn of each: what is left when the machine disturbs nobody."""
-    in_turns(cases, rounds=1)  # compiles
-    return {name: min(map(min, turns)) for name, turns in in_turns(cases, rounds=rounds).items()}
+def best_times(cases, rounds):
+    """The seconds of the best round of each case, the least disturbed by other processes."""
+    interleave(cases, rounds=1)  # compiles
+    return {name: min(map(min, repeats)) for name, repeats in interleave(cases, rounds=rounds).items()}
 
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.01))
-NESTEROV = {"momentum_decay": 1e4}  # the momentum is b1 from the first step on, as Optax has it
+NESTEROV = {"momentum_decay": 1e4}  # the momentum is b1 from the first step, as in Optax
 PAIRS = {
     "SGD": (optim.SGD(0.1), optax.sgd(0.1)),
     "SGD momentum": (optim.SGD(0.1, momentum=0.9, nesterov=True), optax.sgd(0.1, momentum=0.9, nesterov=True)),
@@ -114,7 +115,7 @@ PAIRS = {
     "AdamW": (optim.AdamW(1e-3, decay=0.01, decayed=EVERYWHERE), optax.adamw(1e-3, weight_decay=0.01)),
     "AMSGrad": (optim.AMSGrad(1e-3), optax.amsgrad(1e-3)),
     "NAdam": (optim.NAdam(1e-3, **NESTEROV), optax.nadam(1e-3)),
-    # they add eps at other places, and with b2 = 0.999 the rounding of Optax's factor shows
+    # they add eps in different places, and with b2 = 0.999 the rounding of Optax's factor is visible
     "RAdam": (optim.RAdam(1e-2, b2=0.99, eps=0.0), optax.radam(1e-2, b2=0.99, eps=0.0)),
     "AdaBelief": (optim.AdaBelief(1e-3), optax.adabelief(1e-3)),
     "Lion": (optim.Lion(1e-4, decay=1e-3, decayed=EVERYWHERE), optax.lion(1e-4, weight_decay=1e-3)),
@@ -131,27 +132,27 @@ PAIRS = {
 }
 
 
-def beside_optax(rounds):
+def compare_with_optax(rounds):
     shapes = gpt2() if GPU else gpt2(width=128, layers=6, vocabulary=8192, times=256)
     worst, rows = 0.0, []
     for name, pair in PAIRS.items():
         weights = arrays(shapes)
         cases = {
-            "mlax": Updating(*of_mlax(pair[0], weights), weights),
-            "Optax": Updating(*of_optax(pair[1], weights), weights),
+            "mlax": Updates(*mlax_update(pair[0], weights), weights),
+            "Optax": Updates(*optax_update(pair[1], weights), weights),
         }
         for case in cases.values():
-            case.several()
-        compare(name, weights, *(case.held[0] for case in cases.values()))
-        found = measured(cases, rounds)
-        ratio = found["mlax"] / found["Optax"]
+            case.run()
+        check_equal(name, weights, *(case.current[0] for case in cases.values()))
+        times = best_times(cases, rounds)
+        ratio = times["mlax"] / times["Optax"]
         worst = max(worst, ratio)
-        rows.append((name, seconds(found["mlax"]), seconds(found["Optax"]), f"{ratio:.2f}"))
-    show(f"One update of {len(shapes)} leaves", ("", "mlax", "Optax", "mlax over Optax"), rows)
+        rows.append((name, seconds(times["mlax"]), seconds(times["Optax"]), f"{ratio:.2f}"))
+    print_table(f"One update of {len(shapes)} leaves", ("", "mlax", "Optax", "mlax / Optax"), rows)
     print(verdict("no optimizer is slower than Optax's, within 5%", worst <= 1.05))
 
 
-def of_torch(shapes):
+def torch_update(shapes):
     import torch
 
     weights = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes.values()]
@@ -159,43 +160,43 @@ def of_torch(shapes):
         weight.grad = 0.01 * weight.detach()
     optimizer = torch.optim.AdamW(weights, weight_decay=0.01, fused=True)
 
-    def several():
+    def run():
         for _ in range(STEPS):
             optimizer.step()
         torch.cuda.synchronize()
 
-    return lambda: [taken / STEPS for taken in turn(several)]
+    return lambda: [duration / STEPS for duration in time_steps(run)]
 
 
-def packed_or_not(rounds):
+def compare_packed(rounds):
     rows, best = [], {}
     optimizer = optim.AdamW(1e-3, decay=0.01, decayed=EVERYWHERE)
-    for kind, shapes in (("GPT-2", gpt2()), ("1,000 leaves", cut(gpt2()))):
+    for kind, shapes in (("GPT-2", gpt2()), ("1,000 leaves", split_evenly(gpt2()))):
         weights = arrays(shapes)
         packing = optim.Packing.of(weights)
         packed = packing.pack(weights)
         cases = {
-            "mlax, packed": Updating(*of_mlax(optimizer, packed), packed),
-            "mlax": Updating(*of_mlax(optimizer, weights), weights),
-            "mlax, 20 steps a call": Updating(*of_mlax(optimizer, weights), weights, STEPS),
-            "Optax": Updating(*of_optax(optax.adamw(1e-3, weight_decay=0.01), weights), weights),
+            "mlax, packed": Updates(*mlax_update(optimizer, packed), packed),
+            "mlax": Updates(*mlax_update(optimizer, weights), weights),
+            "mlax, 20 steps per call": Updates(*mlax_update(optimizer, weights), weights, STEPS),
+            "Optax": Updates(*optax_update(optax.adamw(1e-3, weight_decay=0.01), weights), weights),
         }
         for case in cases.values():
-            case.several()
+            case.run()
         for name, case in cases.items():
-            there = packing.unpack(case.held[0]) if name == "mlax, packed" else case.held[0]
-            compare(f"{kind}, {name}", weights, there, cases["mlax"].held[0])
-        cases["PyTorch, fused"] = of_torch(shapes)
-        found = measured(cases, rounds)
-        best[kind] = found["mlax, packed"]
-        rows += [(kind, name, seconds(taken)) for name, taken in found.items()]
-    show("AdamW over 124 million numbers", ("", "", "an update"), rows)
+            unpacked = packing.unpack(case.current[0]) if name == "mlax, packed" else case.current[0]
+            check_equal(f"{kind}, {name}", weights, unpacked, cases["mlax"].current[0])
+        cases["PyTorch, fused"] = torch_update(shapes)
+        times = best_times(cases, rounds)
+        best[kind] = times["mlax, packed"]
+        rows += [(kind, name, seconds(duration)) for name, duration in times.items()]
+    print_table("AdamW over 124 million elements", ("", "", "per update"), rows)
     print(verdict("packed, GPT-2 takes under 0.95 ms", best["GPT-2"] < 0.95e-3))
-    print(verdict("1,000 leaves take at most 1.2 of that", best["1,000 leaves"] <= 1.2 * best["GPT-2"]))
+    print(verdict("1,000 leaves take at most 1.2 times that", best["1,000 leaves"] <= 1.2 * best["GPT-2"]))
 
 
 if __name__ == "__main__":
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    beside_optax(rounds)
+    compare_with_optax(rounds)
     if GPU:
-        packed_or_not(rounds)
+        compare_packed(rounds)

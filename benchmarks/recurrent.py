@@ -1,10 +1,10 @@
-"""A training step of LSTM and GRU, 256 wide, 64 steps of 32 examples, beside PyTorch's: forward, backward and SGD.
+"""A training step of LSTM and GRU, width 256, 64 steps of 32 examples, compared with PyTorch: forward, backward, SGD.
 
     python benchmarks/recurrent.py [python-with-torch] [rounds]    # 2 minutes
 
-PyTorch takes part if a Python that has it is named. It answers from a process of its own, which idles while JAX
-computes, and the other way round. "plain scan" is the same cell differentiated by JAX's own rule for scans, which adds
-up the weights' gradients step by step.
+PyTorch takes part if a Python that has it is given. It runs in its own process, which idles while JAX computes, and
+vice versa. "plain scan" is the same cell differentiated by JAX's own rule for scans, which accumulates the gradients of
+the weights step by step.
 """
 
 import os
@@ -12,7 +12,7 @@ import statistics
 import sys
 from functools import partial
 
-from side_by_side import Process, in_turns, seconds, serve, show, turn, verdict
+from harness import Process, interleave, print_table, seconds, serve, time_steps, verdict
 
 KINDS = ("LSTM", "GRU")
 FEATURES, TIMES, BATCH, RATE = 256, 64, 32, 1e-3
@@ -20,12 +20,12 @@ CLAIM = 1.2
 
 
 def peer():
-    """Answer each line, the name of a layer, with the seconds of PyTorch's steps."""
+    """Answer each line, the name of a layer, with the times of PyTorch's steps."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
-    def training(kind):
+    def make_step(kind):
         layer = getattr(torch.nn, kind)(FEATURES, FEATURES)
         optimizer = torch.optim.SGD(layer.parameters(), RATE)
         x = torch.randn(TIMES, BATCH, FEATURES)
@@ -38,8 +38,8 @@ def peer():
 
         return step
 
-    steps = {kind: training(kind) for kind in KINDS}
-    serve(lambda kind: turn(steps[kind]))
+    steps = {kind: make_step(kind) for kind in KINDS}
+    serve(lambda kind: time_steps(steps[kind]))
 
 
 def main(python, rounds):
@@ -52,7 +52,7 @@ def main(python, rounds):
 
     @mlax.frozen
     class Plain(mlax.Cell):
-        """A cell without its halves."""
+        """A cell without `ahead`, `feedback` and `step`."""
 
         cell: mlax.Cell
 
@@ -65,10 +65,10 @@ def main(python, rounds):
         def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
             return self.cell.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
 
-    def training(cell):
+    def make_step(cell):
         layer = mlax.Recurrent(cell, axis=0)
         x = jax.random.normal(jax.random.key(0), (TIMES, BATCH, FEATURES))
-        held = {"trainables": layer.init(jax.random.key(1), x)[0]}
+        current = {"trainables": layer.init(jax.random.key(1), x)[0]}
 
         @jax.jit
         def update(trainables, x):
@@ -76,35 +76,35 @@ def main(python, rounds):
             return jax.tree.map(lambda leaf, grad: leaf - RATE * grad, trainables, grads)
 
         def step():
-            held["trainables"] = jax.block_until_ready(update(held["trainables"], x))
+            current["trainables"] = jax.block_until_ready(update(current["trainables"], x))
 
-        return lambda: turn(step)
+        return lambda: time_steps(step)
 
     torch = Process(python, "--peer") if python else None
     measurements = {}
     for kind, cell in (("LSTM", nn.LSTMCell(FEATURES)), ("GRU", nn.GRUCell(FEATURES))):
-        measurements |= {(kind, "mlax"): training(cell), (kind, "plain scan"): training(Plain(cell))}
+        measurements |= {(kind, "mlax"): make_step(cell), (kind, "plain scan"): make_step(Plain(cell))}
         if torch:
             measurements[kind, "PyTorch"] = partial(torch.ask, kind)
-    in_turns(measurements, rounds=1)  # compiles
-    found = in_turns(measurements, rounds=rounds)
+    interleave(measurements, rounds=1)  # compiles
+    times = interleave(measurements, rounds=rounds)
     if torch:
-        torch.end()
+        torch.close()
 
     rows, worst, base = [], 0.0, "PyTorch" if torch else "plain scan"
-    for kind, name in found:
-        median = {each: statistics.median(map(statistics.median, found[kind, each])) for each in (name, base)}
-        best = {each: min(map(min, found[kind, each])) for each in (name, base)}
+    for kind, name in times:
+        median = {each: statistics.median(map(statistics.median, times[kind, each])) for each in (name, base)}
+        best = {each: min(map(min, times[kind, each])) for each in (name, base)}
         ratio = median[name] / median[base]
         worst = max(worst, ratio) if name == "mlax" else worst
         rows.append((f"{kind} {name}", seconds(median[name]), f"{ratio:.2f}", f"{best[name] / best[base]:.2f}", ""))
-    show(
-        f"Training step, {FEATURES} wide, {TIMES} steps of {BATCH}: {rounds} turns",
-        ("", "median", f"over {base}", "best over best", ""),
+    print_table(
+        f"Training step, width {FEATURES}, {TIMES} steps of {BATCH}: {rounds} rounds",
+        ("", "median", f"/ {base}", "best / best", ""),
         rows,
     )
     if torch:
-        print(verdict(f"mlax takes at most {CLAIM} of PyTorch's time", worst <= CLAIM))
+        print(verdict(f"mlax takes at most {CLAIM} times as long as PyTorch", worst <= CLAIM))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python benchmarks/stream.py                                    # 4 minutes on an H200
     python benchmarks/stream.py --depth 4 --width 64 --heads 4 --batch 2 --length 32 --limit 0      # on a CPU
 
-A GPT in bfloat16 with float32 master weights takes the same steps twice, each time in a process of its own: with
-`place.Stream` under a limit of the device's memory, and resident with none. Printed are the losses, the seconds of a
-step, the bytes that a step moves between host and device, as counted from the leaves, and the most that was allocated
-on the device. Of what is moved, each weight is fetched forward and backward, its gradient written, read for the norm
-and read for the update, and each slot read and written with the weight. The inputs of the layers go there and back.
-Both kinds compute the layers again in the backward pass.
+A GPT in bfloat16 with float32 master weights trains for the same steps twice, each in its own process: with
+`place.Stream` under a device memory limit, and resident without one. It prints the losses, the seconds per step, the
+bytes transferred between host and device per step, as counted from the leaves, and the peak memory of the device. Each
+weight is fetched in the forward and in the backward pass, its gradient is written, read for the norm and read for the
+update, and each slot is read and written with its weight. The inputs of the layers are offloaded and fetched back. Both
+variants rematerialise the layers in the backward pass.
 """
 
 import argparse
@@ -24,58 +24,64 @@ GIB = 2**30
 
 
 def main(options: argparse.Namespace) -> None:
+    from harness import print_table, verdict
     from rich import print
-    from side_by_side import show, verdict
 
-    streamed, resident = (ask(options, kind) for kind in ("streamed", "resident"))
+    streamed, resident = (run_variant(options, kind) for kind in ("streamed", "resident"))
     rows = [
         (
             kind,
-            f"{found['seconds']:.2f} s",
-            f"{found['tokens'] / found['seconds']:,.0f}",
-            f"{found['peak'] / GIB:.1f} GiB" if found["peak"] else "not told",
-            f"{found['state'] / GIB:.1f} GiB",
-            " ".join(f"{loss:.4f}" for loss in found["losses"]),
+            f"{result['seconds']:.2f} s",
+            f"{result['tokens'] / result['seconds']:,.0f}",
+            f"{result['peak'] / GIB:.1f} GiB" if result["peak"] else "unknown",
+            f"{result['state'] / GIB:.1f} GiB",
+            " ".join(f"{loss:.4f}" for loss in result["losses"]),
         )
-        for kind, found in (("streamed", streamed), ("resident", resident))
+        for kind, result in (("streamed", streamed), ("resident", resident))
     ]
-    show("A training step", ("", "a step", "tokens/s", "peak on device", "weights and slots", "losses"), rows)
-    show(
-        "What a streamed step moves",
-        ("", "bytes", "over the whole step"),
+    print_table(
+        "A training step", ("", "per step", "tokens/s", "peak device memory", "weights and slots", "losses"), rows
+    )
+    print_table(
+        "Transfers of a streamed step",
+        ("", "bytes", "bandwidth"),
         [
-            (way, f"{streamed[way] / GIB:.1f} GiB", f"{streamed[way] / streamed['seconds'] / 1e9:.0f} GB/s")
-            for way in ("to device", "to host")
+            (
+                direction,
+                f"{streamed[direction] / GIB:.1f} GiB",
+                f"{streamed[direction] / streamed['seconds'] / 1e9:.0f} GB/s",
+            )
+            for direction in ("to device", "to host")
         ],
     )
     ratio = streamed["seconds"] / resident["seconds"]
-    apart = max(abs(a - b) / b for a, b in zip(streamed["losses"], resident["losses"], strict=True))
+    difference = max(abs(a - b) / b for a, b in zip(streamed["losses"], resident["losses"], strict=True))
     print(verdict(f"streamed takes {ratio:.2f} times as long as resident, at most 2", ratio <= 2))
-    print(verdict(f"the losses are {apart:.2%} apart, at most 1%", apart <= 0.01))
+    print(verdict(f"the losses differ by {difference:.2%}, at most 1%", difference <= 0.01))
     if streamed["limit"] and options.limit:
-        larger = streamed["state"] / streamed["limit"]
-        print(verdict(f"weights and slots are {larger:.1f} times the limit of the device's memory", larger >= 3))
+        ratio = streamed["state"] / streamed["limit"]
+        print(verdict(f"weights and slots are {ratio:.1f} times the device memory limit", ratio >= 3))
 
 
-def ask(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """What a process of its own measured."""
+def run_variant(options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Measure one variant in its own process."""
     environment = dict(os.environ, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="110")
     if options.limit:
-        part = options.limit * GIB / options.memory if kind == "streamed" else 0.93
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{part:.4f}"
+        fraction = options.limit * GIB / options.memory if kind == "streamed" else 0.93
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
     if options.limit and kind == "streamed":
-        # in a CUDA graph, which a command buffer is, the copies wait for the computation and it for them
+        # in a CUDA graph, which a command buffer is, copies and computation do not overlap
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     run = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--kind", kind], env=environment, stdout=subprocess.PIPE, text=True
     )
     if run.returncode:
-        raise SystemExit(f"the {kind} run ended with {run.returncode}")
+        raise SystemExit(f"the {kind} run exited with {run.returncode}")
     return json.loads(run.stdout.splitlines()[-1])
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The steps of one kind."""
+    """Run the steps of one variant."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -84,28 +90,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import mlax
     from mlax import nn, optim, place, train
 
-    statistics_in = {"accum_dtype": "float32"}
-    began = time.perf_counter()
+    wide = {"accum_dtype": "float32"}
+    begin = time.perf_counter()
 
-    def note(words: str) -> None:
-        print(f"{options.kind}: {words} after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    def log(message: str) -> None:
+        print(f"{options.kind}: {message} after {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
     block = mlax.Series(
         attend=mlax.Residual(
             mlax.Series(
-                norm=nn.RMSNorm(**statistics_in),
+                norm=nn.RMSNorm(**wide),
                 attend=nn.MultiHeadAttention(options.heads, causal=True, rotary=nn.Rotary(), bias=False),
             )
         ),
         think=mlax.Residual(
-            mlax.Series(norm=nn.RMSNorm(**statistics_in), think=nn.MLP((4 * options.width, options.width), bias=False))
+            mlax.Series(norm=nn.RMSNorm(**wide), think=nn.MLP((4 * options.width, options.width), bias=False))
         ),
     )
     blocks = mlax.Repeat(block, options.depth, mode="remat")
     model = mlax.Series(
         embed=nn.Embed(options.vocabulary, options.width, param_dtype="bfloat16"),
         blocks=place.Stream(blocks, inputs_in_host=True) if options.kind == "streamed" else blocks,
-        norm=nn.RMSNorm(**statistics_in),
+        norm=nn.RMSNorm(**wide),
         head=nn.Linear(options.vocabulary, bias=False),
     )
 
@@ -115,35 +121,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return losses.mean(-1), new
 
     step = train.step(objective, optim.AdamW(1e-4, rounding=optim.MasterWeights()))
-    draws = np.random.default_rng(0)
-    tokens = draws.zipf(1.5, (options.steps, options.batch, options.length + 1)) % options.vocabulary
+    generator = np.random.default_rng(0)
+    tokens = generator.zipf(1.5, (options.steps, options.batch, options.length + 1)) % options.vocabulary
     variables = model.init(jax.random.key(0), tokens[0, :, :-1].astype(np.int32))
     jax.block_until_ready(variables)
-    note("weights")
+    log("weights")
     state = step.init(jax.random.key(1), *variables)
     jax.block_until_ready(state)
-    note("slots")
-    hosted = [leaf for leaf in jax.tree.leaves(state.trainables) if leaf.sharding.memory_kind == "pinned_host"]
-    weights = sum(leaf.nbytes for leaf in hosted)
-    kept = jax.tree.leaves(state.optimizer)
-    slots = sum(leaf.nbytes for leaf in kept if leaf.sharding.memory_kind == "pinned_host")
-    size = sum(leaf.nbytes for leaf in (*jax.tree.leaves(state.trainables), *kept))
-    inputs = options.depth * options.batch * options.length * options.width * 2 if hosted else 0
-    losses, took = [], []
+    log("slots")
+    offloaded = [leaf for leaf in jax.tree.leaves(state.trainables) if leaf.sharding.memory_kind == "pinned_host"]
+    weights = sum(leaf.nbytes for leaf in offloaded)
+    slot_leaves = jax.tree.leaves(state.optimizer)
+    slots = sum(leaf.nbytes for leaf in slot_leaves if leaf.sharding.memory_kind == "pinned_host")
+    size = sum(leaf.nbytes for leaf in (*jax.tree.leaves(state.trainables), *slot_leaves))
+    inputs = options.depth * options.batch * options.length * options.width * 2 if offloaded else 0
+    losses, durations = [], []
     for each in tokens.astype(np.int32):
         batch = {"x": each[:, :-1], "y": each[:, 1:]}
         start = time.perf_counter()
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-        took.append(time.perf_counter() - start)
-        note(f"a step of {took[-1]:.2f} s, loss {losses[-1]:.4f},")
-    told = jax.devices()[0].memory_stats() or {}
+        durations.append(time.perf_counter() - start)
+        log(f"a step of {durations[-1]:.2f} s, loss {losses[-1]:.4f},")
+    memory = jax.devices()[0].memory_stats() or {}
     return {
-        "seconds": statistics.median(took[2:]),  # the first compiles, the second touches new memory
+        "seconds": statistics.median(durations[2:]),  # the first compiles, the second touches new memory
         "tokens": options.batch * options.length,
         "losses": losses,
-        "peak": told.get("peak_bytes_in_use", 0),
-        "limit": told.get("bytes_limit", 0),
+        "peak": memory.get("peak_bytes_in_use", 0),
+        "limit": memory.get("bytes_limit", 0),
         "state": size,
         "to device": 4 * weights + slots + inputs,
         "to host": 2 * weights + slots + inputs,
@@ -155,11 +161,13 @@ if __name__ == "__main__":
     sizes = {"depth": 36, "width": 3072, "heads": 24, "vocabulary": 8192, "batch": 56, "length": 1024, "steps": 5}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--limit", type=float, default=15.3, help="GiB of the device for the streamed run; 0: all")
-    parser.add_argument("--memory", type=float, default=150.1e9, help="bytes that the device has")
-    parser.add_argument("--kind", choices=("streamed", "resident"), help="measure this one here")
-    given = parser.parse_args()
-    if given.kind:
-        print(json.dumps(measure(given)))
+    parser.add_argument(
+        "--limit", type=float, default=15.3, help="GiB of device memory for the streamed run; 0: no limit"
+    )
+    parser.add_argument("--memory", type=float, default=150.1e9, help="bytes of device memory")
+    parser.add_argument("--kind", choices=("streamed", "resident"), help="run this variant in this process")
+    parsed = parser.parse_args()
+    if parsed.kind:
+        print(json.dumps(measure(parsed)))
     else:
-        main(given)
+        main(parsed)

@@ -2,9 +2,9 @@
 
     taskset -c 0 python benchmarks/unused.py [rounds]    # half a minute
 
-The function adds a bias to 64 numbers. It is called as a function of two arguments, and with what a stateless layer is
-given besides: `non_trainables=None`, `rng=None`, `inference_mode=False`, declared static or not. The last rows give it
-what it does not use: a key, and a tree of 100 arrays.
+The function adds a bias to 64 elements. It is called with two arguments, and with what a stateless layer is passed in
+addition: `non_trainables=None`, `rng=None`, `inference_mode=False`, static or not. The last rows pass what it does not
+use: a key, and a tree of 100 arrays.
 """
 
 import functools
@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from side_by_side import in_turns, seconds, show, verdict
+from harness import interleave, print_table, seconds, verdict
 
 LIMIT = 1.1
 X, W = jnp.ones(64), {"bias": jnp.ones(64)}
-TREE = {str(place): jnp.ones(4) for place in range(100)}
+TREE = {str(i): jnp.ones(4) for i in range(100)}
 
 
 def two(x: Any, trainables: Any) -> Any:
@@ -30,11 +30,11 @@ def five(x: Any, trainables: Any, non_trainables: Any = None, *, rng: Any = None
     return x + trainables["bias"], non_trainables
 
 
-def given(x: Any, trainables: Any, non_trainables: Any = None, *, rng: Any = None) -> Any:
+def with_rng(x: Any, trainables: Any, non_trainables: Any = None, *, rng: Any = None) -> Any:
     return x + trainables["bias"]
 
 
-def timed(call: Callable[[], Any], calls: int = 50) -> Callable[[], float]:
+def time_calls(call: Callable[[], Any], calls: int = 50) -> Callable[[], float]:
     def measure() -> float:
         call()
         start = time.perf_counter()
@@ -46,10 +46,10 @@ def timed(call: Callable[[], Any], calls: int = 50) -> Callable[[], float]:
     return measure
 
 
-def ways() -> dict[str, dict[str, Callable[[], Any]]]:
-    """The calls, eager and compiled; the first of each is what the others are compared with."""
+def make_calls() -> dict[str, dict[str, Callable[[], Any]]]:
+    """The calls, eager and compiled; the others are compared with the first of each."""
     static = jax.jit(five, static_argnames="inference_mode")
-    traced, plain, keyed = jax.jit(five), jax.jit(two), jax.jit(given)
+    traced, plain, keyed = jax.jit(five), jax.jit(two), jax.jit(with_rng)
     key = jax.random.key(0)
     return {
         "eager": {
@@ -58,7 +58,7 @@ def ways() -> dict[str, dict[str, Callable[[], Any]]]:
         },
         "compiled": {
             "two arguments": lambda: plain(X, W),
-            "five, three of them left out": lambda: traced(X, W),
+            "five, three of them omitted": lambda: traced(X, W),
             "five, None": lambda: traced(X, W, None, rng=None),
             "five, inference_mode=False static": lambda: static(X, W, None, rng=None, inference_mode=False),
             "five, inference_mode=False traced": lambda: traced(X, W, None, rng=None, inference_mode=False),
@@ -70,20 +70,20 @@ def ways() -> dict[str, dict[str, Callable[[], Any]]]:
 
 def main(rounds: int) -> None:
     rows = []
-    for mode, calls in ways().items():
-        measures = {name: timed(call) for name, call in calls.items()}
-        in_turns(measures, rounds=2)  # compiles
-        found = {name: min(times) for name, times in in_turns(measures, rounds=rounds).items()}
-        for name, duration in found.items():
-            ratio = duration / found["two arguments"]
-            claimed = mode == "compiled" and name in ("five, three of them left out", "five, None")
-            claim = verdict(f"at most {LIMIT} x", ratio <= LIMIT) if claimed else ""
+    for mode, calls in make_calls().items():
+        measures = {name: time_calls(call) for name, call in calls.items()}
+        interleave(measures, rounds=2)  # compiles
+        times = {name: min(repeats) for name, repeats in interleave(measures, rounds=rounds).items()}
+        for name, duration in times.items():
+            ratio = duration / times["two arguments"]
+            has_claim = mode == "compiled" and name in ("five, three of them omitted", "five, None")
+            claim = verdict(f"at most {LIMIT} x", ratio <= LIMIT) if has_claim else ""
             rows.append((f"{mode}: {name}", seconds(duration), f"{ratio:.2f}", claim))
-    show(f"One call: the best of {rounds} turns of 50", ("call", "time", "/ two", "claim"), rows)
-    arguments = functools.partial(jax.jit(given).lower, X, W)
+    print_table(f"One call: best of {rounds} rounds of 50", ("call", "time", "/ two", "claim"), rows)
+    arguments = functools.partial(jax.jit(with_rng).lower, X, W)
     for name, lowered in (("None", arguments(None)), ("100 unused arrays", arguments(TREE))):
-        kept = lowered.as_text().split("@main(")[1].split(") ->")[0].count("%arg")
-        print(f"arguments of the compiled program, given {name}: {kept}")
+        count = lowered.as_text().split("@main(")[1].split(") ->")[0].count("%arg")
+        print(f"arguments of the compiled program, with {name}: {count}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The layers of benchmarks/layers.py, as each library's own documentation has them.
+"""The layers of benchmarks/layers.py, written as in each library's documentation.
 
-Each library has one file, with a dict of its layers, and a `build` that makes of one of them what is measured.
+Each library has one file, with a dict of its layers and a `build` that returns what is measured.
 """

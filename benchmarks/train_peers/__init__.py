@@ -1,1 +1,1 @@
-"""The same two models in each library, with the weights of mlax's, and its usual training step around them."""
+"""The same two models in each library, with mlax's weights and the library's usual training step."""

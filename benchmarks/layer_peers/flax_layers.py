@@ -1,4 +1,4 @@
-"""The layers of Flax NNX, by `nnx.split` and `nnx.merge` within `jax.jit`, the faster of its documented ways."""
+"""The layers of Flax NNX, by `nnx.split` and `nnx.merge` within `jax.jit`, the faster of the documented forms."""
 
 from functools import partial
 
@@ -63,4 +63,4 @@ def build(name: str, x: np.ndarray):
         y = model(x, mask=nnx.make_causal_mask(x[..., 0])) if name.startswith("Attention") else model(x)
         return y, nnx.split(model, nnx.Param, ...)[2]
 
-    return call, weights, rest, x.swapaxes(1, 2) if name == "Rotary" else x  # its heads come before the time
+    return call, weights, rest, x.swapaxes(1, 2) if name == "Rotary" else x  # heads before time

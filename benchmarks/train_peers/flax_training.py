@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from train_peers.rotary import rotated
+from train_peers.rotary import apply_rotary
 
 
 def linear(weights, path):
@@ -45,13 +45,13 @@ class Block(nnx.Module):
     def __call__(self, x):
         y = self.norm1(x)
         q, k, v = (layer(y).reshape(*y.shape[:2], self.heads, -1) for layer in (self.query, self.key, self.value))
-        q, k = rotated(self.query_norm(q)), rotated(self.key_norm(k))
+        q, k = apply_rotary(self.query_norm(q)), apply_rotary(self.key_norm(k))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
-class Writer(nnx.Module):
+class LanguageModel(nnx.Module):
     def __init__(self, weights, blocks, heads):
         self.embed = nnx.Embed(*weights["embed/table"].shape, rngs=nnx.Rngs(0))
         self.embed.embedding = nnx.Param(jnp.asarray(weights["embed/table"]))

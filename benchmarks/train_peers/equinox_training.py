@@ -1,4 +1,4 @@
-"""Equinox: modules that are trees of arrays, written for one example and mapped over the batch, `eqx.filter_jit`."""
+"""Equinox: modules that are pytrees, written for one example and mapped over the batch, `eqx.filter_jit`."""
 
 import equinox as eqx
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from train_peers.rotary import rotated
+from train_peers.rotary import apply_rotary
 
 KEY = jax.random.key(0)
 
@@ -56,13 +56,13 @@ class Block(eqx.Module):
         y = jax.vmap(self.norm1)(x)
         parts = (self.query, self.key, self.value)
         q, k, v = (jax.vmap(layer)(y).reshape(len(y), self.heads, -1) for layer in parts)
-        q, k = (rotated(jax.vmap(jax.vmap(layer))(y)) for layer, y in ((self.query_norm, q), (self.key_norm, k)))
+        q, k = (apply_rotary(jax.vmap(jax.vmap(layer))(y)) for layer, y in ((self.query_norm, q), (self.key_norm, k)))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + jax.vmap(self.out)(y.reshape(x.shape))
         return x + jax.vmap(lambda y: self.down(jax.nn.gelu(self.up(self.norm2(y)))))(x)
 
 
-class Writer(eqx.Module):
+class LanguageModel(eqx.Module):
     embed: eqx.nn.Embedding
     blocks: list[Block]
     norm: eqx.Module
@@ -112,10 +112,10 @@ def build(model, rate, decay):
         updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), state, value
 
-    held = [model, optimizer.init(eqx.filter(model, eqx.is_array))]
+    current = [model, optimizer.init(eqx.filter(model, eqx.is_array))]
 
     def call(x, y):
-        held[0], held[1], value = step(held[0], held[1], x, y)
+        current[0], current[1], value = step(current[0], current[1], x, y)
         return value
 
     return call

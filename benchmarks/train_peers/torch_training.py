@@ -1,4 +1,4 @@
-"""PyTorch, eager, images in its channels-last format."""
+"""PyTorch, eager, with images in its channels-last format."""
 
 import os
 
@@ -32,8 +32,8 @@ def conv(weights, path):
     return layer
 
 
-def rotated(x):
-    """Turn x (b, h, t, k), feature i paired with i + k / 2."""
+def apply_rotary(x):
+    """Rotate x (b, h, t, k), feature i paired with i + k / 2."""
     t, k = x.shape[-2:]
     angles = np.arange(t)[:, None] * 10_000.0 ** (-np.arange(0, k, 2) / k)  # (t, k / 2)
     cos, sin = (torch.from_numpy(wave(angles).astype(np.float32)) for wave in (np.cos, np.sin))
@@ -56,13 +56,13 @@ class Block(nn.Module):
         q, k, v = (
             layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        q, k = rotated(self.query_norm(q)), rotated(self.key_norm(k))
+        q, k = apply_rotary(self.query_norm(q)), apply_rotary(self.key_norm(k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class Writer(nn.Module):
+class LanguageModel(nn.Module):
     def __init__(self, weights, blocks, heads):
         super().__init__()
         self.embed = nn.Embedding.from_pretrained(torch.from_numpy(weights["embed/table"].copy()), freeze=False)

@@ -1,4 +1,4 @@
-"""The layers of PyTorch, eager, images in its channels-last format. There is no rotary layer in it."""
+"""The layers of PyTorch, eager, with images in its channels-last format. It has no rotary layer."""
 
 import os
 from collections.abc import Callable
@@ -58,12 +58,12 @@ LAYERS = {
 CUDA = torch.cuda.is_available()
 
 
-def build(name: str, given: np.ndarray, labels: np.ndarray | None, rate: float) -> dict[str, Callable[[], None]]:
-    """The forward and the training step, which return when they are done; with labels, the step updates the weights."""
+def build(name: str, array: np.ndarray, labels: np.ndarray | None, rate: float) -> dict[str, Callable[[], None]]:
+    """The forward pass and the training step, both synchronous; with labels, the step updates the weights."""
     if not CUDA:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if CUDA else "cpu"
-    model, x = LAYERS[name]().to(device), torch.from_numpy(given).to(device)
+    model, x = LAYERS[name]().to(device), torch.from_numpy(array).to(device)
     if x.ndim == 4:
         model, x = model.to(memory_format=torch.channels_last), x.permute(0, 3, 1, 2)
     x.requires_grad_(x.is_floating_point() and labels is None)

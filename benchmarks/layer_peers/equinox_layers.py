@@ -1,6 +1,6 @@
-"""The layers of Equinox, by `partition` and `combine` within `jax.jit`, its documented way with the least overhead.
+"""The layers of Equinox, by `partition` and `combine` within `jax.jit`, the documented form with the least overhead.
 
-They take one example each, with the channels first, and are mapped over the batch.
+They take one example, with channels first, and are mapped over the batch.
 """
 
 import equinox as eqx
@@ -54,7 +54,7 @@ LAYERS = {
     "GRU": lambda key: nn.GRUCell(256, 256, key=key),
     "CNN": cnn,
 }
-EACH_TOKEN = ("Linear, 3 axes", "GELU MLP", "Embed", "LayerNorm", "RMSNorm", "Rotary")  # for Rotary, each head
+EACH_TOKEN = ("Linear, 3 axes", "GELU MLP", "Embed", "LayerNorm", "RMSNorm", "Rotary")  # each head for Rotary
 
 
 def build(name: str, x: np.ndarray):
@@ -66,7 +66,7 @@ def build(name: str, x: np.ndarray):
         return apply(name, eqx.combine(weights, static), x, *rest)
 
     if name == "Rotary":
-        x = x.swapaxes(1, 2)  # its heads come before the time
+        x = x.swapaxes(1, 2)  # heads before time
     elif x.ndim == 4:
         x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
     return call, weights, (state, jax.random.key(1)), x
