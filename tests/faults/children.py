@@ -8,15 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, child_environment
+
 SCRIPT = str(ROOT / "tests" / "faults" / "training.py")
-
-
-def environment():
-    """That of this process, with a place for what was compiled, so that most children compile nothing."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax-faults")}
-    least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    return {**os.environ, **cache, **least, "PYTHONPATH": str(ROOT)}
 
 
 class Child:
@@ -70,7 +64,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env=environment(),
+            env=child_environment(),
             cwd=ROOT,
         )
         assert self.server.stdout.readline() == "ready\n"
@@ -107,7 +101,7 @@ def launch(*argv, options=()):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        env=child_environment(),
         cwd=ROOT,
     )
 

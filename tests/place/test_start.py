@@ -3,10 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +10,8 @@ import pytest
 
 from mlax import place
 from mlax.place._distributed import ClusterEnv, detect_cluster, local_gpus
+from tests.processes import child_environment, outputs_of, reserved_port, start_python
 
-ROOT = Path(__file__).parents[2]
 OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "KUBERNETES_", "JOB_COMPLETION", "JAX_COORDINATOR", "TPU_WORKER")
 
 SLURM = {
@@ -201,6 +197,7 @@ def test_after_a_computation_it_is_too_late(surrounded):
 CHILD = """
 import json, sys, jax
 from mlax import place
+from tests.processes import child_environment, outputs_of, reserved_port, start_python
 told, by_hand = json.loads(sys.argv[1])
 if by_hand:
     jax.config.update("jax_num_cpu_devices", 2)
@@ -225,26 +222,18 @@ print("RESULT", json.dumps([*started, jax.device_count(), float(total)]))
 
 def several(told=lambda index, port: (), environment=lambda index, port: {}, by_hand=False):
     """What each of two processes found, told so and surrounded so."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, json.dumps([told(index, port), by_hand])],
-            env={**clean, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment(index, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=120)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], outputs
+    clean = {name: value for name, value in child_environment().items() if not name.startswith(OF_LAUNCHERS)}
+    with reserved_port() as port:
+        children = [
+            start_python(
+                "-c",
+                CHILD,
+                json.dumps([told(index, port), by_hand]),
+                environment={**clean, **environment(index, port)},
+            )
+            for index in range(2)
+        ]
+        outputs = outputs_of(*children, seconds=120)
     said = [line for output in outputs for line in output.splitlines() if "RESULT" in line]
     return [json.loads(line.partition("RESULT ")[2]) for line in said]
 

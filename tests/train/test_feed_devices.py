@@ -1,10 +1,6 @@
 """A Feed over devices and processes: the same examples, each process loading its own rows."""
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mlax import train
+from tests.processes import outputs_of, reserved_port, start_python
 
 ARRAYS = {"x": np.arange(38 * 4, dtype=np.float32).reshape(38, 4), "id": np.arange(38)}
 
@@ -100,23 +97,11 @@ jax.distributed.shutdown()
 
 
 def test_two_processes_load_each_its_own_rows_of_the_same_batches(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
-    root = Path(train.__file__).parents[2]
-    environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}
-    both = [
-        subprocess.Popen(
-            [sys.executable, str(script), port, str(i)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env=environment,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=100) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    by_example, by_batch = zip(*([json.loads(line) for line in out.splitlines()] for out, _ in outputs), strict=True)
+    with reserved_port() as port:
+        outputs = outputs_of(*(start_python(script, port, index) for index in range(2)))
+    by_example, by_batch = zip(*([json.loads(line) for line in out.splitlines()] for out in outputs), strict=True)
 
     def draws(example, generator):
         return {**example, "drawn": generator.random(dtype=np.float32)}

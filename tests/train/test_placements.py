@@ -1,10 +1,6 @@
 """Checkpoints and devices: what one placement saved another restores, each process reading only what it needs."""
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax import train
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import outputs_of, reserved_port, start_python
 
 
 def tree(seed=0):
@@ -90,27 +85,13 @@ checkpoints.save(checkpoints.latest() + 1, state)  # an interpreter that ends wa
 """
 
 
-def python(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    pipe, one = subprocess.PIPE, subprocess.STDOUT
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=pipe, stderr=one, text=True)
-
-
-def ended(*processes):
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-
-
 def test_processes_with_other_numbers_of_devices_restore_what_eight_saved(tmp_path, request):
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(0, placed(8, seed=5))
     checkpoints.wait()
     counts = (4, 1) if request.config.getoption("--thorough") else (1,)
     for devices in counts:
-        ended(python("-c", OTHER, str(devices), str(tmp_path)))
+        outputs_of(start_python("-c", OTHER, devices, tmp_path))
     restored = checkpoints.restore(placed(8)).tree
     assert checkpoints.latest() == len(counts)
     for name, leaf in data(restored).items():
@@ -166,10 +147,8 @@ else:
 
 def test_two_processes_write_their_pieces_and_any_number_reads_them(tmp_path):
     def both(part):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        ended(*(python("-c", SEVERAL, str(index), port, str(tmp_path), part) for index in (0, 1)))
+        with reserved_port() as port:
+            outputs_of(*(start_python("-c", SEVERAL, index, port, tmp_path, part) for index in (0, 1)))
 
     both("write")
     checkpoints = train.Checkpoints(tmp_path, report=lambda words: None)
