@@ -175,7 +175,8 @@ def test_meshes_that_are_wrong_are_refused_in_words():
 
 def test_what_is_no_key_is_refused_as_by_the_model_itself():
     task = gpt()
-    with pytest.raises(TypeError, match=r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), for example\.$"):
+    words = r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), for example\.$"
+    with pytest.raises(TypeError, match=words):
         place.data().init(task.model, 0, task.x)
     with pytest.raises(TypeError, match=r"Are the arguments swapped\? The call is init\(model, rng, x\)\.$"):
         place.data().init(task.model, task.x, jax.random.key(0))
