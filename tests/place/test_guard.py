@@ -132,9 +132,7 @@ def test_after_the_block_and_in_other_threads_everything_is_allowed():
 
 
 def test_an_array_that_is_read_on_the_host_is_better_fetched():
-    with refused_as(
-        r"^implicit device-to-host transfer of shape=\(2\), dtype=F32: fetch it by jax.device_get"
-    ):
+    with refused_as(r"^implicit device-to-host transfer of shape=\(2\), dtype=F32: fetch it by jax.device_get"):
         raise RuntimeError("Disallowed device-to-host transfer: shape=(2), dtype=F32")  # as on a GPU
 
 
