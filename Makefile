@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test thorough faults docs guide lint matrix bench references clean
+.PHONY: help demo test thorough faults docs api guide lint matrix bench references clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ faults: $(VENV)/.ready  ## inject faults into training runs (kill, stop, corrupt
 
 docs: $(VENV)/.docs  ## build the documentation into site/; view it with: python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+
+api: $(VENV)/.ready  ## write docs/api.md, every public name with its one-line meaning
+	$(RUN)python scripts/api.py
 
 lint: $(VENV)/.ready
 	$(RUN)ruff check .

@@ -45,8 +45,8 @@ def source_page(path: str) -> str:
 
 
 def links(markdown: str) -> Iterator[str]:
-    """The link targets of a page, except in code blocks."""
-    for groups in LINK.findall(FENCED.sub("", markdown)):
+    """The link targets of a page, except in code."""
+    for groups in LINK.findall(re.sub(r"`[^`\n]*`", "", FENCED.sub("", markdown))):
         yield next(filter(None, groups))
 
 
@@ -111,14 +111,14 @@ def _map_outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 def _room_page(page: str, room: Any) -> str:
     text = f"# {page if page == 'mlax' else f'mlax.{page}'}\n\n{room.__doc__}\n"
-    for title, names in _group_names(room).items():
-        rows = [f"| [`{name}`][{room.__name__}.{name}] | {_first_sentence(room, name)} |" for name in names]
+    for title, names in group_names(room).items():
+        rows = [f"| [`{name}`][{room.__name__}.{name}] | {summary(room, name)} |" for name in names]
         text += "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *rows, ""])
         text += "".join(f"\n::: {room.__name__}.{name}\n" for name in names)
     return text
 
 
-def _group_names(room: Any) -> dict[str, list[str]]:
+def group_names(room: Any) -> dict[str, list[str]]:
     """The public names of a room under headings: one per nested room, then classes, functions and types."""
     groups: dict[str, list[str]] = {"Classes": [], "Functions": [], "Types": []}
     for name in room.__all__:
@@ -127,17 +127,31 @@ def _group_names(room: Any) -> dict[str, list[str]]:
         if inner and not inner.startswith("_") and hasattr(room, inner):
             title = getattr(room, inner).__doc__.partition(":")[0]
         else:
-            title = "Classes" if inspect.isclass(value) else "Functions" if inspect.isfunction(value) else "Types"
+            title = "Types" if _is_alias(value) else "Classes" if inspect.isclass(value) else "Functions"
         groups.setdefault(title, []).append(name)
     return {title: names for title, names in groups.items() if names}
 
 
-def _first_sentence(room: Any, name: str) -> str:
+def summary(room: Any, name: str) -> str:
+    """The first sentence of the docstring; of an alias, the comment behind its definition."""
     value = getattr(room, name)
-    if not inspect.isclass(value) and not inspect.isfunction(value):
-        return ""
+    if _is_alias(value):
+        return _alias_comment(room, name)
     first = re.split(r"(?<=[^.]\.)\s|\n\n|:\n", inspect.getdoc(value) or "")[0]
     return re.sub(r"\s+", " ", first).replace("|", "\\|")
+
+
+def _is_alias(value: Any) -> bool:
+    """Whether a public name is another name for something, such as a type, that mlax does not define."""
+    is_defined = inspect.isclass(value) or inspect.isfunction(value)
+    return not is_defined or not value.__module__.startswith("mlax")
+
+
+def _alias_comment(room: Any, name: str) -> str:
+    for file in sorted(Path(room.__file__).parent.rglob("*.py")):
+        if found := re.search(rf"^ *{name}\b[^=\n]* = .*  # (.+)$", file.read_text(), re.M):
+            return found[1]
+    return ""
 
 
 def _command() -> str:

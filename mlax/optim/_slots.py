@@ -92,7 +92,7 @@ if TYPE_CHECKING:
         def _replace(self, **fields: Any) -> "OptimizerState": ...
 
 else:
-    OptimizerState = tuple
+    OptimizerState = tuple  # a named tuple: `step`, then the slots, each like the trainables, then scalars
 
 
 def make_state(fields: Mapping[str, Any]) -> OptimizerState:

@@ -1,12 +1,13 @@
 """The reference has a page for every public name, and every public name is documented."""
 
-import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 
-from scripts.pages import reference, reference_names, rooms
-from tests.test_house import BELOW, PACKAGE
+from scripts.pages import reference, reference_names, rooms, summary
+from tests.test_house import BELOW, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,13 @@ def test_the_page_of_the_command_has_every_command(pages):
 def test_every_public_name_says_what_it_is(page):
     room = rooms()[page]
     for name in room.__all__:
-        value = getattr(room, name)
-        if inspect.isclass(value) or inspect.isfunction(value):
-            assert (value.__doc__ or "").strip(), name
-        else:
-            assert _comment(room, name), f"{name} is an alias without a comment behind it"
+        assert summary(room, name), f"{name} has no docstring, or is an alias without a comment behind it"
+
+
+def test_the_page_of_all_names_is_up_to_date():
+    check = [sys.executable, ROOT / "scripts/api.py", "--check"]
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_names_are_linked_by_how_pages_speak_of_them():
@@ -50,11 +53,3 @@ def test_names_are_linked_by_how_pages_speak_of_them():
     assert names["nn.Linear"] == "mlax.nn.Linear"
     assert names["mlax.Series"] == "mlax.core.Series"
 
-
-def _comment(room, name):
-    """What stands behind the line that defines an alias of a room."""
-    folder = PACKAGE / room.__name__.removeprefix("mlax.").replace(".", "/")
-    for file in folder.rglob("*.py"):
-        if found := re.search(rf"^{name} = .*  # (.+)$", file.read_text(), re.M):
-            return found[1]
-    return None
