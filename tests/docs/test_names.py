@@ -52,4 +52,3 @@ def test_names_are_linked_by_how_pages_speak_of_them():
     names = reference_names()
     assert names["nn.Linear"] == "mlax.nn.Linear"
     assert names["mlax.Series"] == "mlax.core.Series"
-
