@@ -1,7 +1,7 @@
-"""The safetensors format: dtypes, names, and a header that is validated in full before use.
+"""The safetensors format: dtypes, array names, and headers that are validated in full before use.
 
-https://github.com/huggingface/safetensors#format. Stricter than its reference: duplicate keys, names that are not plain
-paths, more entries or bytes than any real file has, and gaps between arrays are refused.
+https://github.com/huggingface/safetensors#format. Stricter than the reference implementation: duplicate keys, names
+that are not plain paths, more entries or bytes than any real file has, and gaps between arrays are errors.
 """
 
 import json
@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from mlax.files._io import InvalidFile, is_count, parse_json
+
+MAX_HEADER_BYTES, MAX_ARRAYS, MAX_AXES, MAX_NAME_LENGTH = 1 << 25, 100_000, 32, 1024
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -38,48 +40,23 @@ DTYPES: dict[str, np.dtype] = {
 }
 DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
 
 class SerializedFile(NamedTuple):
-    """A file that could be written: the header, then the arrays in the order of their bytes."""
+    """The contents of a file that is not written yet: the header, then the bytes of each array in file order."""
 
     header: bytes
     arrays: dict[str, memoryview]
 
     @property
     def size(self) -> int:
-        """How many bytes that is."""
+        """The size of the file in bytes."""
         return len(self.header) + sum(view.nbytes for view in self.arrays.values())
 
 
-def serialize(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> SerializedFile:
-    """The file of these arrays. Wide items come first, so that each array is aligned."""
-    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header = encode_header(((name, arrays[name].dtype, arrays[name].shape) for name in order), metadata)
-    return SerializedFile(header, {name: byte_view(arrays[name]) for name in order})
-
-
-def to_file_layout(array: np.ndarray) -> np.ndarray:
-    """The array as C lays it out, little end first: itself, if it is so already."""
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return array if array.flags.c_contiguous else array.copy(order="C")
-
-
-def byte_view(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, whatever its dtype."""
-    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
-
-
-def is_storable(dtype: np.dtype) -> bool:
-    """Whether safetensors has this dtype."""
-    return dtype in DTYPE_NAMES
-
-
-MAX_HEADER_BYTES, MAX_ARRAYS, MAX_AXES = 1 << 25, 100_000, 32
-
-
 class Entry(NamedTuple):
-    """One array of a file: bytes `start` to `stop` of it."""
+    """One array: bytes `start` to `stop` of its file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -88,97 +65,122 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds."""
+    """The arrays and the metadata of a file."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
-    raw: bytes  # as it stands in the file, the length in front of it included
+    raw: bytes  # including the eight bytes of its length
+
+
+def serialize(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> SerializedFile:
+    """Serialize arrays in `to_file_layout` without copying them; the widest dtypes first, so that each is aligned."""
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header = encode_header(((name, arrays[name].dtype, arrays[name].shape) for name in order), metadata)
+    return SerializedFile(header, {name: byte_view(arrays[name]) for name in order})
+
+
+def to_file_layout(array: np.ndarray) -> np.ndarray:
+    """The array as little-endian and C-contiguous; copied only if it is not."""
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def byte_view(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array of any dtype."""
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+def is_storable(dtype: np.dtype) -> bool:
+    """Whether safetensors has this dtype."""
+    return dtype in DTYPE_NAMES
+
+
+def name_error(name: str) -> str | None:
+    """Why `name` is not a valid array name, or None if it is: parts joined by slashes, none of them `..`."""
+    if not name or len(name) > MAX_NAME_LENGTH:
+        return f"it has {len(name):,} characters, and 1 to {MAX_NAME_LENGTH:,} are allowed"
+    if name == "__metadata__":
+        return "the format reserves it for metadata"
+    if _CONTROL.search(name):
+        return "it contains a control character"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "it is not a plain path: '', '.' and '..' are not allowed as parts"
+    return None
 
 
 def encode_header(arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file of these arrays, one after the other, padded so that the first of them is aligned."""
-    words: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    """The header of a file with these arrays in this order, padded so that the first one is aligned."""
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
     for name, dtype, shape in arrays:
-        size = math.prod(shape) * dtype.itemsize
-        words[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(words, separators=(",", ":"), ensure_ascii=False).encode()
+        stop = start + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(file: BinaryIO, size: int, path: str) -> Header:
-    """The header of an open file of `size` bytes, checked; `path` is for the words."""
-    front = file.read(8)
-    length = int.from_bytes(front, "little")
-    if len(front) < 8 or length > size - 8:
-        raise InvalidFile(f"{path}: {size:,} bytes are no whole safetensors file; it was cut, or is something else.")
+    """Read and validate the header of an open file of `size` bytes. `path` is for errors."""
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > size - 8:
+        raise InvalidFile(f"{path}: its {size:,} bytes are not a safetensors file; it is truncated or another format.")
     if length > MAX_HEADER_BYTES:
-        raise InvalidFile(f"{path}: its header is said to have {length:,} bytes, and {MAX_HEADER_BYTES:,} are allowed.")
+        raise InvalidFile(f"{path}: its header claims {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed.")
     text = file.read(length)
     if len(text) < length:
-        raise InvalidFile(f"{path}: it ended while its header was read.")
-    words = parse_json(text, path, depth=3)
-    metadata = words.pop("__metadata__", {})
+        raise InvalidFile(f"{path}: the file ended inside its header.")
+    fields = parse_json(text, path, depth=3)
+    metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InvalidFile(f"{path}: its metadata are not strings by name.")
-    if len(words) > MAX_ARRAYS:
-        raise InvalidFile(f"{path}: it has {len(words):,} arrays, and {MAX_ARRAYS:,} are allowed.")
-    entries = {name: _parse_entry(name, entry, 8 + length, path) for name, entry in words.items()}
+        raise InvalidFile(f"{path}: its metadata is not a dict of strings.")
+    if len(fields) > MAX_ARRAYS:
+        raise InvalidFile(f"{path}: it has {len(fields):,} arrays, and at most {MAX_ARRAYS:,} are allowed.")
+    entries = {name: _parse_entry(name, entry, 8 + length, path) for name, entry in fields.items()}
     _check_offsets(entries, 8 + length, size, path)
-    return Header(entries, metadata, front + text)
+    return Header(entries, metadata, prefix + text)
 
 
 def _parse_entry(name: str, entry: Any, offset: int, path: str) -> Entry:
     where = f"{path}, array {name[:100]!r}"
-    if why := name_error(name):
-        raise InvalidFile(f"{where}: that is no name for an array; {why}.")
+    if reason := name_error(name):
+        raise InvalidFile(f"{where}: invalid name: {reason}.")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise InvalidFile(f"{where}: it is not described by dtype, shape and data_offsets.")
+        raise InvalidFile(f"{where}: its fields are not dtype, shape and data_offsets.")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise InvalidFile(f"{where}: its dtype is {str(entry['dtype'])[:40]!r}; known are {', '.join(DTYPES)}.")
+        raise InvalidFile(
+            f"{where}: its dtype is {str(entry['dtype'])[:40]!r}, which is not one of {', '.join(DTYPES)}."
+        )
     shape, span = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(is_count(length) for length in shape):
         raise InvalidFile(f"{where}: its shape is not a list of at most {MAX_AXES} lengths.")
     if not isinstance(span, list) or len(span) != 2 or not all(is_count(end) for end in span) or span[0] > span[1]:
-        raise InvalidFile(f"{where}: its data_offsets are {str(span)[:80]}, not a beginning and an end.")
-    if math.prod(max(1, length) for length in shape) * dtype.itemsize > 2**63 - 1:  # Python's integers have no bound
-        raise InvalidFile(f"{where}: no memory has room for {dtype}{shape}.")
-    wanted = math.prod(shape) * dtype.itemsize
-    if wanted != span[1] - span[0]:
-        raise InvalidFile(f"{where}: {dtype}{shape} takes {wanted:,} bytes, but it is given {span[1] - span[0]:,}.")
+        raise InvalidFile(f"{where}: its data_offsets are {str(span)[:80]}, not a start and a stop.")
+    if math.prod(max(1, length) for length in shape) * dtype.itemsize > 2**63 - 1:  # Python integers do not overflow
+        raise InvalidFile(f"{where}: {dtype}{shape} is larger than any memory.")
+    size = math.prod(shape) * dtype.itemsize
+    if size != span[1] - span[0]:
+        raise InvalidFile(
+            f"{where}: {dtype}{shape} takes {size:,} bytes, but its data_offsets span {span[1] - span[0]:,}."
+        )
     return Entry(dtype, tuple(shape), offset + span[0], offset + span[1])
 
 
 def _check_offsets(entries: dict[str, Entry], offset: int, size: int, path: str) -> None:
-    at = offset
+    """Check that the arrays fill the file after its header, without gaps or overlaps."""
+    end = offset
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.stop > size:
             raise InvalidFile(
                 f"{path}, array {name!r}: it ends at byte {entry.stop:,} of {size:,}; the file is truncated."
             )
-        if entry.start != at:
-            fault = "lies over the one before it" if entry.start < at else "leaves a hole before it"
-            raise InvalidFile(f"{path}, array {name!r}: it {fault}, at byte {min(at, entry.start):,}.")
-        at = entry.stop
-    if at != size:
-        raise InvalidFile(f"{path}: its arrays end at byte {at:,}, but the file has {size:,}.")
-
-
-MAX_NAME_LENGTH = 1024
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-def name_error(name: str) -> str | None:
-    """Why this is no name for an array, or None if it is one: names, joined by slashes, that are no way up."""
-    if not name or len(name) > MAX_NAME_LENGTH:
-        return f"it has {len(name):,} characters, and 1 to {MAX_NAME_LENGTH:,} are allowed"
-    if name == "__metadata__":
-        return "the format has it for the words beside the arrays"
-    if _CONTROL.search(name):
-        return "it has a control character in it"
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return "it is not a plain path: '', '.' and '..' are no names"
-    return None
+        if entry.start != end:
+            fault = "it overlaps the array before it" if entry.start < end else "there is a gap before it"
+            raise InvalidFile(f"{path}, array {name!r}: {fault}, at byte {min(end, entry.start):,}.")
+        end = entry.stop
+    if end != size:
+        raise InvalidFile(f"{path}: its arrays end at byte {end:,}, but the file has {size:,}.")

@@ -91,18 +91,18 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     [
         (np.ones(3), "nested dicts"),
         ({"a": [1, 2]}, "'a' is a list"),
-        (mlax.F(np.tanh), "a F came, .* a model has none: save its variables, as init returns them"),
-        (train.TrainState(*[None] * 7), "save state.trainables, or all of the state by train.Checkpoints"),
-        ([np.ones(3)], "a list came, but a file holds nested dicts of arrays; give it a name"),
-        ({1: np.ones(3)}, "no string"),
-        ({"a": {"..": np.ones(3)}}, "no names"),
+        (mlax.F(np.tanh), "the tree is a F, .* a layer has no variables: save those that init returns"),
+        (train.TrainState(*[None] * 7), "save state.trainables, or the whole state with train.Checkpoints"),
+        ([np.ones(3)], "the tree is a list, but must be nested dicts of arrays; name it"),
+        ({1: np.ones(3)}, "not a string"),
+        ({"a": {"..": np.ones(3)}}, "not a plain path"),
         ({"a\0": np.ones(3)}, "control character"),
         ({"a/b": np.ones(3), "a": {"b": np.ones(3)}}, "two leaves"),
         ({"a": np.ones(3), "a/b": np.ones(3)}, "'a/b' is below 'a', which is already a leaf; rename"),
         ({"a/b": np.ones(3), "a": np.ones(3)}, "'a' occurs twice; rename"),
-        ({"__metadata__": np.ones(3)}, "'__metadata__' is no name for an array"),
-        ({"a": np.ones(3, np.complex128)}, "complex128, which safetensors does not have"),
-        ({"a": np.array(["x"])}, "safetensors does not have"),
+        ({"__metadata__": np.ones(3)}, "'__metadata__' is not a valid array name"),
+        ({"a": np.ones(3, np.complex128)}, "complex128, which safetensors does not support"),
+        ({"a": np.array(["x"])}, "safetensors does not support"),
         ({"a": jax.random.key(0)}, "key_data"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_a_file_cannot_hold_is_refused_in_words(tree, words, tmp_path):
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such folder; make it first") as failure:
+    with pytest.raises(FileNotFoundError, match="no such folder; create it first") as failure:
         files.save(tmp_path / "runs" / "x.safetensors", {"a": np.ones(3)})
     assert failure.value.filename == str(tmp_path / "runs")
 

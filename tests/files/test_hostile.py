@@ -23,32 +23,35 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
 ONE = json.dumps(entry()).encode()
 LONG = {"a": entry(shape=[1] * 33)}
 HOSTILE = {
-    "empty": (b"", "no whole safetensors file"),
-    "short": (b"\1\0\0", "no whole safetensors file"),
-    "something else": (b"PK\3\4" + b"x" * 200, "no whole safetensors file"),
-    "duplicate keys": (file(b'{"a":' + ONE + b',"a":' + ONE + b"}", b"1234"), "'a' is there twice"),
-    "duplicate field": (file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[],"data_offsets":[0,4]}}', b"1234"), "twice"),
-    "a way up": (file({"../../x": entry()}, b"1234"), "no names"),
+    "empty": (b"", "not a safetensors file"),
+    "short": (b"\1\0\0", "not a safetensors file"),
+    "something else": (b"PK\3\4" + b"x" * 200, "not a safetensors file"),
+    "duplicate keys": (file(b'{"a":' + ONE + b',"a":' + ONE + b"}", b"1234"), "duplicate key 'a'"),
+    "duplicate field": (
+        file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[],"data_offsets":[0,4]}}', b"1234"),
+        "duplicate key",
+    ),
+    "a way up": (file({"../../x": entry()}, b"1234"), "not a plain path"),
     "an absolute path": (file({"/etc/x": entry()}, b"1234"), "not a plain path"),
     "NUL": (file({"a\0b": entry()}, b"1234"), "control character"),
     "no name": (file({"": entry()}, b"1234"), "0 characters"),
     "long name": (file({"a" * 5000: entry()}, b"1234"), "5,000 characters"),
     "half a surrogate": (file(b'{"\\ud800":' + ONE + b"}", b"1234"), "control character"),
     "leaf and branch": (file({"a": entry(), "a/b": entry(offsets=(4, 8))}, b"12345678"), "is below 'a'"),
-    "overlap": (file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "lies over the one before"),
-    "the same bytes twice": (file({"a": entry(), "b": entry()}, b"1234"), "lies over the one before"),
+    "overlap": (file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "overlaps the array before it"),
+    "the same bytes twice": (file({"a": entry(), "b": entry()}, b"1234"), "overlaps the array before it"),
     "out of range": (file({"a": entry(offsets=(0, 4)), "b": entry(offsets=(4, 8))}, b"1234"), "ends at byte"),
     "far out of range": (file({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, b"1234"), "ends at byte"),
-    "backwards": (file({"a": entry(offsets=(4, 0))}, b"1234"), "not a beginning and an end"),
-    "negative": (file({"a": entry(offsets=(-4, 0))}, b"1234"), "not a beginning and an end"),
-    "hole": (file({"a": entry(), "b": entry(offsets=(8, 12))}, b"123456789012"), "leaves a hole"),
-    "hole at the beginning": (file({"a": entry(offsets=(4, 8))}, b"12345678"), "leaves a hole"),
+    "backwards": (file({"a": entry(offsets=(4, 0))}, b"1234"), "not a start and a stop"),
+    "negative": (file({"a": entry(offsets=(-4, 0))}, b"1234"), "not a start and a stop"),
+    "hole": (file({"a": entry(), "b": entry(offsets=(8, 12))}, b"123456789012"), "there is a gap before it"),
+    "hole at the beginning": (file({"a": entry(offsets=(4, 8))}, b"12345678"), "there is a gap before it"),
     "more bytes than arrays": (file({"a": entry()}, b"12345678"), "but the file has"),
     "fewer bytes than arrays": (file({"a": entry()}, b"123"), "truncated"),
-    "header of 200 MB": (file({}, length=200 << 20), "no whole safetensors file"),
-    "shape overflow": (file({"a": entry(shape=(2**62, 4), offsets=(0, 0))}), "no memory has room"),
-    "shape overflow to nothing": (file({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), "no memory has room"),
-    "empty but huge": (file({"a": entry(shape=(0, 2**62, 8), offsets=(0, 0))}), "no memory has room"),
+    "header of 200 MB": (file({}, length=200 << 20), "not a safetensors file"),
+    "shape overflow": (file({"a": entry(shape=(2**62, 4), offsets=(0, 0))}), "larger than any memory"),
+    "shape overflow to nothing": (file({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), "larger than any memory"),
+    "empty but huge": (file({"a": entry(shape=(0, 2**62, 8), offsets=(0, 0))}), "larger than any memory"),
     "length of 2^64": (file({"a": entry(shape=(2**64,))}, b"1234"), "lengths"),
     "negative length": (file({"a": entry(shape=(-1, -1))}, b"1234"), "lengths"),
     "a length that is true": (file({"a": entry(shape=(True,))}, b"1234"), "lengths"),
@@ -58,18 +61,18 @@ HOSTILE = {
     "unknown dtype": (file({"a": entry(dtype="F33")}, b"1234"), "its dtype is 'F33'"),
     "dtype of four bits": (file({"a": entry(dtype="F4", shape=(8,))}, b"1234"), "its dtype is 'F4'"),
     "dtype that is a list": (file({"a": entry(dtype=["F32"])}, b"1234"), "its dtype is"),
-    "one more field": (file({"a": {**entry(), "pickle": "x"}}, b"1234"), "not described by"),
-    "an entry that is a number": (file({"a": 7}), "not described by"),
-    "a boolean of 7": (file({"a": entry("BOOL", (4,))}, b"\0\1\7\0"), "7 is no boolean"),
-    "metadata that are numbers": (file({"__metadata__": {"a": 1}}), "not strings"),
-    "metadata that are a list": (file({"__metadata__": []}), "not strings"),
+    "one more field": (file({"a": {**entry(), "pickle": "x"}}, b"1234"), "its fields are not"),
+    "an entry that is a number": (file({"a": 7}), "its fields are not"),
+    "a boolean of 7": (file({"a": entry("BOOL", (4,))}, b"\0\1\7\0"), "boolean but contains 7"),
+    "metadata that are numbers": (file({"__metadata__": {"a": 1}}), "not a dict of strings"),
+    "metadata that are a list": (file({"__metadata__": []}), "not a dict of strings"),
     "deep JSON": (file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested more than 3"),
     "deep JSON that never ends": (file(b'{"a":' + b'[{"a":' * 100_000), "nested more than 3"),
-    "JSON that is a list": (file(b"[]"), "an object is wanted"),
-    "no JSON": (file(b"{" + b'"' * 10_001), "cannot be read"),
-    "not UTF-8": (file(b'{"\xff\xfe": 1}'), "cannot be read"),
-    "NaN": (file(b'{"a": NaN}'), "no number of JSON"),
-    "a number of 5,000 digits": (file(b'{"a": ' + b"9" * 5000 + b"}"), "cannot be read"),
+    "JSON that is a list": (file(b"[]"), "not an object"),
+    "no JSON": (file(b"{" + b'"' * 10_001), "cannot be parsed"),
+    "not UTF-8": (file(b'{"\xff\xfe": 1}'), "cannot be parsed"),
+    "NaN": (file(b'{"a": NaN}'), "NaN is not valid JSON"),
+    "a number of 5,000 digits": (file(b'{"a": ' + b"9" * 5000 + b"}"), "cannot be parsed"),
 }
 
 
@@ -120,7 +123,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/etc/hostname")
     (tmp_path / "folder").mkdir()
-    for name, words in (("fifo", "it is a fifo"), ("link", "leads out of"), ("folder", "it is a folder")):
+    for name, words in (("fifo", "it is a FIFO"), ("link", "leads out of"), ("folder", "it is a folder")):
         with pytest.raises(files.InvalidFile, match=words):
             files.load(tmp_path / name)
 
@@ -139,9 +142,9 @@ def test_an_index_that_lies_is_refused(tmp_path):
     files.save(tmp_path / "x.safetensors", {"a": np.ones(3)})
     index = tmp_path / "index.json"
     for words, text in (
-        ("'b' is in x.safetensors, but it is not", '{"weight_map": {"b": "x.safetensors"}}'),
+        ("lists 'b' in x.safetensors, which does not contain it", '{"weight_map": {"b": "x.safetensors"}}'),
         ("no weight_map", '{"weight_map": []}'),
-        ("there twice", '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'),
+        ("duplicate key", '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'),
         ("nested more than 8", '{"weight_map": ' + "[" * 50),
     ):
         index.write_text(text)
