@@ -65,7 +65,7 @@ def test_a_state_comes_back_to_the_bit(checkpoints):
     checkpoints.wait()
     restored = checkpoints.restore(state(2))
     assert_restored(restored.tree, state(1))
-    assert (restored.step, restored.notes, restored.refused) == (840, {"feed": {"seed": [1, 2]}}, ())
+    assert (restored.step, restored.notes, restored.skipped) == (840, {"feed": {"seed": [1, 2]}}, ())
     assert restored.metrics["loss"] == 0.5 and np.isnan(restored.metrics["odd"])
 
 
@@ -98,7 +98,7 @@ def test_keys_of_every_algorithm_come_back(checkpoints):
     assert_restored(checkpoints.restore(tree).tree, tree)
     with pytest.raises(ValueError, match="'one' was saved as threefry2x32, but the target has rbg"):
         checkpoints.restore({**tree, "one": jax.random.key(0, impl="rbg")})
-    with pytest.raises(ValueError, match="'one' was saved as threefry2x32, but the target has plain numbers"):
+    with pytest.raises(ValueError, match="'one' was saved as threefry2x32, but the target has a plain array"):
         checkpoints.restore({**tree, "one": jnp.zeros(2, jnp.uint32)})
 
 
@@ -233,7 +233,7 @@ def test_a_target_that_does_not_fit_is_told_what_to_do(checkpoints):
         ({"a": tree["a"]}, "'b' is saved, but not in the target; pass only="),
         ({"a": tree["a"], "bias": tree["b"]}, r"'bias' is not saved \(saved, but not in the target: 'b'\)"),
         ({**tree, "b": "x"}, "the target has a str at 'b'"),
-        ({**tree, "b": jax.random.key(0)}, "'b' was saved as plain numbers, but the target has threefry2x32"),
+        ({**tree, "b": jax.random.key(0)}, "'b' was saved as a plain array, but the target has threefry2x32"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             checkpoints.restore(target)
@@ -253,9 +253,9 @@ def test_what_cannot_be_saved_is_refused_at_once(checkpoints):
     deleted = jnp.ones(3)
     deleted.delete()
     for step, tree, words in (
-        (-1, {}, "whole number"),
-        (1.5, {}, "whole number"),
-        (True, {}, "whole number"),
+        (-1, {}, "must be an integer"),
+        (1.5, {}, "must be an integer"),
+        (True, {}, "must be an integer"),
         (1, {"a": "x"}, "'a' is a str"),
         (1, {"a": np.array([object()])}, "dtype object"),
         (1, {"a": deleted}, "donated or deleted"),
@@ -265,12 +265,12 @@ def test_what_cannot_be_saved_is_refused_at_once(checkpoints):
         with pytest.raises((ValueError, TypeError), match=words):
             checkpoints.save(step, tree)
     for step, said in ((state(), "a State"), (np.ones(3), "float64[3]"), ({"a": jnp.ones(2)}, "{a: float32[2]}")):
-        words = re.escape(f"save: the step is {said}, but a whole number is wanted; write save(int(state.step), state)")
+        words = re.escape(f"save: the step is {said}, but must be an integer; write save(int(state.step), state)")
         with pytest.raises(ValueError, match=words):
             checkpoints.save(step, 3)
-    with pytest.raises(TypeError, match="what JSON can hold"):
+    with pytest.raises(TypeError, match="must be JSON-serializable"):
         checkpoints.save(1, {}, notes={"x": jnp.ones(3)})
-    with pytest.raises(TypeError, match="single numbers"):
+    with pytest.raises(TypeError, match="must be scalars by name"):
         checkpoints.save(1, {}, metrics={"x": jnp.ones(3)})
     with pytest.raises(ValueError, match="1 or more"):
         train.Checkpoints(checkpoints.folder, keep=0)
@@ -288,8 +288,8 @@ def test_a_damaged_step_is_passed_over_aloud_and_the_one_before_it_is_used(check
     restored = checkpoints.restore(state())
     assert_restored(restored.tree, state(1))
     assert restored.step == 1
-    assert [step for step, _ in restored.refused] == [2] and path in words[0] and "step 2 is passed over" in words[0]
-    with pytest.raises(files.InvalidFile, match="should have"):
+    assert [step for step, _ in restored.skipped] == [2] and path in words[0] and "step 2 is skipped" in words[0]
+    with pytest.raises(files.InvalidFile, match="bytes, not"):
         checkpoints.restore(state(), step=2)
     saved(checkpoints, 2)  # training comes by again
     assert_restored(checkpoints.restore(state()).tree, state(2))
@@ -299,7 +299,7 @@ def test_if_no_step_is_whole_that_is_an_error(checkpoints, words):
     saved(checkpoints, 1)
     os.unlink(os.path.join(checkpoints.folder, "step-00000001", "manifest.json"))
     assert checkpoints.steps() == ()
-    with pytest.raises(files.InvalidFile, match=r"no step is whole.*manifest\.json"):
+    with pytest.raises(files.InvalidFile, match=r"every step is damaged.*manifest\.json"):
         checkpoints.restore(state())
 
 
@@ -317,9 +317,7 @@ def test_a_failure_is_given_once_and_never_raised_in_the_loop(checkpoints, words
     checkpoints.wait()
     checkpoints.save(3, state())
     checkpoints.save(4, state())
-    assert (
-        len(words) == 1 and "the save before this one failed, with NotEnoughSpace" in words[0]
-    )  # nobody looked at step 3's
+    assert len(words) == 1 and "the previous save failed with NotEnoughSpace" in words[0]  # nobody looked at step 3's
     assert capsys.readouterr().err == ""
     checkpoints._join()
     assert isinstance(checkpoints.failure(), files.NotEnoughSpace) and checkpoints.failure() is None
@@ -338,12 +336,12 @@ def test_a_failure_that_nobody_looked_at_is_told_at_the_end(tmp_path, words, mon
     checkpoints._join()
     del checkpoints
     gc.collect()
-    assert len(words) == 1 and "nobody looked" in words[0]
+    assert len(words) == 1 and "nothing checked" in words[0]
 
 
 def test_remains_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     saved(train.Checkpoints(tmp_path), 1)
-    mine = train.checkpoints._multiprocess.process_identity()
+    mine = train.checkpoints._step_folders.unique_process_id()
     host, pid, began, word = mine.rsplit("-", 3)
     living = [f".saving-00000002-{mine}-1", f".removing-00000001-{mine}-1-0", f".saving-00000002-other{mine}-1"]
     dead = [f".saving-00000002-{host}-{pid}-{int(began) - 1}-{word}-1"]

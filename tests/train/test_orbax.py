@@ -38,5 +38,5 @@ def test_a_target_that_does_not_fit_is_named(tmp_path):
     train.to_orbax(tmp_path / "there", {"a": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"'a' was saved as float32\[3\]"):
         train.from_orbax(tmp_path / "there", {"a": jnp.ones(4)})
-    with pytest.raises(ValueError, match="'b' is in the target only"):
+    with pytest.raises(ValueError, match="'b' is only in the target"):
         train.from_orbax(tmp_path / "there", {"a": jnp.ones(3), "b": jnp.ones(3)})

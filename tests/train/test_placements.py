@@ -52,7 +52,7 @@ def test_an_array_that_is_in_pieces_is_saved_once_and_read_where_it_is_needed(tm
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(1, placed(8))
     checkpoints.wait()
-    manifest = train.checkpoints._save.read_manifest(str(tmp_path / "step-00000001" / "manifest.json"))
+    manifest = train.checkpoints._manifest.read_manifest(str(tmp_path / "step-00000001" / "manifest.json"))
     assert len(manifest.arrays["kernel"].pieces) == 8 and len(manifest.arrays["scale"].pieces) == 1
     described = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in placed(4).items()

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,16 @@ import numpy as np
 import xxhash
 
 from mlax._jax import leaves_with_paths
-from mlax.files import DTYPE_NAMES as _PLAIN
-from mlax.files import InvalidFile, is_count, is_storable, name_error, parse_json
+from mlax.files import DTYPE_NAMES as _SAFETENSORS_DTYPES
+from mlax.files import InvalidFile, is_count, is_storable, name_error, parse_json, safe_open
 
-_EXTRA_DTYPES = (
+VERSION = 1
+MAX_MANIFEST_BYTES = 1 << 27
+_PREFIX = b'{"xxh3_128": "'
+_HASH = re.compile(r"[0-9a-f]{32}")
+_FILE_NAME = re.compile(r"(?:arrays-\d{5}-of-\d{5}|process-\d{5}-\d{5})\.safetensors")
+
+_OTHER_DTYPES = (
     "float8_e3m4",
     "float8_e4m3",
     "float8_e4m3b11fnuz",
@@ -30,34 +36,16 @@ _EXTRA_DTYPES = (
     "uint2",
     "uint4",
 )
-DTYPES: dict[str, np.dtype] = {dtype.name: dtype for dtype in _PLAIN}
-DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTRA_DTYPES}
+DTYPES: dict[str, np.dtype] = {dtype.name: dtype for dtype in _SAFETENSORS_DTYPES}  # all that JAX has
+DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _OTHER_DTYPES}
 DTYPES["complex128"] = np.dtype(np.complex128)
 DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-
-def to_storage(array: np.ndarray) -> np.ndarray:
-    """The array as safetensors can hold it: as bytes on one more axis, if it does not have the dtype."""
-    if is_storable(array.dtype):
-        return array
-    shape = storage_shape(array.shape, array.dtype)
-    return array.reshape(-1).view(np.uint8).reshape(shape) if array.size else np.empty(shape, np.uint8)
-
-
-def storage_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The shape of what `stored` gives."""
-    return shape if is_storable(dtype) else (*shape, dtype.itemsize)
-
-
-VERSION = 1
-MAX_MANIFEST_BYTES = 1 << 27
-_PREFIX = b'{"xxh3_128": "'
-_HASH = re.compile(r"[0-9a-f]{32}")
-_FILE_NAME = re.compile(r"(?:arrays-\d{5}-of-\d{5}|process-\d{5}-\d{5})\.safetensors")
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # part of an array: its start indices and its shape
 
 
 class FileRecord(NamedTuple):
-    """A file of the step: its bytes, and the xxh3-128 of its header and of all of it."""
+    """A file of the step: its size in bytes, and the xxh3-128 of its header and of the whole file."""
 
     size: int
     header: str
@@ -65,7 +53,7 @@ class FileRecord(NamedTuple):
 
 
 class PieceRecord(NamedTuple):
-    """A block of an array: in which file, by which name, where in the array, and the xxh3-128 of its bytes."""
+    """A stored block of an array: its file, its name there, its position in the array and the xxh3-128 of its bytes."""
 
     file: str
     name: str
@@ -75,7 +63,7 @@ class PieceRecord(NamedTuple):
 
 
 class ArrayRecord(NamedTuple):
-    """One array; `key` names the algorithm if it holds typed keys."""
+    """One array; `key` is the algorithm if it holds typed keys."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -84,53 +72,33 @@ class ArrayRecord(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a step consists of."""
+    """The contents of a step."""
 
     step: int
-    save: str  # the name of the save among all that there ever were
+    save: str  # the unique id of the save
     metrics: Mapping[str, float]
     notes: Mapping[str, Any]
     files: Mapping[str, FileRecord]
     arrays: Mapping[str, ArrayRecord]
 
 
-def digest(data: bytes | memoryview) -> str:
-    """The xxh3-128 of some bytes."""
+def hash_bytes(data: bytes | memoryview) -> str:
+    """The xxh3-128 of some bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as a file; one array a line."""
+    """The manifest as JSON, one array a line."""
     files = {name: record._asdict() for name, record in manifest.files.items()}
     arrays = {
         name: {**record._asdict(), "pieces": [piece._asdict() for piece in record.pieces]}
         for name, record in manifest.arrays.items()
     }
     metrics = {name: _json_float(value) for name, value in manifest.metrics.items()}
-    words = {"format": "mlax checkpoint", "version": VERSION, "step": manifest.step, "save": manifest.save}
-    rest = f'",\n{json.dumps({**words, "metrics": metrics, "notes": manifest.notes})[1:-1]},\n'
+    fields = {"format": "mlax checkpoint", "version": VERSION, "step": manifest.step, "save": manifest.save}
+    rest = f'",\n{json.dumps({**fields, "metrics": metrics, "notes": manifest.notes})[1:-1]},\n'
     rest += f'"files": {_json_lines(files)},\n"arrays": {_json_lines(arrays)}}}\n'
-    return _PREFIX + digest(rest.encode()).encode() + rest.encode()
-
-
-def decode_manifest(data: bytes, path: str, *, whole: bool = True) -> Manifest:
-    """The manifest in a file, every field of it checked. If it is `whole`, the pieces are the arrays, exactly."""
-    hashed, rest = data[len(_PREFIX) : len(_PREFIX) + 32], data[len(_PREFIX) + 32 :]
-    if not data.startswith(_PREFIX) or digest(rest).encode() != hashed:
-        raise InvalidFile(f"{path}: its hash does not match what it says; it is damaged.")
-    words = parse_json(data, path, depth=32)
-    if words.get("format") != "mlax checkpoint" or words.get("version") != VERSION:
-        raise InvalidFile(f"{path}: version {words.get('version')!r} is not known; this mlax reads {VERSION}.")
-    try:
-        files = {name: FileRecord(**record) for name, record in words["files"].items()}
-        arrays = {name: _array_record(record) for name, record in words["arrays"].items()}
-        metrics = {name: float(value) for name, value in words["metrics"].items()}
-        manifest = Manifest(words["step"], words["save"], metrics, words["notes"], files, arrays)
-    except (KeyError, TypeError, ValueError, AttributeError) as failure:
-        raise InvalidFile(f"{path}: it is not laid out as a manifest ({failure!r}).") from None
-    for fault in _manifest_faults(manifest, whole):
-        raise InvalidFile(f"{path}: {fault}.")
-    return manifest
+    return _PREFIX + hash_bytes(rest.encode()).encode() + rest.encode()
 
 
 def _json_lines(records: dict[str, Any]) -> str:
@@ -138,118 +106,156 @@ def _json_lines(records: dict[str, Any]) -> str:
 
 
 def _json_float(value: float) -> float | str:
-    return value if abs(value) < float("inf") else str(value)  # JSON has no nan and no inf
+    return value if abs(value) < float("inf") else str(value)  # JSON has neither nan nor inf
 
 
-def _array_record(words: dict[str, Any]) -> ArrayRecord:
+def read_manifest(path: str, *, partial: bool = False) -> Manifest:
+    """Read and validate a manifest. A `partial` one, of one of several processes, need not have all of each array."""
+    try:
+        with safe_open(path) as (file, size):
+            if size > MAX_MANIFEST_BYTES:
+                raise InvalidFile(f"{path}: it has {size:,} bytes, and at most {MAX_MANIFEST_BYTES:,} are allowed.")
+            return _decode_manifest(file.read(size), path, partial)
+    except OSError as error:
+        raise InvalidFile(f"{path}: it cannot be read ({error.strerror}).") from None
+
+
+def _decode_manifest(data: bytes, path: str, partial: bool) -> Manifest:
+    expected, rest = data[len(_PREFIX) : len(_PREFIX) + 32], data[len(_PREFIX) + 32 :]
+    if not data.startswith(_PREFIX) or hash_bytes(rest).encode() != expected:
+        raise InvalidFile(f"{path}: its hash does not match its contents; it is damaged.")
+    fields = parse_json(data, path, depth=32)
+    if fields.get("format") != "mlax checkpoint" or fields.get("version") != VERSION:
+        raise InvalidFile(f"{path}: its version is {fields.get('version')!r}, but this mlax reads version {VERSION}.")
+    try:
+        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        arrays = {name: _decode_array(record) for name, record in fields["arrays"].items()}
+        metrics = {name: float(value) for name, value in fields["metrics"].items()}
+        manifest = Manifest(fields["step"], fields["save"], metrics, fields["notes"], files, arrays)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidFile(f"{path}: it does not have the fields of a manifest ({error!r}).") from None
+    for fault in _manifest_faults(manifest, partial):
+        raise InvalidFile(f"{path}: {fault}.")
+    return manifest
+
+
+def _decode_array(fields: dict[str, Any]) -> ArrayRecord:
     pieces = [
         PieceRecord(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
-        for piece in words["pieces"]
+        for piece in fields["pieces"]
     ]
-    return ArrayRecord(**{**words, "shape": tuple(words["shape"]), "pieces": tuple(pieces)})
+    return ArrayRecord(**{**fields, "shape": tuple(fields["shape"]), "pieces": tuple(pieces)})
 
 
-def _manifest_faults(manifest: Manifest, whole: bool) -> Iterable[str]:
+def _manifest_faults(manifest: Manifest, partial: bool) -> Iterator[str]:
     if not is_count(manifest.step) or not isinstance(manifest.save, str) or not isinstance(manifest.notes, dict):
-        yield "its step, save or notes are none"
+        yield "its step, save or notes are invalid"
     for name, record in manifest.files.items():
-        if (
-            not _FILE_NAME.fullmatch(name)
-            or not is_count(record.size)
-            or not _are_hashes(record.header, record.xxh3_128)
-        ):
-            yield f"{name[:100]!r} is no file of a checkpoint"
+        hashes = (record.header, record.xxh3_128)
+        if not _FILE_NAME.fullmatch(name) or not is_count(record.size) or not _are_hashes(*hashes):
+            yield f"the file {name[:100]!r} is described wrongly"
     for name, array in manifest.arrays.items():
-        if (why := name_error(name)) or array.dtype not in DTYPES or not isinstance(array.key, str | None):
-            yield f"the array {name[:100]!r} is described wrongly ({why or array.dtype})"
+        if (reason := name_error(name)) or array.dtype not in DTYPES or not isinstance(array.key, str | None):
+            yield f"the array {name[:100]!r} is described wrongly ({reason or array.dtype})"
         for piece in array.pieces:
-            numbers = (*array.shape, *piece.start, *piece.shape)
             if piece.file not in manifest.files or not isinstance(piece.name, str) or not _are_hashes(piece.xxh3_128):
-                yield f"a piece of {name!r} lies nowhere"
-            if not all(is_count(number) for number in numbers):
-                yield f"a piece of {name!r} has no shape"
-        if whole and not is_partition(array.shape, [(piece.start, piece.shape) for piece in array.pieces]):
-            yield f"the pieces of {name!r} are not the whole of it"
+                yield f"a piece of {name!r} has no valid file, name or hash"
+            if not all(is_count(length) for length in (*array.shape, *piece.start, *piece.shape)):
+                yield f"a piece of {name!r} has no valid start or shape"
+        if not partial and not is_partition(array.shape, [(piece.start, piece.shape) for piece in array.pieces]):
+            yield f"the pieces of {name!r} do not cover it exactly once"
 
 
-def _are_hashes(*words: Any) -> bool:
-    return all(isinstance(word, str) and _HASH.fullmatch(word) for word in words)
+def _are_hashes(*values: Any) -> bool:
+    return all(isinstance(value, str) and _HASH.fullmatch(value) for value in values)
 
 
 def merge_manifests(parts: Sequence[Manifest]) -> tuple[dict[str, str], Manifest]:
-    """New names for the files, by their old ones; and the manifest of all."""
+    """Merge the manifests of all processes: the new name of each file, and the manifest of the whole step."""
     files = {name: record for part in parts for name, record in part.files.items()}
     order = sorted(files)
-    names = {old: f"arrays-{at + 1:05d}-of-{len(order):05d}.safetensors" for at, old in enumerate(order)}
+    names = {old: f"arrays-{number:05d}-of-{len(order):05d}.safetensors" for number, old in enumerate(order, 1)}
     arrays: dict[str, ArrayRecord] = {}
     for index, part in enumerate(parts):
         if part.save != parts[0].save or part.arrays.keys() != parts[0].arrays.keys():
-            raise InvalidFile(f"Process {index} saves other arrays than process 0; save one and the same tree in all.")
+            raise InvalidFile(f"Process {index} saves other arrays than process 0; save the same tree in each.")
         for name, record in part.arrays.items():
-            before = arrays.get(name, record._replace(pieces=()))
-            if before[:3] != record[:3]:
-                raise InvalidFile(f"{name!r} is {record[:2]} in process {index} but {before[:2]} in another.")
-            moved = tuple(piece._replace(file=names[piece.file]) for piece in record.pieces)
-            arrays[name] = before._replace(pieces=before.pieces + moved)
+            merged = arrays.get(name, record._replace(pieces=()))
+            if merged[:3] != record[:3]:
+                raise InvalidFile(f"{name!r} is {record[:2]} in process {index} but {merged[:2]} in another.")
+            pieces = tuple(piece._replace(file=names[piece.file]) for piece in record.pieces)
+            arrays[name] = merged._replace(pieces=merged.pieces + pieces)
     return names, parts[0]._replace(files={names[old]: files[old] for old in order}, arrays=arrays)
 
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
-
-
-def is_partition(shape: tuple[int, ...], blocks: Sequence[Block], axis: int = 0) -> bool:
-    """Whether the blocks, laid as a sharding lays them, hold each element of the shape exactly once."""
-    if any(len(start) != len(shape) or len(size) != len(shape) for start, size in blocks):
-        return False
-    if axis == len(shape):
-        return len(blocks) == 1
-    if math.prod(shape) == 0:  # nothing to hold; but to be there at all takes one block
-        return bool(blocks) and all(math.prod(size) == 0 for _, size in blocks)
-    rows: dict[tuple[int, int], list[Block]] = defaultdict(list)
-    for start, size in blocks:
-        rows[start[axis], size[axis]].append((start, size))
-    at = 0
-    for begin, length in sorted(rows):
-        if begin != at or length == 0:
-            return False
-        at += length
-    return at == shape[axis] and all(is_partition(shape, row, axis + 1) for row in rows.values())
-
-
-def split_block(start: tuple[int, ...], array: np.ndarray, most: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The block in blocks of at most `most` bytes where that is possible, without a copy."""
-    axis = next((axis for axis, length in enumerate(array.shape) if length > 1), None)
-    if array.nbytes <= most or axis is None:
-        yield start, array
-        return
-    rows = max(1, most * array.shape[axis] // array.nbytes)
-    for at in range(0, array.shape[axis], rows):
-        begin = (*start[:axis], start[axis] + at, *start[axis + 1 :])
-        yield from split_block(begin, array[(slice(None),) * axis + (slice(at, at + rows),)], most)
-
-
-def intersect_blocks(a: Block, b: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where in `a`, and where in `b`, the elements lie that are in both; None if there are none."""
-    low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
-    high = [min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True)]
-    if any(end <= begin for begin, end in zip(low, high, strict=True)):
-        return None
-    inside_a = tuple(slice(begin - x, end - x) for begin, end, x in zip(low, high, a[0], strict=True))
-    inside_b = tuple(slice(begin - x, end - x) for begin, end, x in zip(low, high, b[0], strict=True))
-    return inside_a, inside_b
-
-
 def flatten_with_names(tree: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves by name, in JAX's order, and the structure that puts them together again.
+    """The leaves of a pytree by name, in JAX's order, and its treedef.
 
-    Dict keys, field names and indices are joined by slashes: `optimizer/mean/up/kernel`. A bare leaf is `tree`.
+    A name is the path of dict keys, field names and indices: `optimizer/mean/up/kernel`. A bare leaf is `tree`.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(tree):
         name = path or "tree"
-        if why := name_error(name):
-            raise ValueError(f"The leaf {name[:100]!r} cannot be saved by that name; {why}; rename it.")
+        if reason := name_error(name):
+            raise ValueError(f"The leaf {name[:100]!r} cannot be saved under that name: {reason}; rename it.")
         if name in leaves:
-            raise ValueError(f"Two leaves of the tree are called {name!r}; rename one of them.")
+            raise ValueError(f"Two leaves of the tree are named {name!r}; rename one of them.")
         leaves[name] = leaf
     return leaves, jax.tree.structure(tree)
+
+
+def to_storage(array: np.ndarray) -> np.ndarray:
+    """The array as safetensors can store it: as bytes along a new last axis if it lacks the dtype."""
+    if is_storable(array.dtype):
+        return array
+    shape = storage_shape(array.shape, array.dtype)
+    return array.reshape(-1).view(np.uint8).reshape(shape) if array.size else np.empty(shape, np.uint8)
+
+
+def storage_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """The shape that `to_storage` returns."""
+    return shape if is_storable(dtype) else (*shape, dtype.itemsize)
+
+
+def is_partition(shape: tuple[int, ...], blocks: Sequence[Block], axis: int = 0) -> bool:
+    """Whether the blocks form a grid, as shards do, that covers each element of `shape` exactly once."""
+    if any(len(start) != len(shape) or len(size) != len(shape) for start, size in blocks):
+        return False
+    if axis == len(shape):
+        return len(blocks) == 1
+    if math.prod(shape) == 0:  # no elements, but one empty block shows that the array was saved
+        return bool(blocks) and all(math.prod(size) == 0 for _, size in blocks)
+    slabs: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for start, size in blocks:
+        slabs[start[axis], size[axis]].append((start, size))
+    end = 0
+    for start, length in sorted(slabs):
+        if start != end or length == 0:
+            return False
+        end += length
+    return end == shape[axis] and all(is_partition(shape, slab, axis + 1) for slab in slabs.values())
+
+
+def split_block(
+    start: tuple[int, ...], array: np.ndarray, max_bytes: int
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Split a block into views of at most `max_bytes`, or of one element if that is larger."""
+    axis = next((axis for axis, length in enumerate(array.shape) if length > 1), None)
+    if array.nbytes <= max_bytes or axis is None:
+        yield start, array
+        return
+    rows = max(1, max_bytes * array.shape[axis] // array.nbytes)
+    for row in range(0, array.shape[axis], rows):
+        first = (*start[:axis], start[axis] + row, *start[axis + 1 :])
+        yield from split_block(first, array[(slice(None),) * axis + (slice(row, row + rows),)], max_bytes)
+
+
+def intersect_blocks(a: Block, b: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """The common elements of two blocks, as slices of `a` and as slices of `b`; None if there are none."""
+    low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    high = [min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True)]
+    if any(stop <= start for start, stop in zip(low, high, strict=True)):
+        return None
+    in_a = tuple(slice(start - x, stop - x) for start, stop, x in zip(low, high, a[0], strict=True))
+    in_b = tuple(slice(start - x, stop - x) for start, stop, x in zip(low, high, b[0], strict=True))
+    return in_a, in_b

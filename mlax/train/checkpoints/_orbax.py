@@ -1,4 +1,4 @@
-"""Orbax checkpoints, written and read by Orbax itself (`pip install mlax[orbax]`)."""
+"""Convert to and from Orbax checkpoints, with Orbax itself (`pip install mlax[orbax]`)."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from mlax.train.checkpoints._manifest import flatten_with_names
 
 
 def to_orbax(folder: str | os.PathLike[str], tree: Any) -> None:
-    """Write a tree as an Orbax checkpoint: nested dicts by the names that a checkpoint of mlax has; keys as data."""
+    """Write a pytree as an Orbax checkpoint: nested dicts by leaf name, typed keys as their data."""
     leaves, _ = flatten_with_names(tree)
     plain = unflatten_paths(
         (name, jax.random.key_data(leaf) if _is_key(leaf) else leaf) for name, leaf in leaves.items()
@@ -22,21 +22,21 @@ def to_orbax(folder: str | os.PathLike[str], tree: Any) -> None:
 
 
 def from_orbax(folder: str | os.PathLike[str], target: Any) -> Any:
-    """The tree in an Orbax checkpoint, like `target`. Leaves are found by their names, whatever containers it has."""
+    """Restore an Orbax checkpoint like `target`. Leaves are matched by name, whatever containers were saved."""
     path = os.path.abspath(os.fspath(folder))
-    leaves, structure = flatten_with_names(target)
+    leaves, treedef = flatten_with_names(target)
     with _import_orbax().StandardCheckpointer() as checkpointer:
-        there = checkpointer.metadata(path).item_metadata
-        kept, outside = flatten_with_names(getattr(there, "tree", there))
-        if kept.keys() != leaves.keys():
-            odd = sorted(kept.keys() ^ leaves.keys())
+        metadata = checkpointer.metadata(path).item_metadata
+        saved, saved_treedef = flatten_with_names(getattr(metadata, "tree", metadata))
+        if saved.keys() != leaves.keys():
+            odd = sorted(saved.keys() ^ leaves.keys())
             raise ValueError(
-                f"from_orbax: {odd[0]!r} is {'in the target' if odd[0] in leaves else 'saved'} only; give a target "
-                "with the leaves that were saved."
+                f"from_orbax: {odd[0]!r} is only {'in the target' if odd[0] in leaves else 'saved'}; pass a target "
+                "with exactly the saved leaves."
             )
-        wanted = {name: _abstract_leaf(name, leaves[name], kept[name]) for name in kept}
-        found, _ = flatten_with_names(checkpointer.restore(path, outside.unflatten(wanted.values())))
-    return structure.unflatten(_restore_like(found[name], leaf) for name, leaf in leaves.items())
+        wanted = {name: _abstract_leaf(name, leaves[name], saved[name]) for name in saved}
+        restored, _ = flatten_with_names(checkpointer.restore(path, saved_treedef.unflatten(wanted.values())))
+    return treedef.unflatten(_restore_like(restored[name], leaf) for name, leaf in leaves.items())
 
 
 def _abstract_leaf(name: str, leaf: Any, saved: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Restore a step: match saved arrays to target leaves, verify their hashes, place them like the target."""
+"""Restore a step: match saved arrays to the leaves of a target, verify their hashes, and place them like the target."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -12,23 +12,51 @@ from jax.sharding import AbstractMesh
 from mlax._jax import with_weak_type
 from mlax.core import NoMatch, matches, no_match_message
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
-from mlax.train.checkpoints._manifest import DTYPES, ArrayRecord, PieceRecord, digest, intersect_blocks, storage_shape
-from mlax.train.checkpoints._save import read_manifest
+from mlax.train.checkpoints._manifest import (
+    DTYPES,
+    ArrayRecord,
+    PieceRecord,
+    hash_bytes,
+    intersect_blocks,
+    read_manifest,
+    storage_shape,
+)
 from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder
+
+_ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if they were renamed"
 
 
 class RestoredCheckpoint(NamedTuple):
-    """A tree that was restored, from which step, and which later steps were passed over because they are damaged."""
+    """A restored tree, the step that it is from, and the later steps that were skipped because they are damaged."""
 
     step: int
     tree: Any
     metrics: Mapping[str, float]
     notes: Mapping[str, Any]
-    refused: tuple[tuple[int, str], ...] = ()  # (step, why), the newest first
+    skipped: tuple[tuple[int, str], ...] = ()  # (step, reason), the newest first
+
+
+class TargetMismatch(ValueError):
+    """The saved arrays do not match the target."""
+
+    def __init__(self, fault: str, advice: str):
+        super().__init__(f"restore: {fault}; {advice}.")
+        self.fault = fault
+
+
+def restore_step(
+    folder: StepFolder, leaves: Mapping[str, Any], treedef: Any, only: tuple[str, ...], names: Mapping[str, str]
+) -> RestoredCheckpoint:
+    """Restore one step, like the leaves of the target."""
+    reader = StepReader(folder)
+    manifest = reader.manifest
+    saved = _match_leaves(manifest.arrays, leaves, only, names)
+    values = [_restore_leaf(reader, saved[n], n, leaf) if n in saved else leaf for n, leaf in leaves.items()]
+    return RestoredCheckpoint(manifest.step, treedef.unflatten(values), manifest.metrics, manifest.notes)
 
 
 class StepReader:
-    """A step on the disk, opened: its manifest is right, and stands in the folder that it belongs to."""
+    """Reads the arrays of a step, and returns only bytes whose hash matches the manifest."""
 
     def __init__(self, folder: StepFolder):
         self.path = folder.path
@@ -36,109 +64,92 @@ class StepReader:
         if self.manifest.step != folder.step:
             raise InvalidFile(f"{folder.path}: its manifest is of step {self.manifest.step}; folders were swapped.")
         self._headers: dict[str, Header] = {}
-        self._held: dict[PieceRecord, np.ndarray] = {}  # of the array that is being read
+        self._pieces: dict[PieceRecord, np.ndarray] = {}  # cached, of the array that is being read
 
-    def whole(self, name: str) -> np.ndarray:
-        """All of an array."""
-        return self.part(name, ())
-
-    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A block of an array: in slices of one step, as JAX asks for the part of one device."""
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """An array, or the block of it at `index`: slices with step 1, as JAX asks for a device's shard."""
         record = self.manifest.arrays[name]
         full = index + (slice(None),) * (len(record.shape) - len(index))
-        spans = [one.indices(length) for one, length in zip(full, record.shape, strict=True)]
+        spans = [part.indices(length) for part, length in zip(full, record.shape, strict=True)]
         start, shape = tuple(span[0] for span in spans), tuple(max(0, span[1] - span[0]) for span in spans)
-        self._held = {piece: array for piece, array in self._held.items() if piece in record.pieces}
+        self._pieces = {piece: array for piece, array in self._pieces.items() if piece in record.pieces}
         for piece in record.pieces:
             if (piece.start, piece.shape) == (start, shape):
                 return self._piece(name, record, piece)
         block = np.empty(shape, DTYPES[record.dtype])
         for piece in record.pieces:
-            if both := intersect_blocks((start, shape), (piece.start, piece.shape)):
-                block[both[0]] = self._piece(name, record, piece)[both[1]]
+            if overlap := intersect_blocks((start, shape), (piece.start, piece.shape)):
+                block[overlap[0]] = self._piece(name, record, piece)[overlap[1]]
         return block
 
     def _piece(self, name: str, record: ArrayRecord, piece: PieceRecord) -> np.ndarray:
-        if piece not in self._held:
+        if piece not in self._pieces:
             try:
-                self._held[piece] = self._read(name, record, piece)
-            except OSError as failure:
-                words = f"{os.path.join(self.path, piece.file)}: it cannot be read ({failure.strerror})"
-                raise InvalidFile(f"{words}; it holds {name!r}.") from None
-        return self._held[piece]
+                self._pieces[piece] = self._read_piece(name, record, piece)
+            except OSError as error:
+                path = os.path.join(self.path, piece.file)
+                raise InvalidFile(f"{path}: it cannot be read ({error.strerror}); it holds {name!r}.") from None
+        return self._pieces[piece]
 
-    def _read(self, name: str, record: ArrayRecord, piece: PieceRecord) -> np.ndarray:
-        path, wanted = os.path.join(self.path, piece.file), self.manifest.files[piece.file]
+    def _read_piece(self, name: str, record: ArrayRecord, piece: PieceRecord) -> np.ndarray:
+        path, expected = os.path.join(self.path, piece.file), self.manifest.files[piece.file]
         with safe_open(path) as (file, size):
-            if size != wanted.size:
-                raise InvalidFile(f"{path}: it has {size:,} bytes and should have {wanted.size:,}; it holds {name!r}.")
+            if size != expected.size:
+                raise InvalidFile(f"{path}: it has {size:,} bytes, not {expected.size:,}; it holds {name!r}.")
             if piece.file not in self._headers:
                 header = read_header(file, size, path)
-                if digest(header.raw) != wanted.header:
-                    raise InvalidFile(f"{path}: its header is damaged, or another file's; it holds {name!r}.")
+                if hash_bytes(header.raw) != expected.header:
+                    raise InvalidFile(f"{path}: its header is damaged, or that of another file; it holds {name!r}.")
                 self._headers[piece.file] = header
-            entry: Any = self._headers[piece.file].entries.get(piece.name)
+            entry = self._headers[piece.file].entries.get(piece.name)
             dtype = DTYPES[record.dtype]
-            if (
-                entry is None
-                or entry.shape != storage_shape(piece.shape, dtype)
-                or entry.dtype not in (dtype, np.uint8)
-            ):
-                raise InvalidFile(f"{path}: it does not hold {piece.name!r} as the manifest says.")
+            shape = storage_shape(piece.shape, dtype)
+            if entry is None or entry.shape != shape or entry.dtype not in (dtype, np.uint8):
+                raise InvalidFile(f"{path}: it does not hold {piece.name!r} as the manifest describes it.")
             block = np.empty(piece.shape, dtype)
             file.seek(entry.start)
             read = file.readinto(byte_view(block)) if block.size else 0  # pyright: ignore[reportAttributeAccessIssue]
-            if read != block.nbytes or digest(byte_view(block)) != piece.xxh3_128:
+            if read != block.nbytes or hash_bytes(byte_view(block)) != piece.xxh3_128:
                 raise InvalidFile(f"{path}: the array {name!r} is damaged: its hash does not match the manifest.")
         return block
 
 
-_ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if they were renamed"
-
-
-class TargetMismatch(ValueError):
-    """What was saved does not fit the target."""
-
-    def __init__(self, fault: str, advice: str):
-        super().__init__(f"restore: {fault}; {advice}.")
-        self.fault = fault
-
-
-def match_leaves(
+def _match_leaves(
     saved: Mapping[str, ArrayRecord], leaves: Mapping[str, Any], only: Iterable[str], names: Mapping[str, str]
 ) -> dict[str, str]:
     """The saved name of each leaf that is to be restored."""
-    wanted = _apply_renames(saved, names)
+    available = _rename_saved(saved, names)
     for pattern in only:
-        if not any(matches(pattern, name) for name in (*leaves, *wanted)):
+        if not any(matches(pattern, name) for name in (*leaves, *available)):
             raise NoMatch(no_match_message(pattern, leaves))
-    chosen = [name for name in leaves if any(matches(pattern, name) for pattern in only)]
-    missing = [name for name in chosen if name not in wanted]
-    extra = [name for name in wanted if name not in leaves and any(matches(pattern, name) for pattern in only)]
+    wanted = [name for name in leaves if any(matches(pattern, name) for pattern in only)]
+    missing = [name for name in wanted if name not in available]
+    extra = [name for name in available if name not in leaves and any(matches(pattern, name) for pattern in only)]
     if missing:
-        only_saved = f"saved, but not in the target: {_first_names(extra)}"
-        raise TargetMismatch(f"{_list_names(missing)} not saved ({only_saved})", _ADVICE)
+        fault = f"{_names_and_verb(missing)} not saved (saved, but not in the target: {_first_names(extra)})"
+        raise TargetMismatch(fault, _ADVICE)
     if extra:
-        raise TargetMismatch(f"{_list_names(extra)} saved, but not in the target", _ADVICE)
-    return {name: wanted[name] for name in chosen}
+        raise TargetMismatch(f"{_names_and_verb(extra)} saved, but not in the target", _ADVICE)
+    return {name: available[name] for name in wanted}
 
 
-def _apply_renames(saved: Mapping[str, ArrayRecord], names: Mapping[str, str]) -> dict[str, str]:
-    """The saved name by the name in the target."""
-    found: dict[str, str] = {}
+def _rename_saved(saved: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
+    """The saved names, by the names that they have in the target."""
+    saved = tuple(saved)
+    renamed: dict[str, str] = {}
     for old in names:
         if not any(name == old or name.startswith(f"{old}/") for name in saved):
             raise NoMatch(f"restore: names: {no_match_message(old, saved)}")
     for name in saved:
         old = max((old for old in names if name == old or name.startswith(f"{old}/")), key=len, default="")
         new = names[old] + name.removeprefix(old) if old else name
-        if new in found:
-            raise ValueError(f"restore: {name!r} and {found[new]!r} would both be {new!r}; rename one of them.")
-        found[new] = name
-    return found
+        if new in renamed:
+            raise ValueError(f"restore: {name!r} and {renamed[new]!r} would both be {new!r}; rename one of them.")
+        renamed[new] = name
+    return renamed
 
 
-def _list_names(names: list[str]) -> str:
+def _names_and_verb(names: list[str]) -> str:
     return f"{_first_names(names)} {'is' if len(names) == 1 else 'are'}"
 
 
@@ -147,60 +158,59 @@ def _first_names(names: list[str]) -> str:
     return few if len(names) <= 4 else f"{few} and {len(names) - 4} more"
 
 
-def restore_leaf(reading: StepReader, saved: str, name: str, target: Any) -> Any:
-    """The array, as `target` is: a number, or an array of NumPy or of JAX, committed or not."""
+def _restore_leaf(reader: StepReader, saved: str, name: str, target: Any) -> Any:
+    """A saved array, as the target's leaf is: a Python scalar, a NumPy array, or a JAX array, committed or not."""
     if isinstance(target, bool | int | float | complex):
-        _check_leaf(reading, saved, name, np.asarray(target), None)
-        return type(target)(reading.whole(saved).item())
+        _check_leaf(reader, saved, name, np.asarray(target), None)
+        return type(target)(reader.read(saved).item())
     if isinstance(target, np.ndarray | np.generic):
-        _check_leaf(reading, saved, name, target, None)
-        return reading.whole(saved) if isinstance(target, np.ndarray) else reading.whole(saved)[()]
+        _check_leaf(reader, saved, name, target, None)
+        return reader.read(saved) if isinstance(target, np.ndarray) else reader.read(saved)[()]
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(
-            f"restore: the target has a {type(target).__name__} at {name!r}, but an array or a ShapeDtypeStruct is "
-            "wanted; give a state as `init` makes it, or jax.eval_shape of that."
+            f"restore: the target has a {type(target).__name__} at {name!r}, but must have arrays or "
+            "ShapeDtypeStructs; pass a state as `init` returns it, or jax.eval_shape of that."
         )
     if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
-        return _restore_keys(reading, saved, name, target)
-    _check_leaf(reading, saved, name, target, None)
+        return _restore_keys(reader, saved, name, target)
+    _check_leaf(reader, saved, name, target, None)
     sharding = _target_sharding(target)
     if sharding is None:
-        array = jax.device_put(reading.whole(saved))
+        array = jax.device_put(reader.read(saved))
         if array.dtype != target.dtype:
-            raise ValueError(f"restore: {name!r} is {target.dtype}, which JAX makes only with jax_enable_x64 on.")
+            raise ValueError(f"restore: {name!r} is {target.dtype}, which JAX supports only with jax_enable_x64.")
     else:
-        array = jax.make_array_from_callback(target.shape, sharding, lambda index: reading.part(saved, index or ()))
+        array = jax.make_array_from_callback(target.shape, sharding, lambda index: reader.read(saved, index or ()))
     return with_weak_type(array) if getattr(target, "weak_type", False) else array
 
 
-def _restore_keys(reading: StepReader, saved: str, name: str, target: Any) -> jax.Array:
+def _restore_keys(reader: StepReader, saved: str, name: str, target: Any) -> jax.Array:
     data = jax.eval_shape(jax.random.key_data, target)
-    impl = reading.manifest.arrays[saved].key
-    mine = jax.random.key_impl(target) if isinstance(target, jax.Array) else impl
-    _check_leaf(reading, saved, name, data, str(mine))
-    keys = jax.random.wrap_key_data(jax.device_put(reading.whole(saved)), impl=mine)
+    saved_impl = reader.manifest.arrays[saved].key
+    impl = jax.random.key_impl(target) if isinstance(target, jax.Array) else saved_impl
+    _check_leaf(reader, saved, name, data, str(impl))
+    keys = jax.random.wrap_key_data(jax.device_put(reader.read(saved)), impl=impl)
     if keys.dtype != target.dtype:
-        raise ValueError(f"restore: {name!r} was saved as keys of {impl}, but the target's are {target.dtype}.")
+        raise ValueError(f"restore: {name!r} was saved as {saved_impl} keys, but the target has {target.dtype}.")
     sharding = _target_sharding(target)
     return keys if sharding is None else jax.make_array_from_callback(target.shape, sharding, lambda index: keys[index])
 
 
-def _check_leaf(reading: StepReader, saved: str, name: str, target: Any, key: str | None) -> None:
-    record = reading.manifest.arrays[saved]
+def _check_leaf(reader: StepReader, saved: str, name: str, target: Any, key: str | None) -> None:
+    record = reader.manifest.arrays[saved]
     if record.key != key:
-        words = {True: "plain numbers", False: "typed keys"}
         raise ValueError(
-            f"restore: {name!r} was saved as {record.key or 'plain numbers'}, but the target has "
-            f"{key or words[key is None]}; use the same algorithm, or jax.random.key_data or wrap_key_data."
+            f"restore: {name!r} was saved as {record.key or 'a plain array'}, but the target has "
+            f"{key or 'a plain array'}; use the same key algorithm, or jax.random.key_data or wrap_key_data."
         )
     if record.shape != target.shape or record.dtype != np.dtype(target.dtype).name:
         came, wanted = f"{record.dtype}{list(record.shape)}", f"{np.dtype(target.dtype).name}{list(target.shape)}"
-        advice = "build the same model, or leave it out by only=(...) and convert it yourself"
+        advice = "build the same model, or leave it out with only=(...) and convert it yourself"
         raise TargetMismatch(f"{name!r} was saved as {came}, but the target has {wanted}", advice)
 
 
 def _target_sharding(target: Any) -> Any:
-    """Where the array has to be; None where it may be anywhere."""
+    """The sharding that the array must have, or None if JAX may choose."""
     sharding = target.sharding
     if isinstance(target, jax.Array) and not target.committed:
         return None

@@ -1,8 +1,7 @@
-"""Save one step in the background: write a temporary folder, fsync it, then rename it."""
+"""Save one step: copy it to the host, then write a temporary folder in the background, fsync it and rename it."""
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,38 +17,38 @@ from mlax.files import (
     fsync_folder,
     make_folder,
     require_space,
-    safe_open,
     serialize,
     to_file_layout,
     write_synced,
 )
 from mlax.train.checkpoints._manifest import (
     DTYPE_NAMES,
-    MAX_MANIFEST_BYTES,
     ArrayRecord,
     FileRecord,
     Manifest,
     PieceRecord,
-    decode_manifest,
-    digest,
     encode_manifest,
+    hash_bytes,
     merge_manifests,
+    read_manifest,
     split_block,
     to_storage,
 )
-from mlax.train.checkpoints._multiprocess import ProcessGroup
-from mlax.train.checkpoints._step_folders import MANIFEST, new_step_path, remove_path, step_folders
+from mlax.train.checkpoints._multiprocess import ProcessGroup, wait_until
+from mlax.train.checkpoints._step_folders import MANIFEST, new_step_path, remove_path, step_folders, temporary_path
+
+_RECORD_BYTES = 512  # about the size of an array's or a piece's record in the manifest
 
 
 class Piece(NamedTuple):
-    """A block of an array, and where in the array it begins."""
+    """A block of an array, and the index at which it starts."""
 
     start: tuple[int, ...]
     array: np.ndarray
 
 
 class HostCopy(NamedTuple):
-    """One leaf: what it is, and the pieces of it that this process has to write."""
+    """A leaf on the host: its description, and the pieces of it that this process writes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,8 +56,71 @@ class HostCopy(NamedTuple):
     pieces: list[Piece]
 
 
+def copy_to_host(leaves: Mapping[str, Any], group: ProcessGroup) -> dict[str, HostCopy]:
+    """Copy the leaves to the host; each shard once, in the process that holds its first replica.
+
+    All transfers start before the first one is awaited.
+    """
+    plain = {name: _as_plain_array(name, leaf) for name, leaf in leaves.items()}
+    shards = {name: _local_shards(leaf, group) for name, leaf in plain.items() if isinstance(leaf, jax.Array)}
+    for pieces in shards.values():
+        for _, data in pieces:
+            data.copy_to_host_async()
+    copies: dict[str, HostCopy] = {}
+    for name, leaf in plain.items():
+        if isinstance(leaf, jax.Array):
+            aliased = _aliases_host_memory(leaf)
+            pieces = [Piece(start, _to_numpy(data, aliased)) for start, data in shards[name]]
+        else:
+            pieces = [Piece((0,) * leaf.ndim, to_file_layout(leaf.copy()))] if group.index == 0 else []
+        key = str(jax.random.key_impl(leaves[name])) if _is_key(leaves[name]) else None
+        copies[name] = HostCopy(leaf.shape, DTYPE_NAMES[leaf.dtype], key, pieces)
+    return copies
+
+
+def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
+    """The leaf as an array of numbers: of typed keys, their data."""
+    if isinstance(leaf, Tracer):
+        raise TypeError(f"save: {name!r} is being traced; save outside of jit, after the step has returned.")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise ValueError(f"save: the buffer of {name!r} was donated or deleted; save the state that was returned.")
+        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(f"save: {name!r} is a {type(leaf).__name__}, but leaves are arrays or scalars; use notes.")
+    array = np.asarray(leaf)
+    if array.dtype not in DTYPE_NAMES:
+        raise TypeError(f"save: {name!r} has dtype {array.dtype}, which is not numeric; leave it out, or use notes.")
+    return array
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype)  # JAX's extended dtypes are keys
+
+
+def _local_shards(leaf: jax.Array, group: ProcessGroup) -> list[tuple[tuple[int, ...], jax.Array]]:
+    if leaf.is_fully_addressable:
+        if group.index > 0:
+            return []  # an array local to each process: that of the first one is saved
+        if leaf.is_fully_replicated:
+            return [((0,) * leaf.ndim, leaf.addressable_data(0))]
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return [(tuple(part.start or 0 for part in shard.index), shard.data) for shard in shards]
+
+
+def _aliases_host_memory(leaf: jax.Array) -> bool:
+    """Whether `np.asarray` is a view of the buffer: on a CPU, and in host memory."""
+    sharding = leaf.sharding
+    return sharding.memory_kind not in (None, "device") or next(iter(sharding.device_set)).platform == "cpu"
+
+
+def _to_numpy(data: jax.Array, aliased: bool) -> np.ndarray:
+    array = np.asarray(data)
+    return to_file_layout(array.copy() if aliased else array)  # a view's buffer may be donated to the next step
+
+
 class SaveJob(NamedTuple):
-    """What is to be saved, and where to."""
+    """Everything that the background thread needs to write a step."""
 
     folder: str
     step: int
@@ -66,235 +128,92 @@ class SaveJob(NamedTuple):
     metrics: Mapping[str, float]
     notes: Mapping[str, Any]
     group: ProcessGroup
-    number: int  # of this save among those of the group
-    most: int  # bytes of a file
-    patience: float  # seconds to wait for the other processes
+    number: int  # counts the saves of the group
+    file_bytes: int  # the maximum size of a file
+    patience: float  # seconds to wait for other processes
 
     @property
     def id(self) -> str:
-        """The name of the save among all that there ever were."""
+        """A unique name of this save, the same in all processes of the group."""
         return f"{self.group.id}-{self.number}"
 
-    def beside(self, what: str) -> str:
-        """A path for a moment: it tells everyone whose it is."""
-        return os.path.join(self.folder, f".{what}-{self.step:08d}-{self.id}")
+    def temporary(self, purpose: str) -> str:
+        """A temporary path that belongs to this save."""
+        return temporary_path(self.folder, purpose, self.step, self.id)
+
+    def process(self, index: int) -> str:
+        """The name of a process in errors."""
+        return f"{self.folder}: process {index}"
 
 
-def write_checkpoint(save: SaveJob) -> None:
-    """Write the step; when this returns, it is on the disk. If it raises, there is nothing of it."""
-    plan = plan_files(save.arrays, save.group.index, save.most)
-    temporary = save.beside("saving")
-    if save.group.index > 0:
-        _wait_until(save, lambda: os.path.isdir(temporary), lambda: os.path.exists(save.beside("failed")), "begin")
+def write_checkpoint(job: SaveJob) -> None:
+    """Write the step. If this returns, the step is on disk; if it raises, nothing of it remains."""
+    plan = _plan_files(job.arrays, job.group.index, job.file_bytes)
+    temporary = job.temporary("saving")
+    if job.group.index > 0:
+        _wait_for_folder(job, temporary)
     try:
-        with require_space(save.folder, plan.needed):
-            if save.group.index == 0:
-                make_folder(save.folder)
+        with require_space(job.folder, plan.size):
+            if job.group.index == 0:
+                make_folder(job.folder)
                 os.mkdir(temporary)
-            files, arrays = write_files(plan, temporary)
-            part = Manifest(save.step, save.id, save.metrics, save.notes, files, arrays)
-            if save.group.index > 0:
-                atomic_write(os.path.join(temporary, _part_name(save.group.index)), [encode_manifest(part)])
+            files, arrays = _write_files(plan, temporary)
+            part = Manifest(job.step, job.id, job.metrics, job.notes, files, arrays)
+            if job.group.index == 0:
+                _commit(job, temporary, [part, *_read_other_parts(job, temporary)])
             else:
-                _commit(save, temporary, [part, *_read_parts(save, temporary)])
+                atomic_write(os.path.join(temporary, _part_name(job.group.index)), [encode_manifest(part)])
     except BaseException:
-        _abort(save, temporary)
+        _abort(job, temporary)
         raise
-    if save.group.index > 0:
-        _wait_until(save, lambda: not os.path.isdir(temporary), lambda: False, "finish")
-        if not any(
-            _read_save_id(found.path) == save.id for found in step_folders(save.folder) if found.step == save.step
-        ):
-            raise RuntimeError(f"{save.folder}: step {save.step} was given up by the first process; see its output.")
+    if job.group.index > 0:
+        _wait_for_commit(job, temporary)
 
 
-def _commit(save: SaveJob, temporary: str, parts: list[Manifest]) -> None:
-    """The first process: put the parts together, and give the folder its name."""
-    names, manifest = merge_manifests(parts)
-    for old, new in names.items():
-        os.rename(os.path.join(temporary, old), os.path.join(temporary, new))
-    for index in range(1, save.group.count):
-        os.unlink(os.path.join(temporary, _part_name(index)))
-    write_synced(os.path.join(temporary, MANIFEST), [encode_manifest(manifest)])
-    fsync_folder(temporary)
-    path = new_step_path(save.folder, save.step)
-    os.rename(temporary, path)
-    try:
-        fsync_folder(save.folder)
-    except OSError:
-        os.rename(path, temporary)  # a name that may be lost again acknowledges nothing
-        raise
-
-
-def _read_parts(save: SaveJob, temporary: str) -> Iterator[Manifest]:
-    for index in range(1, save.group.count):
-        path, failed = os.path.join(temporary, _part_name(index)), os.path.join(temporary, f"failed-{index:05d}")
-        _wait_until(save, partial(os.path.exists, path), partial(os.path.exists, failed), "write", index)
-        yield read_manifest(path, whole=False)
-
-
-def _abort(save: SaveJob, temporary: str) -> None:
-    try:
-        if save.group.index == 0:
-            remove_path(temporary)
-        if save.group.count > 1:  # tell the others, who would wait in vain
-            failed = os.path.join(temporary, f"failed-{save.group.index:05d}")
-            write_synced(failed if save.group.index > 0 else save.beside("failed"), [])
-    except OSError:
-        pass  # the failure that led here is the one to hear of
-
-
-def read_manifest(path: str, *, whole: bool = True) -> Manifest:
-    """The manifest in this file, checked."""
-    try:
-        with safe_open(path) as (file, size):
-            if size > MAX_MANIFEST_BYTES:
-                raise InvalidFile(f"{path}: a manifest has at most {MAX_MANIFEST_BYTES:,} bytes, not {size:,}.")
-            return decode_manifest(file.read(size), path, whole=whole)
-    except OSError as failure:
-        raise InvalidFile(f"{path}: it cannot be read ({failure.strerror}).") from None
-
-
-def _read_save_id(path: str) -> str | None:
-    try:
-        return read_manifest(os.path.join(path, MANIFEST)).save
-    except InvalidFile:
-        return None
-
-
-def _wait_until(
-    save: SaveJob, there: Callable[[], bool], failed: Callable[[], bool], verb: str, index: int = 0
-) -> None:
-    """Until something is there; by looking, since a thread in the background must not use collectives."""
-    end, pause = time.monotonic() + save.patience, 0.002
-    while not there():
-        if failed():
-            raise RuntimeError(f"{save.folder}: process {index} failed to {verb} step {save.step}; see its output.")
-        if time.monotonic() > end:
-            raise TimeoutError(
-                f"{save.folder}: process {index} did not {verb} step {save.step} within {save.patience:g} seconds."
-            )
-        time.sleep(pause)
-        pause = min(0.1, 1.5 * pause)
-
-
-def _part_name(index: int) -> str:
-    return f"part-{index:05d}.json"
-
-
-def copy_to_host(leaves: Mapping[str, Any], group: ProcessGroup) -> dict[str, HostCopy]:
-    """Copies of the leaves: of each piece one, by the process whose device holds the first replica of it.
-
-    All transfers are begun before the first is waited for. On a CPU the array of NumPy is the buffer itself, which
-    the next step may be given to write over: hence a copy.
-    """
-    plain = {name: _as_plain_array(name, leaf) for name, leaf in leaves.items()}
-    shards = {name: _local_shards(leaf, group) for name, leaf in plain.items() if isinstance(leaf, jax.Array)}
-    for pieces in shards.values():
-        for _, data in pieces:
-            data.copy_to_host_async()
-    found: dict[str, HostCopy] = {}
-    for name, leaf in plain.items():
-        if isinstance(leaf, jax.Array):
-            copied = _aliases_buffer(leaf)
-            pieces = [Piece(start, _to_numpy(data, copied)) for start, data in shards[name]]
-        else:
-            pieces = [Piece((0,) * leaf.ndim, to_file_layout(leaf.copy()))] if group.index == 0 else []
-        key = None if leaf is leaves[name] or not _is_key(leaves[name]) else str(jax.random.key_impl(leaves[name]))
-        found[name] = HostCopy(leaf.shape, DTYPE_NAMES[leaf.dtype], key, pieces)
-    return found
-
-
-def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
-    if isinstance(leaf, Tracer):
-        raise TypeError(f"save: {name!r} is being traced; save outside of jit, after the step has returned.")
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise ValueError(f"save: the buffer of {name!r} was donated or deleted; save the state that came back.")
-        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-        raise TypeError(f"save: {name!r} is a {type(leaf).__name__}, but leaves are arrays or numbers; try notes.")
-    array = np.asarray(leaf)
-    if array.dtype not in DTYPE_NAMES:
-        raise TypeError(f"save: {name!r} has the dtype {array.dtype}, which is no number's; leave it out, or in notes.")
-    return array
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype)  # JAX's own dtypes are those of keys
-
-
-def _local_shards(leaf: jax.Array, group: ProcessGroup) -> list[tuple[tuple[int, ...], jax.Array]]:
-    if leaf.is_fully_addressable:
-        if group.index > 0:
-            return []  # an array of one process alone: the first process saves its own
-        if leaf.is_fully_replicated:
-            return [((0,) * leaf.ndim, leaf.addressable_data(0))]
-    mine = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    return [(tuple(part.start or 0 for part in shard.index), shard.data) for shard in mine]
-
-
-def _aliases_buffer(leaf: jax.Array) -> bool:
-    """Whether NumPy sees the buffer itself: on a CPU, and in the memory of the host."""
-    sharding = leaf.sharding
-    return sharding.memory_kind not in (None, "device") or next(iter(sharding.device_set)).platform == "cpu"
-
-
-def _to_numpy(data: jax.Array, copied: bool) -> np.ndarray:
-    array = np.asarray(data)
-    return to_file_layout(array.copy() if copied else array)
-
-
-_PIECE_RECORD_BYTES = 512  # bytes that a piece takes in a manifest, about
-
-
-class WritePlan(NamedTuple):
-    """The files to be written; the arrays' records as far as they are known, by file and name of each piece."""
+class _WritePlan(NamedTuple):
+    """The files to write, and the records of the arrays, whose pieces have no hashes yet."""
 
     files: dict[str, SerializedFile]
     arrays: dict[str, ArrayRecord]
 
     @property
-    def needed(self) -> int:
-        """How many bytes that will be, with the manifest."""
+    def size(self) -> int:
+        """The bytes that this will take, manifest included."""
         pieces = sum(len(record.pieces) for record in self.arrays.values())
-        return sum(file.size for file in self.files.values()) + (pieces + len(self.arrays) + 8) * _PIECE_RECORD_BYTES
+        return sum(file.size for file in self.files.values()) + (pieces + len(self.arrays) + 8) * _RECORD_BYTES
 
 
-def plan_files(arrays: Mapping[str, HostCopy], process: int, most: int) -> WritePlan:
-    """Pieces to files of at most `most` bytes each, in the order of their names."""
+def _plan_files(arrays: Mapping[str, HostCopy], process: int, file_bytes: int) -> _WritePlan:
+    """Distribute the pieces over files of at most `file_bytes`, in order."""
     contents: list[dict[str, np.ndarray]] = [{}]
     records: dict[str, ArrayRecord] = {}
-    room = most
+    free = file_bytes
     for name, array in arrays.items():
-        blocks = [block for piece in array.pieces for block in split_block(*piece, most)]
         pieces: list[PieceRecord] = []
-        for start, block in blocks:
-            if block.nbytes > room and contents[-1]:
+        for start, block in (block for piece in array.pieces for block in split_block(*piece, file_bytes)):
+            if block.nbytes > free and contents[-1]:
                 contents.append({})
-                room = most
+                free = file_bytes
             label = name if block.shape == array.shape else f"{name}@{','.join(map(str, start))}"
             contents[-1][label] = to_storage(block)
-            room -= block.nbytes
+            free -= block.nbytes
             pieces.append(PieceRecord(_file_name(process, len(contents)), label, start, block.shape, ""))
         records[name] = ArrayRecord(array.shape, array.dtype, array.key, tuple(pieces))
-    files = {
-        _file_name(process, number + 1): serialize(content, {}) for number, content in enumerate(contents) if content
-    }
-    return WritePlan(files, records)
+    files = {_file_name(process, n): serialize(content, {}) for n, content in enumerate(contents, 1) if content}
+    return _WritePlan(files, records)
 
 
-def write_files(plan: WritePlan, folder: str) -> tuple[dict[str, FileRecord], dict[str, ArrayRecord]]:
-    """Write the files into the folder, synced, and give the records with all hashes."""
+def _write_files(plan: _WritePlan, folder: str) -> tuple[dict[str, FileRecord], dict[str, ArrayRecord]]:
+    """Write and fsync the files; the records of the files, and those of the arrays with their hashes."""
     files: dict[str, FileRecord] = {}
     hashes: dict[tuple[str, str], str] = {}
     for name, file in plan.files.items():
         whole = xxhash.xxh3_128(file.header)
         for label, view in file.arrays.items():
-            hashes[name, label] = digest(view)
+            hashes[name, label] = hash_bytes(view)
             whole.update(view)
         write_synced(os.path.join(folder, name), [file.header, *file.arrays.values()])
-        files[name] = FileRecord(file.size, digest(file.header), whole.hexdigest())
+        files[name] = FileRecord(file.size, hash_bytes(file.header), whole.hexdigest())
     arrays = {
         name: record._replace(
             pieces=tuple(piece._replace(xxh3_128=hashes[piece.file, piece.name]) for piece in record.pieces)
@@ -304,5 +223,70 @@ def write_files(plan: WritePlan, folder: str) -> tuple[dict[str, FileRecord], di
     return files, arrays
 
 
+def _commit(job: SaveJob, temporary: str, parts: list[Manifest]) -> None:
+    """In the first process: merge the parts, write the manifest, and rename the folder to its final name."""
+    names, manifest = merge_manifests(parts)
+    for old, new in names.items():
+        os.rename(os.path.join(temporary, old), os.path.join(temporary, new))
+    for index in range(1, job.group.count):
+        os.unlink(os.path.join(temporary, _part_name(index)))
+    write_synced(os.path.join(temporary, MANIFEST), [encode_manifest(manifest)])
+    fsync_folder(temporary)
+    path = new_step_path(job.folder, job.step)
+    os.rename(temporary, path)
+    try:
+        fsync_folder(job.folder)
+    except OSError:
+        os.rename(path, temporary)  # a rename that a crash may undo does not count as saved
+        raise
+
+
+def _abort(job: SaveJob, temporary: str) -> None:
+    try:
+        if job.group.index == 0:
+            remove_path(temporary)
+        if job.group.count > 1:  # or the other processes would wait until their timeout
+            failed = os.path.join(temporary, _failure_name(job.group.index))
+            write_synced(failed if job.group.index > 0 else job.temporary("failed"), [])
+    except OSError:
+        pass  # the error that led here is the one to report
+
+
+def _wait_for_folder(job: SaveJob, temporary: str) -> None:
+    failed = partial(os.path.exists, job.temporary("failed"))
+    wait_until(partial(os.path.isdir, temporary), failed, job.patience, job.process(0), f"begin step {job.step}")
+
+
+def _read_other_parts(job: SaveJob, temporary: str) -> Iterator[Manifest]:
+    for index in range(1, job.group.count):
+        path = os.path.join(temporary, _part_name(index))
+        failed = partial(os.path.exists, os.path.join(temporary, _failure_name(index)))
+        wait_until(partial(os.path.exists, path), failed, job.patience, job.process(index), f"write step {job.step}")
+        yield read_manifest(path, partial=True)
+
+
+def _wait_for_commit(job: SaveJob, temporary: str) -> None:
+    task = f"finish step {job.step}"
+    wait_until(lambda: not os.path.isdir(temporary), lambda: False, job.patience, job.process(0), task)
+    saved = [found.path for found in step_folders(job.folder) if found.step == job.step]
+    if not any(_read_save_id(path) == job.id for path in saved):
+        raise RuntimeError(f"{job.process(0)} gave up step {job.step}; see its output.")
+
+
+def _read_save_id(path: str) -> str | None:
+    try:
+        return read_manifest(os.path.join(path, MANIFEST)).save
+    except InvalidFile:
+        return None
+
+
 def _file_name(process: int, number: int) -> str:
     return f"process-{process:05d}-{number:05d}.safetensors"
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}.json"
+
+
+def _failure_name(index: int) -> str:
+    return f"failed-{index:05d}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -9,90 +10,118 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mlax.files import fsync_folder
-from mlax.train.checkpoints._multiprocess import process_start_time
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
-_LEFTOVER = re.compile(
-    r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<began>\d+)-[0-9a-f]{8}(?:-\d+)+"
+_TEMPORARY = re.compile(
+    r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}(?:-\d+)+"
 )
 _ONE_DAY = 24 * 60 * 60
 
 
 class StepFolder(NamedTuple):
-    """Where a step lies. `again` counts the folders of one step: 1, then 2 if it was saved once more."""
+    """The folder of a saved step. `version` is 1, or 2 and up where the same step was saved again."""
 
     step: int
-    again: int
+    version: int
     path: str
 
     @property
-    def whole(self) -> bool:
-        """Whether it has a manifest, without which a step does not count."""
+    def has_manifest(self) -> bool:
+        """Whether the folder has a manifest; one without is not a checkpoint."""
         return os.path.isfile(os.path.join(self.path, MANIFEST))
 
 
 def step_folders(folder: str) -> list[StepFolder]:
-    """The steps that there are, by number, and of one step the one saved last last. Links are not looked at."""
+    """The step folders, sorted by step and version. Symbolic links are ignored."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    hits = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
-    return sorted(StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in hits)
+    matches = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in matches)
 
 
 def new_step_path(folder: str, step: int) -> str:
-    """Where a save of this step goes: beside an older one of the same step, which stays until this one is there."""
-    again = max((found.again for found in step_folders(folder) if found.step == step), default=0) + 1
-    return os.path.join(folder, f"step-{step:08d}" if again == 1 else f"step-{step:08d}-{again}")
+    """A free path for a save of `step`. An earlier save of the same step stays until the new one is complete."""
+    version = max((found.version for found in step_folders(folder) if found.step == step), default=0) + 1
+    return os.path.join(folder, f"step-{step:08d}" if version == 1 else f"step-{step:08d}-{version}")
+
+
+def temporary_path(folder: str, purpose: str, step: int, save_id: str) -> str:
+    """A path for `purpose` (saving, removing, failed) that names the process it belongs to, by the id of its save."""
+    return os.path.join(folder, f".{purpose}-{step:08d}-{save_id}")
+
+
+def apply_retention(folder: str, keep: int | None, also: Iterable[int], save_id: str) -> None:
+    """Delete all but the last `keep` steps (None: all) and the steps in `also`; of each step keep the last save.
+
+    Each folder is renamed before its contents are deleted, so that a crash at any moment leaves complete steps only.
+    """
+    found = step_folders(folder)
+    newest = {each.step: each for each in found if each.has_manifest}  # sorted: the last version wins
+    kept = set(newest) if keep is None else {*sorted(newest)[-keep:], *also}
+    expired = [each for each in found if each.step not in kept or newest.get(each.step, each) != each]
+    renamed: list[str] = []
+    for number, each in enumerate(expired):
+        renamed.append(temporary_path(folder, "removing", each.step, f"{save_id}-{number}"))
+        remove_path(renamed[-1])  # an earlier deletion may have failed halfway
+        os.rename(each.path, renamed[-1])
+    if renamed:
+        fsync_folder(folder)
+    for path in renamed:
+        remove_path(path)
 
 
 def remove_leftovers(folder: str) -> None:
-    """Delete what dead processes have left; never what a living one is busy with."""
+    """Delete the temporary files and folders of processes that have died, but not those of running ones."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return
     for name in names:
         path = os.path.join(folder, name)
-        if (match := _LEFTOVER.fullmatch(name)) and _is_abandoned(match, path):
+        if (match := _TEMPORARY.fullmatch(name)) and _has_died(match, path):
             remove_path(path)
 
 
 def remove_path(path: str) -> None:
-    """Delete a folder or a file as far as that is possible; what stays is remains."""
+    """Delete a file, or as much of a folder as possible; `remove_leftovers` deletes the rest later."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         os.unlink(path)
 
 
-def _is_abandoned(match: re.Match[str], path: str) -> bool:
+def _has_died(match: re.Match[str], path: str) -> bool:
     if match["host"] == socket.gethostname()[:60]:
-        return process_start_time(int(match["pid"])) != int(match["began"])
+        return _start_time(int(match["pid"])) != int(match["start"])
     try:
-        return time.time() - os.stat(path).st_mtime > _ONE_DAY  # of another host nothing else is known
+        return time.time() - os.stat(path).st_mtime > _ONE_DAY  # a process of another host: age is all that is known
     except FileNotFoundError:
         return False
 
 
-def apply_retention(folder: str, keep: int | None, also: Iterable[int], id: str) -> None:
-    """Keep the last `keep` steps and those in `also`, and of each step the last save.
+def unique_process_id() -> str:
+    """A unique name of this process: host, process id, start time and a random suffix."""
+    pid = os.getpid()
+    return f"{socket.gethostname()[:60]}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(4)}"
 
-    A folder is renamed away before anything in it is deleted, so that a kill at any moment leaves whole steps.
-    """
-    found = step_folders(folder)
-    newest = {each.step: each for each in found if each.whole}  # of one step the last save comes last
-    kept = set(newest) if keep is None else {*sorted(newest)[-keep:], *also}
-    leaving = [each for each in found if each.step not in kept or newest.get(each.step, each) != each]
-    gone: list[str] = []
-    for number, each in enumerate(leaving):
-        gone.append(os.path.join(folder, f".removing-{each.step:08d}-{id}-{number}"))
-        remove_path(gone[-1])  # a save before this one may have been kept from deleting it
-        os.rename(each.path, gone[-1])
-    if gone:
-        fsync_folder(folder)
-    for path in gone:
-        remove_path(path)
+
+def _start_time(pid: int) -> int | None:
+    """When a process of this host started, in clock ticks since boot; 0 if unknown, None if it does not exist."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    if os.path.exists("/proc/self/stat"):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0
