@@ -174,9 +174,9 @@ assert runs < operations / 2
 # %% [markdown]
 # ## Good to know
 #
-# - *Tracing* takes Python time, which grows with the number of operations. *Compiling* usually takes longer. *Running*
-#   does neither. `jax.jit(f).trace(x)`, `.lower()` and `.compile()` run the stages one at a time, so that each can be
-#   timed.
+# - *Tracing* takes Python time, which grows with the number of operations. *Compiling* usually takes longer. Later
+#   calls skip both. `jax.jit(f).trace(x)`, `.lower()` and `.compile()` run the stages one at a time, so that each can
+#   be timed.
 # - Shapes and dtypes are Python values while tracing: `x.shape[0]` is an int, `if x.ndim == 2` is fine. Only the
 #   *values* of arrays are unknown.
 # - `jax.eval_shape(f, x)` stops after tracing. It returns shapes and dtypes and allocates nothing, which is how mlax
