@@ -14,6 +14,8 @@ from mlax.optim._muon import Muon
 from mlax.optim._optax import FromOptax, from_optax, to_optax
 from mlax.optim._packing import Packing
 from mlax.optim._rounding import KahanSummation, MasterWeights, Rounding, RoundToNearest, StochasticRounding
+from mlax.optim._rounding import hash_bits as hash_bits
+from mlax.optim._rounding import stochastic_round as stochastic_round
 from mlax.optim._schedule_free import ScheduleFree
 from mlax.optim._sgd import LARS, SGD, Adadelta, Adagrad, Lion, RMSProp
 from mlax.optim._slots import OptimizerState, Slot

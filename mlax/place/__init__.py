@@ -2,7 +2,10 @@
 
 from mlax.place._auto import auto
 from mlax.place._description import Description, NotEnoughMemory
+from mlax.place._distributed import ClusterEnv as ClusterEnv
 from mlax.place._distributed import ProcessInfo, initialize_distributed
+from mlax.place._distributed import detect_cluster as detect_cluster
+from mlax.place._distributed import local_gpus as local_gpus
 from mlax.place._guard import UnplannedTransfer, check_shardings, guard
 from mlax.place._pipeline import Pipelined, Stages, one_forward_one_backward, pipeline_repeats
 from mlax.place._pipeline import find_pipelines as find_pipelines

@@ -1,9 +1,9 @@
+import inspect
 import json
 
 import pytest
 
-from mlax.cli import _commands, main
-from mlax.cli._commands import examples, free_folder
+from mlax.cli import examples, free_folder, main
 
 
 def run(folder, steps, *saved):
@@ -68,7 +68,7 @@ def demo(tmp_path, monkeypatch, capsys):
         f"    run: str = {str(tmp_path / 'digits')!r}\n"
         "def main(config: Config):\n    print(config.steps, config.run)\n"
     )
-    monkeypatch.setattr(_commands, "examples", lambda: {"digits": tmp_path / "digits.py"})
+    monkeypatch.setattr(inspect.getmodule(examples), "examples", lambda: {"digits": tmp_path / "digits.py"})
 
     def demonstrated(*args):
         assert main(["demo", *args]) == 0

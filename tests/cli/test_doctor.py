@@ -1,11 +1,13 @@
-from mlax.cli import _doctor, main
+import inspect
+
+from mlax.cli import Finding, main
+
+_doctor = inspect.getmodule(Finding)
 
 
 def test_the_doctor_finds_what_works_and_says_what_to_do_elsewhere(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        _doctor, "_check_two_processes", lambda: _doctor.Finding(True, "two processes", "tested elsewhere")
-    )
+    monkeypatch.setattr(_doctor, "_check_two_processes", lambda: Finding(True, "two processes", "tested elsewhere"))
     monkeypatch.setattr(_doctor, "EXTRAS", {"numpy": "arrays", "no-such-package": "nothing"})
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -16,7 +18,7 @@ def test_the_doctor_finds_what_works_and_says_what_to_do_elsewhere(monkeypatch, 
 
 
 def test_something_needed_that_does_not_work_gives_the_status_1(monkeypatch):
-    monkeypatch.setattr(_doctor, "_check_all", lambda: [_doctor.Finding(False, "devices", "there are none")])
+    monkeypatch.setattr(_doctor, "_check_all", lambda: [Finding(False, "devices", "there are none")])
     assert main(["doctor"]) == 1
-    monkeypatch.setattr(_doctor, "_check_all", lambda: [_doctor.Finding(False, "grain", "not here", needed=False)])
+    monkeypatch.setattr(_doctor, "_check_all", lambda: [Finding(False, "grain", "not here", needed=False)])
     assert main(["doctor"]) == 0

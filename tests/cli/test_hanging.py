@@ -1,4 +1,4 @@
-from mlax.cli._process import HangDetector, Heartbeat, HeartbeatFile
+from mlax.cli import HangDetector, Heartbeat, HeartbeatFile
 
 
 class Worker:

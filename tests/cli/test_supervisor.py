@@ -1,5 +1,6 @@
 """The supervisor over processes that are small scripts without JAX; the faults of trainings are in tests/faults."""
 
+import inspect
 import os
 import signal
 import threading
@@ -7,12 +8,9 @@ import time
 
 import pytest
 
-from mlax.cli import _supervisor, main
-from mlax.cli._supervisor import Supervisor
+from mlax.cli import Supervisor, main
 
-BEATS = (
-    "from mlax.cli._process import HeartbeatFile; from pathlib import Path; beats = HeartbeatFile(Path({beats!r}))\n"
-)
+BEATS = "from mlax.cli import HeartbeatFile; from pathlib import Path; beats = HeartbeatFile(Path({beats!r}))\n"
 
 
 @pytest.fixture
@@ -24,7 +22,7 @@ def launch(tmp_path, monkeypatch):
             def worker(self, index, port, beats):
                 return ["-c", BEATS.format(beats=str(beats)) + "import os, sys, time, signal\n" + scripts[index]]
 
-        monkeypatch.setattr(_supervisor, "Supervisor", Scripts)
+        monkeypatch.setattr(inspect.getmodule(Supervisor), "Supervisor", Scripts)
         (tmp_path / "script.py").touch()
         options = ["--restarts", str(restarts), "--hang", str(hang), "--grace", str(grace)]
         return main(["launch", "-n", str(len(scripts)), *options, str(tmp_path / "script.py")])

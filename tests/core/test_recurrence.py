@@ -8,7 +8,7 @@ from jax.test_util import check_grads
 
 import mlax
 from mlax import nn
-from mlax._jax._scan import scan_with_residuals
+from mlax._jax import scan_with_residuals
 from tests.arrays import normal
 from tests.asserts import assert_close
 from tests.layers import Cell, Count

@@ -7,6 +7,7 @@ is made to lie in every other trial, as if another program were faster: then wri
 
 import contextlib
 import errno
+import inspect
 import itertools
 import json
 import os
@@ -18,7 +19,6 @@ import time
 from unittest import mock
 
 from mlax import files, train
-from mlax.files import _io
 from tests.faults.rows import Row, bits, main, values
 
 SIZE, BYTES = 3000, 76_500  # of a tree, about
@@ -57,7 +57,8 @@ def swept(trials, seed, disk, name):
 def faults_in(place, seed, lies, more):
     folder, faults = os.path.join(place, "runs", "checkpoints"), []
     checkpoints = train.Checkpoints(folder, keep=None, file_bytes=20_000)
-    lie = mock.patch.object(_io, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
+    module = inspect.getmodule(files.free_bytes)
+    lie = mock.patch.object(module, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
     with lie:
         for step in range(1, 50):
             checkpoints.save(step, values(seed, step, SIZE))

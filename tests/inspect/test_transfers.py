@@ -11,9 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import nn, optim, train
-from mlax.inspect import format_bytes, summarize_events, transfers
-from mlax.inspect._hlo import Event, instruction_events, parse_hlo
-from mlax.inspect._transfers import program_events
+from mlax.inspect import (
+    Event,
+    format_bytes,
+    instruction_events,
+    parse_hlo,
+    program_events,
+    summarize_events,
+    transfers,
+)
 
 DEVICES, LAYERS = 8, 5
 D, F, OUT = 32, 64, 16

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from mlax import optim
-from mlax.optim._rounding import hash_bits, stochastic_round
+from mlax.optim import hash_bits, stochastic_round
 
 STEPS = 1_500
 DRAWS = 1 << 16

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from mlax import nn, optim, place, train
 from mlax.core import F, Remat, Repeat, Series, flatten_paths
-from mlax.place._init import InitProgram, _program
 from tests.place.models import GPT, gpt, objective_of
 
 
@@ -59,33 +58,35 @@ def test_a_model_without_variables_has_none_in_any_place():
 
 
 def test_init_allocates_nothing_elsewhere_before(monkeypatch):
-    model = nn.Linear(64)
-    x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
-    plan = place.fsdp(min_size=1)
-    lowered = []
-    real = InitProgram.__init__
+    lowered, jit = [], jax.jit
 
-    def watched(self, kind):
-        real(self, kind)
-        run = self.run
-        self.run = lambda *args: lowered.append(run.lower(*args)) or run(*args)
-        self.run.lower = run.lower
+    class Recorded:
+        """A jitted function that records what it lowers."""
 
-    _program.cache_clear()
-    monkeypatch.setattr(InitProgram, "__init__", watched)
-    made, _ = plan.init(model, jax.random.key(0), x)
+        def __init__(self, *args, **kwargs):
+            self.function = jit(*args, **kwargs)
+
+        def lower(self, *args):
+            lowered.append(self.function.lower(*args))
+            return lowered[-1]
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+    monkeypatch.setattr(jax, "jit", lambda *args, **kw: (Recorded if "out_shardings" in kw else jit)(*args, **kw))
+    x = jax.ShapeDtypeStruct((1, 520), jnp.float32)  # a size that no other test has initialized
+    made, _ = place.fsdp(min_size=1).init(nn.Linear(72), jax.random.key(0), x)
     (text,) = (each.compile().as_text() for each in lowered)
-    assert "f32[512,64]" not in text and "f32[64,64]" in text  # no device makes the whole kernel
-    assert [shard.data.shape for shard in made["kernel"].addressable_shards] == [(64, 64)] * 8
+    assert "f32[520,72]" not in text and "f32[65,72]" in text  # no device makes the whole kernel
+    assert [shard.data.shape for shard in made["kernel"].addressable_shards] == [(65, 72)] * 8
 
 
 def test_equal_parts_are_compiled_once_for_init(monkeypatch):
-    _program.cache_clear()
     compiled = []
     real = jax.jit
     monkeypatch.setattr(jax, "jit", lambda *args, **kwargs: compiled.append(kwargs) or real(*args, **kwargs))
-    model = Series(**{f"linear{i}": nn.Linear(24) for i in range(6)})
-    place.data().init(model, jax.random.key(0), jnp.zeros((2, 24)))
+    model = Series(**{f"linear{i}": nn.Linear(26) for i in range(6)})  # a size of this test alone
+    place.data().init(model, jax.random.key(0), jnp.zeros((2, 26)))
     assert sum("out_shardings" in kwargs for kwargs in compiled) == 1
 
 

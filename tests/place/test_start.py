@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mlax import place
-from mlax.place._distributed import ClusterEnv, detect_cluster, local_gpus
+from mlax.place import ClusterEnv, detect_cluster, local_gpus
 from tests.processes import child_environment, outputs_of, reserved_port, start_python
 
 OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "KUBERNETES_", "JOB_COMPLETION", "JAX_COORDINATOR", "TPU_WORKER")
