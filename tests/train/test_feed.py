@@ -149,11 +149,13 @@ def test_time_to_the_millionth_step_is_that_to_the_first():
 def test_it_says_what_it_is():
     feed = train.Feed({"image": np.zeros((1347, 8, 8), np.float32), "digit": np.zeros(1347, int)}, batch=64, seed=0)
     assert repr(feed) == (
-        "Feed(1,347 examples of digit int32[], image float32[8, 8]; batches of 64, 22 an epoch, shuffled by seed 0)"
+        "Feed(1,347 examples of digit int32[], image float32[8, 8]; batches of 64, 22 per epoch, shuffled by seed 0)"
     )
-    assert repr(train.Feed({"x": np.zeros(3, bool)}, batch=2)).endswith("x bool[]; batches of 2, 2 an epoch, in order)")
+    assert repr(train.Feed({"x": np.zeros(3, bool)}, batch=2)).endswith(
+        "x bool[]; batches of 2, 2 per epoch, in order)"
+    )
     with feed.stream() as stream:
-        assert repr(stream) == "Stream(at step 0)"
+        assert repr(stream) == "BatchIterator(at step 0)"
 
 
 def test_narrow_dtypes_arrive_as_they_are():

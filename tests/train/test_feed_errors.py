@@ -30,29 +30,33 @@ class Gives:
     [
         ({"x": X, "y": X[:5]}, ValueError, "Feed: the arrays have different lengths: 'x' 6, 'y' 5;"),
         ({"x": X[:0]}, ValueError, "Feed: the source is empty; it needs at least one example."),
-        ({}, ValueError, "Feed: the dict is empty; give arrays by name"),
-        ({"x": np.float32(3)}, ValueError, "'x' is a single number but needs a leading axis"),
-        ({"x": np.array([[1], [2, 3]], object)}, TypeError, "'x' is an array of objects but a device takes numbers"),
-        ({"x": np.array(["a", "b"])}, TypeError, "'x' is an array of <U1 but a device takes numbers only; encode"),
+        ({}, ValueError, "Feed: the dict is empty; pass arrays by name"),
+        ({"x": np.float32(3)}, ValueError, "'x' is a scalar, but needs a leading axis"),
+        ({"x": np.array([[1], [2, 3]], object)}, TypeError, "'x' is an array of objects, but must be numeric"),
+        ({"x": np.array(["a", "b"])}, TypeError, "'x' is an array of <U1, but must be numeric; encode"),
         ({"x": np.zeros(3, "datetime64[s]")}, TypeError, "'x' is an array of datetime64"),
         ({"x": [[1], [2, 3]]}, ValueError, "inhomogeneous"),
-        (X, TypeError, r"the source is float32\[6, 2\] but is to be a dict of arrays.*write Feed\({\"x\""),
-        (jax.numpy.zeros((6, 2)), TypeError, r"the source is float32\[6, 2\] but is to be a dict of arrays"),
-        ((X, X), TypeError, "the source is a tuple but is to be a dict of arrays.*write Feed"),
-        ([X, X], TypeError, "the source is a list but is to be a dict of arrays"),
-        ([{"x": 1}], TypeError, r"the source is a list .* train.ExampleSource\(...\) for examples"),
-        ("mnist", TypeError, "the source is a str but is to be a dict of arrays"),
-        (range(9), TypeError, "the source is a range but is to be a dict of arrays"),
-        (iter([1]), TypeError, "the source is a list_iterator but is to be a dict"),
-        (Gives(lambda ids: np.zeros(len(ids))), TypeError, "the source gave a ndarray but a batch is a dict of arrays"),
-        (Gives(lambda ids: {}), TypeError, "the source gave an empty dict"),
-        (Gives(lambda ids: {"x": ids[1:]}), ValueError, "the source gave 3 rows but was asked for 4"),
+        (X, TypeError, r"the source is float32\[6, 2\], but must be a dict of arrays.*write Feed\({\"x\""),
+        (jax.numpy.zeros((6, 2)), TypeError, r"the source is float32\[6, 2\], but must be a dict of arrays"),
+        ((X, X), TypeError, "the source is a tuple, but must be a dict of arrays.*write Feed"),
+        ([X, X], TypeError, "the source is a list, but must be a dict of arrays"),
+        ([{"x": 1}], TypeError, r"the source is a list, .* train.ExampleSource\(...\) for a dataset"),
+        ("mnist", TypeError, "the source is a str, but must be a dict of arrays"),
+        (range(9), TypeError, "the source is a range, but must be a dict of arrays"),
+        (iter([1]), TypeError, "the source is a list_iterator, but must be a dict"),
+        (
+            Gives(lambda ids: np.zeros(len(ids))),
+            TypeError,
+            "the source returned a ndarray, but a batch is a dict of arrays",
+        ),
+        (Gives(lambda ids: {}), TypeError, "the source returned an empty dict"),
+        (Gives(lambda ids: {"x": ids[1:]}), ValueError, "the source returned 3 rows for 4 examples"),
         (Gives(lambda ids: {"x": ids, "y": ids[1:]}), ValueError, "different lengths: 'x' 4, 'y' 3"),
-        (Gives(lambda ids: {"x": ids, "mask": ids}), TypeError, r'"mask" is int32\[4\] but is to be bool.* target'),
+        (Gives(lambda ids: {"x": ids, "mask": ids}), TypeError, r'"mask" is int32\[4\], but must be bool.* target'),
         (
             {"x": np.array([2**40, 0])},
             OverflowError,
-            "'x' holds 1,099,511,627,776, which int32 cannot; call .* or leave it out",
+            "'x' contains 1,099,511,627,776, which overflows int32; call .* or leave it out",
         ),
     ],
 )
@@ -64,7 +68,7 @@ def test_a_source_that_cannot_be_fed_is_refused(source, error, words):
 def test_a_ragged_list_is_sent_to_buckets():
     with pytest.raises(ValueError, match="inhomogeneous") as caught:
         train.Feed({"x": [[1], [2, 3]]}, batch=4)
-    assert "for sequences: train.Buckets, train.pack_sequences" in caught.value.__notes__[0]
+    assert "for sequences, use train.Buckets or train.pack_sequences" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_a_source_that_changes_what_it_gives_is_refused_by_name(changed, words):
 @pytest.mark.parametrize("name", ["batch", "workers", "ahead"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "4"])
 def test_counts_are_ints_of_at_least_one(name, value):
-    with pytest.raises(ValueError, match=f"Feed: {name} is {value!r} but is to be an int of at least 1"):
+    with pytest.raises(ValueError, match=f"Feed: {name} is {value!r}, but must be an int of at least 1"):
         train.Feed({"x": X}, **{"batch": 2, name: value})
 
 
@@ -94,18 +98,18 @@ def test_counts_are_ints_of_at_least_one(name, value):
     [({"x": X}, "{x: float32[6, 2]}"), (X, "float32[6, 2]"), (np.int64(-3), "np.int64(-3)"), (None, "None")],
 )
 def test_what_came_instead_of_a_count_is_said_in_short(given, said):
-    with pytest.raises(ValueError, match=re.escape(f"Feed: batch is {said} but is to be an int of at least 1.")):
+    with pytest.raises(ValueError, match=re.escape(f"Feed: batch is {said}, but must be an int of at least 1.")):
         train.Feed(8, given)
 
 
 def test_a_seed_is_an_int_of_at_least_zero():
-    with pytest.raises(ValueError, match="seed is -1 but is to be an int of at least 0"):
+    with pytest.raises(ValueError, match="seed is -1, but must be an int of at least 0"):
         train.Feed({"x": X}, batch=2, seed=-1)
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused():
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model")), PartitionSpec("data"))
-    with pytest.raises(ValueError, match="a batch of 30 does not divide evenly over the 4 parts"):
+    with pytest.raises(ValueError, match="a batch of 30 does not divide evenly into the 4 shards"):
         train.Feed({"x": X}, batch=30, sharding=sharding)
     with pytest.raises(ValueError, match=r"use batch=4\."):
         train.Buckets([[1]], lengths=(4,), batch=2, sharding=sharding)
@@ -120,17 +124,17 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"start": -1}, ValueError, "stream: start is -1 but is to be an int of at least 0"),
-        ({"stacked": 0}, ValueError, "stream: stacked is 0 but is to be an int of at least 1"),
+        ({"start": -1}, ValueError, "stream: start is -1, but must be an int of at least 0"),
+        ({"stacked": 0}, ValueError, "stream: stacked is 0, but must be an int of at least 1"),
         (
             {"start": 3, "stop": 10, "stacked": 4},
             ValueError,
             "7 steps from 3 to 10 are not a multiple of stacked=4",
         ),
-        ({"stop": 2.5}, ValueError, "stream: stop is 2.5 but is to be an int"),
-        ({"position": 3}, TypeError, "position is 3 but is to be what stream.position"),
-        ({"start": 3, "position": {"step": 4}}, ValueError, "start is 3 but position is that of step 4"),
-        ({"stopped": True}, TypeError, "stopped is True but is to be a function"),
+        ({"stop": 2.5}, ValueError, "stream: stop is 2.5, but must be an int"),
+        ({"position": 3}, TypeError, "position is 3, but must be a stream.position"),
+        ({"start": 3, "position": {"step": 4}}, ValueError, "start is 3 but position is at step 4"),
+        ({"stopped": True}, TypeError, "stopped is True, but must be a function"),
     ],
 )
 def test_a_stream_that_makes_no_sense_is_refused(options, error, words):
@@ -139,7 +143,7 @@ def test_a_stream_that_makes_no_sense_is_refused(options, error, words):
 
 
 def test_a_transform_keeps_the_number_of_rows_and_an_example_the_names():
-    with pytest.raises(ValueError, match="transform gave 1 rows but was asked for 2"):
+    with pytest.raises(ValueError, match="transform returned 1 rows for 2 examples"):
         train.Feed({"x": X}, batch=2, transform=lambda batch, g: {"x": batch["x"][:1]}).batch_at(0)
     odd = train.Feed({"x": X}, batch=6, each=lambda example, g: example if g.random() < 0.5 else {**example, "y": 1})
     with pytest.raises(ValueError, match="each: examples differ in names or shapes"):
@@ -151,19 +155,19 @@ def test_a_transform_keeps_the_number_of_rows_and_an_example_the_names():
     [
         (
             lambda: train.Buckets([[1, 2], [1] * 9, [1] * 7], (4, 6), 2),
-            "2 of 3 .* longer than 6, the first is number 1 ",
+            "2 of 3 .* longer than 6, the first is sequence 1 ",
         ),
         (lambda: train.Buckets([[1, 2], []], (4,), 2), "1 of 2 sequences are empty, the first is 1"),
         (lambda: train.Buckets([], (4,), 2), "there are no sequences"),
-        (lambda: train.Buckets([[1]], (4, 4), 2), r"lengths are \(4, 4\) but are to rise"),
-        (lambda: train.Buckets([[1]], (), 2), "are to rise"),
-        (lambda: train.Buckets([[1]], (4, 8), (2,)), "1 sizes of batches for 2 lengths"),
-        (lambda: train.Buckets({"a": [[1]], "b": [[1, 2]]}, (4,), 2), "sequence 0 has 1 entries in 'a' but 2 in 'b'"),
+        (lambda: train.Buckets([[1]], (4, 4), 2), r"lengths are \(4, 4\), but must increase"),
+        (lambda: train.Buckets([[1]], (), 2), "must increase"),
+        (lambda: train.Buckets([[1]], (4, 8), (2,)), "1 batch sizes for 2 lengths"),
+        (lambda: train.Buckets({"a": [[1]], "b": [[1, 2]]}, (4,), 2), "sequence 0 has length 1 in 'a' but 2 in 'b'"),
         (lambda: train.Buckets({"label": np.zeros(3)}, (4,), 2), "no column holds sequences"),
-        (lambda: train.Buckets({"mask": [[1]]}, (4,), 2), "are taken; rename the column"),
+        (lambda: train.Buckets({"mask": [[1]]}, (4,), 2), "are reserved; rename the column"),
         (
             lambda: train.Buckets([[1], [1.5]], (4,), 2).batch_at(0),
-            "'tokens' is float32.* but is to be int32",
+            "'tokens' is float32.*, but must be int32",
         ),
         (lambda: train.Buckets([[1], [1, 2]], (1, 2), 2).stream(stacked=2), "stacked=2 needs batches of one shape"),
         (

@@ -30,7 +30,7 @@ def test_a_pass_holds_what_the_iterator_gives_at_one_shape():
     assert {batch["x"].shape for batch in batches} == {(4,)} == {feed.example["x"].shape}
     assert feed.specs[0]["mask"].dtype == bool
     assert repr(feed) == "IterableFeed(x int32[]; batches of 4)" and feed.steps is None
-    assert repr(train.IterableFeed(tens, steps=3)) == "IterableFeed(x int32[]; batches of 4, 3 a pass)"
+    assert repr(train.IterableFeed(tens, steps=3)) == "IterableFeed(x int32[]; batches of 4, 3 per pass)"
 
 
 def test_the_iterator_is_made_again_at_its_end():
@@ -159,11 +159,11 @@ def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
 @pytest.mark.parametrize(
     "make, error, words",
     [
-        (tens(), TypeError, "a generator is used up after one pass; give a function that makes it"),
+        (tens(), TypeError, "a generator is exhausted after one pass; pass a function that makes it"),
         (7, TypeError, "a int is not iterable"),
         (lambda: iter(()), ValueError, "the iterator is empty; it needs at least one batch"),
-        (lambda: [np.zeros(3)], TypeError, "the iterator gave a ndarray but a batch is a dict of arrays"),
-        (lambda: [{"x": np.zeros(3)}, {"x": np.zeros(4)}], ValueError, "a batch has 4 rows; it needs 1 to 3"),
+        (lambda: [np.zeros(3)], TypeError, "the iterator returned a ndarray, but a batch is a dict of arrays"),
+        (lambda: [{"x": np.zeros(3)}, {"x": np.zeros(4)}], ValueError, "a batch has 4 rows, but must have 1 to 3"),
         (lambda: [{"x": np.zeros(3)}, {"y": np.zeros(3)}], ValueError, r"no x, y float32\[3\] where the first"),
     ],
 )

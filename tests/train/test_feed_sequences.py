@@ -53,7 +53,7 @@ def test_buckets_stream_what_they_give_and_resume():
             wanted = feed.batch_at(step)
             assert all(np.array_equal(batch[name], wanted[name]) for name in wanted)
     assert repr(feed) == (
-        "Buckets(7 sequences padded to the next length: 4 in 4, 3 in 9; batches of 2, 4 an epoch, shuffled by seed 0)"
+        "Buckets(7 sequences padded to the next length: 4 in 4, 3 in 9; batches of 2, 4 per epoch, shuffled by seed 0)"
     )
 
 
@@ -103,7 +103,7 @@ def test_packed_rows_are_full_and_as_few_as_first_fit_decreasing_makes():
     lengths = np.random.default_rng(0).integers(1, 100, 2_000)
     rows = train.pack_sequences(sequences_of(lengths), 128)
     assert rows.fill > 0.99
-    assert repr(rows) == f"PackedSequences(2,000 sequences in {len(rows):,} rows of 128, {rows.fill:.1%} filled)"
+    assert repr(rows) == f"PackedSequences(2,000 sequences in {len(rows):,} rows of 128, {rows.fill:.1%} full)"
 
 
 def test_packed_rows_are_a_source_like_any_other():

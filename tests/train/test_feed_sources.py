@@ -97,5 +97,5 @@ def test_a_hugging_face_dataset_is_read_in_numpy_format():
 
 
 def test_text_in_a_hugging_face_dataset_is_refused_by_name():
-    with pytest.raises(TypeError, match="'text' is an array of <U1 but a device takes numbers only; encode or drop it"):
+    with pytest.raises(TypeError, match="'text' is an array of <U1, but must be numeric; encode or drop it"):
         train.Feed(HuggingFace({"text": ["a", "b"], "label": [0, 1]}), batch=2).batch_at(0)

@@ -18,7 +18,7 @@ class _Bucket(NamedTuple):
     length: int
     batch: int
     members: np.ndarray  # ids of the sequences, ascending
-    first: int  # the number of its first batch among those of all buckets
+    first: int  # the index of its first batch among those of all buckets
 
     @property
     def steps(self) -> int:
@@ -26,21 +26,21 @@ class _Bucket(NamedTuple):
 
 
 class Buckets(Feed):
-    """A Feed of sequences of different lengths: each is padded to the least of `lengths` that holds it.
+    """A Feed of sequences of different lengths: each is padded to the smallest of `lengths` that holds it.
 
     ```python
     feed = train.Buckets(sequences, lengths=(64, 128, 256), batch=32, seed=0)  # sequences: [[5, 2, 9], [7, 1], ...]
     ```
 
-    A batch holds one length: "tokens" (b, t) and "mask" (b, t), False on padding; which length comes when is shuffled
-    too. So a step compiles once for each length, and `steps` is the same in every epoch. `sequences` may be a dict of
-    such lists, which agree in length, and arrays of fixed shape: `{"tokens": [...], "tags": [...], "label": labels}`.
+    A batch has one length: "tokens" (b, t) and "mask" (b, t), False on padding. The order of lengths is shuffled too.
+    A step compiles once for each length, and `steps` is the same in every epoch. `sequences` may be a dict
+    of such lists, which agree in their lengths, and arrays of fixed shape: `{"tokens": [...], "label": labels}`.
 
-    batch  one number, or one for each length: (128, 64, 32) keeps the number of entries in a batch the same
-    cut    True cuts sequences longer than the last length, which are refused otherwise
-    pad    what fills a sequence up
+    batch  one size, or one for each length: (128, 64, 32) keeps the number of entries per batch constant
+    cut    True truncates sequences longer than the last length; otherwise they are an error
+    pad    the value of padding
 
-    The rest is as in Feed; `each` and `transform` see padded sequences.
+    The rest is as in Feed; `each` and `transform` get padded sequences.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Buckets(Feed):
     ):
         lengths = tuple(int_at_least(1, length, "Buckets: a length") for length in lengths)
         if not lengths or sorted(set(lengths)) != list(lengths):
-            raise ValueError(f"Buckets: lengths are {lengths} but are to rise: (64, 128, 256).")
+            raise ValueError(f"Buckets: lengths are {lengths}, but must increase: (64, 128, 256).")
         sizes = (batch,) * len(lengths) if isinstance(batch, int) else tuple(batch)
         if len(sizes) != len(lengths):
-            raise ValueError(f"Buckets: {len(sizes)} sizes of batches for {len(lengths)} lengths; give one for each.")
+            raise ValueError(f"Buckets: {len(sizes)} batch sizes for {len(lengths)} lengths; pass one for each.")
         source = Sequences(sequences, "Buckets")
         super().__init__(
             source,
@@ -78,9 +78,9 @@ class Buckets(Feed):
             self.sharding = check_sharding(sharding, size, "Buckets")
         self.pad = pad
         if not cut:
-            check_lengths(source.lengths, lengths[-1], "Buckets", "add a larger length, or cut=True to cut them.")
+            check_lengths(source.lengths, lengths[-1], "Buckets", "add a larger length, or cut=True to truncate them.")
         self._buckets = _fill_buckets(np.minimum(source.lengths, lengths[-1]), lengths, sizes)
-        self._kinds = len(self._buckets)
+        self._num_specs = len(self._buckets)
 
     @property
     def steps(self) -> int:
@@ -89,50 +89,50 @@ class Buckets(Feed):
 
     @functools.cached_property
     def specs(self) -> tuple[BatchSpec, ...]:
-        found: list[BatchSpec] = []
-        for kind, bucket in enumerate(self._buckets):
+        specs: list[BatchSpec] = []
+        for index, bucket in enumerate(self._buckets):
             ids = pad_ids(bucket.members[: bucket.batch], bucket.batch)
             with note_batch(0, ids):
-                found.append(batch_spec(self._made(0, kind, ids, slice(None))))
-        return tuple(found)
+                specs.append(batch_spec(self._make_batch(0, index, ids, slice(None))))
+        return tuple(specs)
 
     def indices(self, step: int) -> np.ndarray:
-        kind, number, epoch = self._place(step)
-        return pad_ids(self._members(kind, epoch, number), self._buckets[kind].batch)
+        index, number, epoch = self._locate(step)
+        return pad_ids(self._members(index, epoch, number), self._buckets[index].batch)
 
-    def _members(self, kind: int, epoch: int, number: int) -> np.ndarray:
-        """The ids of one of the batches of a bucket."""
-        bucket = self._buckets[kind]
+    def _members(self, index: int, epoch: int, number: int) -> np.ndarray:
+        """The ids of batch `number` of a bucket."""
+        bucket = self._buckets[index]
         start, stop = number * bucket.batch, min((number + 1) * bucket.batch, len(bucket.members))
-        return bucket.members[epoch_ids(len(bucket.members), self.seed, epoch, start, stop, part=1 + kind)]
+        return bucket.members[epoch_ids(len(bucket.members), self.seed, epoch, start, stop, part=1 + index)]
 
-    def _place(self, step: int) -> tuple[int, int, int]:
-        """Which bucket a step has, which of its batches, in which epoch."""
+    def _locate(self, step: int) -> tuple[int, int, int]:
+        """The bucket of a step, which of its batches it is, and the epoch."""
         epoch, step = divmod(int_at_least(0, step, "Buckets: step"), self.steps)
         number = int(epoch_ids(self.steps, self.seed, epoch, step, step + 1)[0])
-        kind = int(np.searchsorted([bucket.first for bucket in self._buckets], number, side="right")) - 1
-        return kind, number - self._buckets[kind].first, epoch
+        index = int(np.searchsorted([bucket.first for bucket in self._buckets], number, side="right")) - 1
+        return index, number - self._buckets[index].first, epoch
 
-    def _kind(self, step: int) -> int:
-        return self._place(step)[0]
+    def _spec_index(self, step: int) -> int:
+        return self._locate(step)[0]
 
-    def _load(self, kind: int, ids: np.ndarray) -> Any:
-        return self.source.padded(ids, self._buckets[kind].length, self.pad)  # pyright: ignore[reportAttributeAccessIssue]
+    def _read(self, spec_index: int, ids: np.ndarray) -> Any:
+        return self.source.pad(ids, self._buckets[spec_index].length, self.pad)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _spare(self, step: int, kind: int) -> np.ndarray:
-        return self._members(kind, step // self.steps, 0)
+    def _filler_ids(self, step: int, spec_index: int) -> np.ndarray:
+        return self._members(spec_index, step // self.steps, 0)
 
-    def _what(self) -> str:
+    def _describe_source(self) -> str:
         lengths = ", ".join(f"{len(bucket.members):,} in {bucket.length:,}" for bucket in self._buckets)
         return f"{len(self.source):,} sequences padded to the next length: {lengths}"
 
 
 def _fill_buckets(lengths: np.ndarray, limits: tuple[int, ...], sizes: tuple[int, ...]) -> list[_Bucket]:
-    """The buckets that hold any sequences."""
+    """The buckets that are not empty."""
     of = np.searchsorted(limits, lengths)
     buckets: list[_Bucket] = []
     first = 0
-    for kind in np.unique(of):
-        buckets.append(_Bucket(limits[kind], sizes[kind], np.flatnonzero(of == kind), first))
+    for index in np.unique(of):
+        buckets.append(_Bucket(limits[index], sizes[index], np.flatnonzero(of == index), first))
         first += buckets[-1].steps
     return buckets

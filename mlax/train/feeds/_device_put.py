@@ -10,56 +10,56 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from mlax.place import Plan
 from mlax.train.feeds._batch import Batch, BatchSpec
 
-RowIndex = slice | np.ndarray  # all rows, or the sorted numbers of some
+RowIndex = slice | np.ndarray  # all rows, or the sorted indices of some
 
 
 class BatchPlacer:
-    """Puts batches where `sharding` says, `stacked` of them on a new leading axis; None is JAX's default device.
+    """Puts batches on the devices of `sharding`, `stacked` of them along a new leading axis; None: the default device.
 
-    A NamedSharding is cut to the rank of each array, so that P("data", "time") also serves a mask of shape (b,).
+    A NamedSharding is truncated to the rank of each array, so that P("data", "time") also applies to a mask (b,).
     """
 
     def __init__(self, sharding: Sharding | None, stacked: int = 1):
+        self.stacked = stacked
         self._sharding = sharding
-        self._stacked = stacked
         self._device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def rows(self, spec: BatchSpec) -> RowIndex:
-        """The rows that the devices of this process hold: no others have to be loaded."""
+        """The rows that the devices of this process hold: only these need to be loaded."""
         if self._sharding is None or self._sharding.is_fully_addressable:
             return slice(None)
         batch = next(iter(spec.values())).shape[0]
         held = np.zeros(batch, bool)
         for leaf in spec.values():
-            for index in self._of(len(leaf.shape), 1).addressable_devices_indices_map(leaf.shape).values():
+            for index in self._array_sharding(len(leaf.shape), 1).addressable_devices_indices_map(leaf.shape).values():
                 held[index[0] if index else slice(None)] = True
         return np.flatnonzero(held)
 
     def put(self, batches: list[Batch], spec: BatchSpec, rows: RowIndex) -> dict[str, jax.Array]:
-        """Batches of `spec`, of which only `rows` are here, as arrays on the devices."""
-        whole = batches[0] if self._stacked == 1 else {n: np.stack([batch[n] for batch in batches]) for n in spec}
+        """Transfer batches, each given as its `rows` only, to the devices."""
+        local = batches[0] if self.stacked == 1 else {n: np.stack([batch[n] for batch in batches]) for n in spec}
         if self._sharding is None:
             with jax.default_device(self._device) if self._device is not None else contextlib.nullcontext():
-                return jax.device_put(whole)
-        shardings = {name: self._of(len(leaf.shape), self._stacked) for name, leaf in spec.items()}
+                return jax.device_put(local)
+        shardings = {name: self._array_sharding(len(leaf.shape), self.stacked) for name, leaf in spec.items()}
         if isinstance(rows, slice):
-            return jax.device_put(whole, shardings)
-        lead = () if self._stacked == 1 else (self._stacked,)
+            return jax.device_put(local, shardings)
+        lead = () if self.stacked == 1 else (self.stacked,)
 
-        def shard(local: np.ndarray, index: Any) -> np.ndarray:
+        def shard(array: np.ndarray, index: Any) -> np.ndarray:
             first, last, _ = index[len(lead)].indices(next(iter(spec.values())).shape[0])
             here = slice(*np.searchsorted(rows, (first, last)))
-            return local[(*index[: len(lead)], here, *index[len(lead) + 1 :])]
+            return array[(*index[: len(lead)], here, *index[len(lead) + 1 :])]
 
         return {
             name: jax.make_array_from_callback(
-                (*lead, *leaf.shape), shardings[name], lambda index, local=whole[name]: shard(local, index)
+                (*lead, *leaf.shape), shardings[name], lambda index, array=local[name]: shard(array, index)
             )
             for name, leaf in spec.items()
         }
 
-    def _of(self, rank: int, stacked: int) -> Sharding:
-        """The sharding of an array that has `rank` axes in a batch of its own."""
+    def _array_sharding(self, rank: int, stacked: int) -> Sharding:
+        """The sharding of an array that has `rank` axes in a single batch."""
         if not isinstance(self._sharding, NamedSharding):
             assert self._sharding is not None
             return self._sharding
@@ -68,25 +68,25 @@ class BatchPlacer:
         return NamedSharding(self._sharding.mesh, spec, memory_kind=self._sharding.memory_kind)
 
 
-def check_sharding(given: Any, batch: int, what: str) -> Sharding | None:
-    """`given` as a sharding that cuts `batch` rows evenly, or an error in words."""
-    if given is None or isinstance(given, jax.Device):
-        return given and SingleDeviceSharding(given)
-    if isinstance(given, Plan):
-        raise TypeError(f"{what}: sharding is a place.Plan, which is more than where batches go; pass plan.batches.")
-    if not isinstance(given, Sharding):
+def check_sharding(value: Any, batch: int, owner: str) -> Sharding | None:
+    """`value` as a sharding that divides `batch` rows evenly."""
+    if value is None or isinstance(value, jax.Device):
+        return value and SingleDeviceSharding(value)
+    if isinstance(value, Plan):
+        raise TypeError(f"{owner}: sharding is a place.Plan, but must be that of batches alone; pass plan.batches.")
+    if not isinstance(value, Sharding):
         raise TypeError(
-            f"{what}: sharding is a {type(given).__name__} but is to be a jax.sharding.Sharding; "
+            f"{owner}: sharding is a {type(value).__name__}, but must be a jax.sharding.Sharding; "
             'write NamedSharding(mesh, PartitionSpec("data")).'
         )
-    axes = tuple(given.spec)[:1] if isinstance(given, NamedSharding) else ()
-    rows = NamedSharding(given.mesh, PartitionSpec(*axes)) if isinstance(given, NamedSharding) else given
+    axes = tuple(value.spec)[:1] if isinstance(value, NamedSharding) else ()
+    rows = NamedSharding(value.mesh, PartitionSpec(*axes)) if isinstance(value, NamedSharding) else value
     devices = len(rows.device_set)
-    pieces = devices // rows.shard_shape((devices,))[0]
-    below = batch - batch % pieces
+    shards = devices // rows.shard_shape((devices,))[0]
+    below = batch - batch % shards
     if below != batch:
         raise ValueError(
-            f"{what}: a batch of {batch} does not divide evenly over the {pieces} parts that {given} cuts it into; "
-            f"use batch={f'{below} or ' if below else ''}{below + pieces}."
+            f"{owner}: a batch of {batch} does not divide evenly into the {shards} shards of {value}; "
+            f"use batch={f'{below} or ' if below else ''}{below + shards}."
         )
-    return given
+    return value

@@ -1,4 +1,4 @@
-"""Feed: batches of fixed shapes from a source, in an order that is a function of the seed and the step alone."""
+"""Feed: batches of fixed shapes from a source, as a function of the seed and the step."""
 
 import contextlib
 import functools
@@ -15,22 +15,19 @@ from mlax.train.feeds._batch import (
     as_batch,
     batch_spec,
     check_spec,
-    count_items,
     describe_example,
     int_at_least,
-    start_step,
 )
 from mlax.train.feeds._device_put import BatchPlacer, RowIndex, check_sharding
-from mlax.train.feeds._prefetch import BatchIterator, PlacedBatch, Position
+from mlax.train.feeds._prefetch import BatchIterator, LoadedBatch, Position, count_items, start_step
 from mlax.train.feeds._shuffle import epoch_ids, pad_ids
-from mlax.train.feeds._source import as_source
-from mlax.train.feeds._source import stack_examples as stacked_examples
+from mlax.train.feeds._source import as_source, stack_examples
 
 Transform = Callable[[Batch, np.random.Generator], Any]
 
 
 class Feed:
-    """Batches of `batch` examples of `source`, without end: each epoch holds every example once, shuffled by `seed`.
+    """Batches of `batch` examples of `source`, without end: each epoch has every example once, shuffled by `seed`.
 
     ```python
     feed = train.Feed({"image": images, "digit": digits}, batch=64, seed=0)
@@ -38,22 +35,22 @@ class Feed:
         ...
     ```
 
-    `source` is a dict of arrays (in memory, or memory-mapped), a Hugging Face dataset, or any `train.Source`. What a
-    step holds is a function of the seed and the number of the step and of nothing else, so training goes on from the
-    step alone, on any number of devices and processes. Without a seed the examples come in order.
+    `source` is a dict of arrays (in memory or memory-mapped), a Hugging Face dataset, or any `train.Source`. The batch
+    of a step is a function of the seed and the step alone, so training resumes from the step, on any number of devices
+    and processes. Without a seed the examples are in order.
 
-    A batch is a dict of arrays with a leading axis of `batch` and a bool "mask". The last batch of an epoch is filled
-    up with other examples of the epoch, which are False in the mask: they weigh nothing in the loss, and what mixes
-    examples, as BatchNorm does, sees a batch like any other. A mask that the source gives is kept elsewhere: it says
-    which examples, or entries of them, weigh in the loss, so the target of a segmentation needs another name.
+    A batch is a dict of arrays with a leading axis of `batch`, and a bool "mask". The last batch of an epoch is padded
+    with other examples of the epoch, whose mask is False: they do not count in the loss, while layers that mix
+    examples, like BatchNorm, see an ordinary batch. A "mask" from the source is kept for the other examples: it marks
+    which examples, or entries of them, count in the loss, so a segmentation target needs another name.
 
-    each       each(example, generator) -> example, on one example (arrays without the batch axis). Its random numbers
-               belong to the seed, the epoch and the id of the example.
-    transform  transform(batch, generator) -> batch, on a whole batch, after `each`. Its random numbers belong to the
-               seed and the step; every process loads whole batches for it, and with `each` only the rows it holds.
-    workers    threads that load; 1 for a source that only one thread may read at a time
-    ahead      batches that lie ready, or in the making, while a step runs
-    sharding   where batches go: a `jax.sharding.Sharding` of (b, ...), cut to the rank of each array
+    each       each(example, generator) -> example, for one example (arrays without the batch axis). Its generator is
+               seeded by the seed, the epoch and the id of the example.
+    transform  transform(batch, generator) -> batch, for a whole batch, after `each`. Its generator is seeded by the
+               seed and the step. Every process loads whole batches for it; with `each`, only the rows it needs.
+    workers    threads that load; 1 for a source that is not thread-safe
+    ahead      batches to prefetch, ready or in progress, while a step runs
+    sharding   of the batches: a `jax.sharding.Sharding` of (b, ...), truncated to the rank of each array
     """
 
     def __init__(
@@ -78,29 +75,29 @@ class Feed:
 
     @property
     def steps(self) -> int:
-        """Batches in an epoch."""
+        """Batches per epoch."""
         return -(-len(self.source) // self.batch)
 
     @functools.cached_property
     def specs(self) -> tuple[BatchSpec, ...]:
-        """The shapes and dtypes of every kind of batch that may come: one here, one for each bucket in Buckets."""
+        """The shapes and dtypes of every kind of batch: one here, one for each bucket in Buckets."""
         with note_batch(0, self.indices(0)):
-            return (batch_spec(self._made(0, 0, self.indices(0), slice(None))),)
+            return (batch_spec(self._make_batch(0, 0, self.indices(0), slice(None))),)
 
     @property
     def example(self) -> BatchSpec:
-        """The shapes and dtypes of a batch; the first kind of them, where there are several."""
+        """The shapes and dtypes of a batch; of the first kind, if there are several."""
         return self.specs[0]
 
     def indices(self, step: int) -> np.ndarray:
-        """The ids of the examples of a step, (batch,) int64; -1 on the rows that only fill up the batch."""
+        """The ids of the examples of a step, (batch,) int64; -1 on padding rows."""
         epoch, step = divmod(int_at_least(0, step, "Feed: step"), self.steps)
         start, stop = step * self.batch, min((step + 1) * self.batch, len(self.source))
         return pad_ids(epoch_ids(len(self.source), self.seed, epoch, start, stop), self.batch)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, as NumPy arrays on the host."""
-        return self._rows_at(step, slice(None))
+        return self._load(step, slice(None))
 
     def stream(
         self,
@@ -111,27 +108,31 @@ class Feed:
         stopped: Callable[[], bool] | None = None,
         position: Position | None = None,
     ) -> BatchIterator:
-        """The batches of the steps `start` (0) to `stop` (without end), on the devices, loaded ahead by threads.
+        """The batches of steps `start` (0) to `stop` (None: without end) on the devices, prefetched by threads.
 
-        With stacked=k each item is k batches on a new leading axis. `stopped()` is asked every 50 ms of a wait for
-        data, and True ends the stream. `position` is what `stream.position()` gave, and stands for `start`.
+        With stacked=k each item is k batches along a new leading axis. While waiting for data, `stopped()` is called
+        every 50 ms, and True ends the stream. `position` is what `stream.position()` returned, in place of `start`.
         """
-        start = start_step(start, position, "stream")
-        total = count_items(start, stop, stacked, "stream")
-        if stacked > 1 and self._kinds > 1:
-            raise ValueError(f"stream: stacked={stacked} needs batches of one shape, but {self} has {self._kinds}.")
-        placing = BatchPlacer(self.sharding, stacked)
-        held = functools.cache(lambda kind: placing.rows(self.specs[kind]))  # when first needed: it may read the source
+        start = start_step(start, position)
+        total = count_items(start, stop, stacked)
+        if stacked > 1 and self._num_specs > 1:
+            raise ValueError(f"stream: stacked={stacked} needs batches of one shape, but {self} has {self._num_specs}.")
+        placer = BatchPlacer(self.sharding, stacked)
 
-        def made(number: int) -> PlacedBatch:
-            first = start + number * stacked
-            kind = self._kind(first)
-            rows = held(kind)
-            batches = [self._rows_at(step, rows) for step in range(first, first + stacked)]
-            return placing.put(batches, self.specs[kind], rows), {"step": first + stacked}
+        def load(step: int) -> LoadedBatch:
+            spec = self.specs[self._spec_index(step)]
+            rows = placer.rows(spec)
+            return LoadedBatch(self._load(step, rows), spec, rows, {"step": step + 1})
 
         return BatchIterator(
-            made, total=total, threads=self.workers, ahead=self.ahead, stopped=stopped, position={"step": start}
+            load,
+            placer,
+            start=start,
+            total=total,
+            threads=self.workers,
+            ahead=self.ahead,
+            stopped=stopped,
+            position={"step": start},
         )
 
     def epoch(self, number: int = 0, *, stopped: Callable[[], bool] | None = None) -> BatchIterator:
@@ -140,53 +141,55 @@ class Feed:
 
     def __repr__(self):
         order = "in order" if self.seed is None else f"shuffled by seed {self.seed}"
-        return f"{type(self).__name__}({self._what()}; batches of {self.batch}, {self.steps:,} an epoch, {order})"
+        batches = f"batches of {self.batch}, {self.steps:,} per epoch"
+        return f"{type(self).__name__}({self._describe_source()}; {batches}, {order})"
 
-    def _what(self) -> str:
+    def _describe_source(self) -> str:
         return f"{len(self.source):,} examples of {describe_example(self.example)}"
 
-    _kinds = 1  # how many `specs` there are
+    _num_specs = 1  # len(self.specs), without reading the source
 
-    def _kind(self, step: int) -> int:
+    def _spec_index(self, step: int) -> int:
         """Which of `specs` the batch of a step has."""
         return 0
 
-    def _load(self, kind: int, ids: np.ndarray) -> Any:
+    def _read(self, spec_index: int, ids: np.ndarray) -> Any:
         return self.source[ids]
 
-    def _spare(self, step: int, kind: int) -> np.ndarray:
-        """The ids of examples to fill up a batch with: the first ones of the epoch."""
+    def _filler_ids(self, step: int, spec_index: int) -> np.ndarray:
+        """The ids of examples to pad a batch with: the first ones of the epoch."""
         return epoch_ids(len(self.source), self.seed, step // self.steps, 0, min(self.batch, len(self.source)))
 
-    def _rows_at(self, step: int, rows: RowIndex) -> Batch:
-        ids, kind = self.indices(step), self._kind(step)
-        spec = self.specs[kind]
+    def _load(self, step: int, rows: RowIndex) -> Batch:
+        """Some rows of the batch of a step."""
+        ids, spec_index = self.indices(step), self._spec_index(step)
+        spec = self.specs[spec_index]
         with note_batch(step, ids):
-            return check_spec(self._made(step, kind, ids, rows), spec, "Feed: the source")
+            return check_spec(self._make_batch(step, spec_index, ids, rows), spec, "Feed: the source")
 
-    def _made(self, step: int, kind: int, ids: np.ndarray, rows: RowIndex) -> Batch:
-        if (spare := ids < 0).any():
-            ids = np.where(spare, np.resize(self._spare(step, kind), len(ids)), ids)
-        taken = rows if self.transform is None else slice(None)
-        real, read = ~spare[taken], ids[taken]
-        batch = _check_rows(len(read), self._load(kind, read), "Feed: the source")
+    def _make_batch(self, step: int, spec_index: int, ids: np.ndarray, rows: RowIndex) -> Batch:
+        if (padding := ids < 0).any():
+            ids = np.where(padding, np.resize(self._filler_ids(step, spec_index), len(ids)), ids)
+        needed = rows if self.transform is None else slice(None)
+        valid, ids = ~padding[needed], ids[needed]
+        batch = _check_rows(len(ids), self._read(spec_index, ids), "Feed: the source")
         if self.each is not None:
             epoch = step // self.steps
-            examples = [{name: array[i] for name, array in batch.items()} for i in range(len(read))]
-            examples = [self.each(one, self._random(1, epoch, i)) for one, i in zip(examples, read, strict=True)]
-            batch = dict(stacked_examples(examples, "Feed: each"))
+            examples = [{name: array[i] for name, array in batch.items()} for i in range(len(ids))]
+            examples = [self.each(one, self._generator(1, epoch, i)) for one, i in zip(examples, ids, strict=True)]
+            batch = dict(stack_examples(examples, "Feed: each"))
         if self.transform is None:
-            return add_mask(batch, real, "Feed")
-        batch = _check_rows(len(read), self.transform(batch, self._random(2, step)), "Feed: transform")
-        return {name: array[rows] for name, array in add_mask(batch, real, "Feed").items()}
+            return add_mask(batch, valid, "Feed")
+        batch = _check_rows(len(ids), self.transform(batch, self._generator(2, step)), "Feed: transform")
+        return {name: array[rows] for name, array in add_mask(batch, valid, "Feed").items()}
 
-    def _random(self, *key: int) -> np.random.Generator:
+    def _generator(self, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed or 0, spawn_key=key))
 
 
 @contextlib.contextmanager
 def note_batch(step: int, ids: np.ndarray) -> Iterator[None]:
-    """Give an error that passes the step and the ids of the batch."""
+    """Add the step and the ids of the batch to errors, as a note."""
     try:
         yield
     except Exception as error:
@@ -196,8 +199,8 @@ def note_batch(step: int, ids: np.ndarray) -> Iterator[None]:
         raise
 
 
-def _check_rows(n: int, given: Any, giver: str) -> Batch:
-    batch = as_batch(given, giver)
+def _check_rows(n: int, value: Any, origin: str) -> Batch:
+    batch = as_batch(value, origin)
     if (rows := len(next(iter(batch.values())))) != n:
-        raise ValueError(f"{giver} gave {rows} rows but was asked for {n}; it must give one for each example.")
+        raise ValueError(f"{origin} returned {rows} rows for {n} examples; it must return one row per example.")
     return batch

@@ -1,57 +1,76 @@
-"""BatchIterator: batches that threads load and transfer to the devices ahead of time."""
+"""BatchIterator: batches that background threads load and transfer to the devices ahead of time."""
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
-Position = dict[str, Any]  # JSON can hold it
-PlacedBatch = tuple[dict[str, jax.Array], Position]  # a batch on its devices, and the position after it
+from mlax.train.feeds._batch import Batch, BatchSpec, int_at_least
+from mlax.train.feeds._device_put import BatchPlacer, RowIndex
+
+Position = dict[str, Any]  # JSON-serializable
+
+_POLL_SECONDS = 0.05  # between two calls of `stopped`
+_JOIN_SECONDS = 2.0  # that closing waits for items in progress
+
+_END = object()  # the item after the last one
+
+
+class LoadedBatch(NamedTuple):
+    """A batch on the host: those rows of it that this process needs, and the position after it."""
+
+    arrays: Batch
+    spec: BatchSpec  # of all rows
+    rows: RowIndex
+    position: Position
 
 
 class BatchIterator(Iterator[dict[str, jax.Array]]):
-    """An iterator of batches that lie on the devices before they are asked for.
+    """An iterator of batches that are on the devices before they are requested.
 
-    It ends its threads when it is exhausted, closed, left as a context, forgotten, or has raised an error.
+    Its threads end when it is exhausted, closed or garbage-collected, when its `with` block ends, or after an error.
     """
 
     def __init__(
         self,
-        make: Callable[[int], PlacedBatch | Any],  # the items by number: Made, or END after the last
+        load: Callable[[int], LoadedBatch | None],  # the batch of a step, or None after the last one
+        placer: BatchPlacer,
         *,
+        start: int,
         total: int | None,
         threads: int,
         ahead: int,
         stopped: Callable[[], bool] | None,
         position: Position,
-        ended: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ):
         if stopped is not None and not callable(stopped):
-            raise TypeError(f"stream: stopped is {stopped!r} but is to be a function that says whether to end.")
+            raise TypeError(f"stream: stopped is {stopped!r}, but must be a function that returns whether to stop.")
         self._position = position
         self._stopped = stopped
-        self._ahead = Prefetcher(make, total, threads, ahead, ended)
-        self._close = weakref.finalize(self, self._ahead.close)  # also when Python ends
+        self._prefetcher = Prefetcher(functools.partial(_make_item, load, placer, start), total, threads, ahead, on_end)
+        self._close = weakref.finalize(self, self._prefetcher.close)  # also at interpreter exit
         self.waited = 0.0  # seconds that the caller has waited for data
 
     def __next__(self) -> dict[str, jax.Array]:
-        begun = time.perf_counter()
-        item = self._ahead.take(self._stopped)
-        self.waited += time.perf_counter() - begun
-        if item is END:
+        start = time.perf_counter()
+        item = self._prefetcher.get(self._stopped)
+        self.waited += time.perf_counter() - start
+        if item is _END:
             raise StopIteration
         batch, self._position = item
         return batch
 
     def position(self) -> Position:
-        """Where the data goes on after the batch handed out last; `stream(position=...)` begins there."""
+        """The position after the last returned batch; `stream(position=...)` continues there."""
         return dict(self._position)
 
     def close(self) -> None:
-        """End the threads; there are no more batches after that."""
+        """End the threads. No batches follow."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -61,31 +80,67 @@ class BatchIterator(Iterator[dict[str, jax.Array]]):
         self.close()
 
     def __repr__(self):
-        return f"Stream(at step {self._position['step']:,})"
+        return f"BatchIterator(at step {self._position['step']:,})"
 
 
-POLL = 0.05  # seconds between two looks at `stopped`
-PATIENCE = 2.0  # seconds that closing waits for an item in the making
+def _make_item(load: Callable[[int], LoadedBatch | None], placer: BatchPlacer, start: int, number: int) -> Any:
+    """Item `number`: the next `placer.stacked` batches on the devices, and the position after them."""
+    first = start + number * placer.stacked
+    batches: list[LoadedBatch] = []
+    for step in range(first, first + placer.stacked):
+        if (batch := load(step)) is None:
+            return _END
+        batches.append(batch)
+    last = batches[-1]
+    return placer.put([batch.arrays for batch in batches], last.spec, last.rows), last.position
 
-END = object()  # given by `take` when there is nothing more; an item that is END ends the rest
+
+def start_step(start: int | None, position: Position | None) -> int:
+    """The first step of a stream, from `start` or `position` or both."""
+    start = None if start is None else int_at_least(0, start, "stream: start")
+    if position is None:
+        return start or 0
+    if not isinstance(position, dict) or not isinstance(position.get("step"), int):
+        raise TypeError(f'stream: position is {position!r}, but must be a stream.position(): {{"step": 7}}.')
+    if start is not None and start != position["step"]:
+        raise ValueError(
+            f"stream: start is {start:,} but position is at step {position['step']:,}; pass one of them, or the "
+            "position that was saved with this step."
+        )
+    return position["step"]
+
+
+def count_items(start: int, stop: int | None, stacked: int) -> int | None:
+    """The number of items of `stacked` batches from step `start` to `stop`; None if `stop` is."""
+    stacked = int_at_least(1, stacked, "stream: stacked")
+    if stop is None:
+        return None
+    stop = int_at_least(0, stop, "stream: stop")
+    if stop > start and (stop - start) % stacked:
+        raise ValueError(
+            f"stream: the {stop - start:,} steps from {start:,} to {stop:,} are not a multiple of stacked={stacked}, "
+            f"and a shorter last stack would recompile; stop at {stop - (stop - start) % stacked:,} and continue "
+            "with stacked=1."
+        )
+    return max(0, stop - start) // stacked
 
 
 class Prefetcher:
-    """Items make(0), make(1), ... up to `total`, at most `ahead` of them made or in the making and not yet taken.
+    """Computes make(0), make(1), ..., make(total - 1) in threads, at most `ahead` items before they are requested.
 
-    The threads know this object and not its owner, so that an owner that is forgotten can close it. They are daemons: a
-    source that never answers cannot keep Python from ending.
+    The threads refer to this object and not to its owner, so that garbage collection of the owner can close it. They
+    are daemons: a source that blocks forever does not keep the interpreter from exiting.
     """
 
     def __init__(
-        self, make: Callable[[int], Any], total: int | None, threads: int, ahead: int, ended: Callable[[], None]
+        self, make: Callable[[int], Any], total: int | None, threads: int, ahead: int, on_end: Callable[[], None]
     ):
-        self._make, self._total, self._ahead, self._ended = make, total, ahead, ended
-        lock = threading.RLock()  # reentrant, since the garbage collector may close from anywhere
-        self._ready = threading.Condition(lock)  # an item was made, or there will be none
-        self._space = threading.Condition(lock)  # an item was taken: one thread may begin another, and only one wakes
-        self._made: dict[int, Any] = {}
-        self._begun = self._taken = 0
+        self._make, self._total, self._ahead, self._on_end = make, total, ahead, on_end
+        lock = threading.RLock()  # reentrant, since the garbage collector may call `close` at any point
+        self._ready = threading.Condition(lock)  # an item is ready, or no more will be
+        self._space = threading.Condition(lock)  # an item was requested, so one thread may start another
+        self._items: dict[int, Any] = {}
+        self._started = self._returned = 0
         self._closed = False
         self._running = min(threads, ahead)
         self._threads = [
@@ -94,70 +149,70 @@ class Prefetcher:
         for thread in self._threads:
             thread.start()
 
-    def take(self, stopped: Callable[[], bool] | None) -> Any:
-        """The next item, or END; raises what its making raised. Ends when `stopped` says so during a wait."""
+    def get(self, stopped: Callable[[], bool] | None) -> Any:
+        """The next item, or _END after the last or if `stopped()` while waiting. Raises what `make` raised."""
         halted = False
         with self._ready:
-            while self._taken not in self._made and not self._closed and self._taken != self._total and not halted:
-                halted = stopped is not None and stopped()
-                if not halted:
-                    self._ready.wait(POLL if stopped is not None else None)
-            item = END if halted else self._made.pop(self._taken, END)
-            self._taken += item is not END
+            while self._returned not in self._items and not self._closed and self._returned != self._total:
+                if halted := stopped is not None and stopped():
+                    break
+                self._ready.wait(_POLL_SECONDS if stopped is not None else None)
+            item = _END if halted else self._items.pop(self._returned, _END)
+            self._returned += item is not _END
             self._space.notify()
-        if item is END or isinstance(item, _Failure):
-            self.close(patience=0 if halted else PATIENCE)
+        if item is _END or isinstance(item, _Failure):
+            self.close(timeout=0 if halted else _JOIN_SECONDS)
         if isinstance(item, _Failure):
             raise item.error
         return item
 
-    def close(self, patience: float = PATIENCE) -> None:
-        """End the threads and forget what they made."""
+    def close(self, timeout: float = _JOIN_SECONDS) -> None:
+        """End the threads and discard their items."""
         with self._space:
             self._closed = True
-            self._made.clear()
-            self._wake_all()
-        until = time.monotonic() + patience
+            self._items.clear()
+            self._notify_all()
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         try:
-            while (number := self._begin()) is not None:
+            while (number := self._next_number()) is not None:
                 try:
                     item = self._make(number)
                 except BaseException as error:
                     item = _Failure(error)
                 with self._ready:
-                    if item is END or isinstance(item, _Failure):
+                    if item is _END or isinstance(item, _Failure):
                         self._total = number + 1 if self._total is None else min(number + 1, self._total)
-                        self._wake_all()
+                        self._notify_all()
                     if not self._closed:
-                        self._made[number] = item
+                        self._items[number] = item
                     self._ready.notify_all()
-                del item  # or the thread would hold on to it while it waits
+                del item  # or this thread would keep it alive while it waits
         finally:
             with self._space:
                 self._running -= 1
                 last = self._running == 0
             if last:
-                self._ended()
+                self._on_end()
 
-    def _begin(self) -> int | None:
+    def _next_number(self) -> int | None:
         with self._space:
-            while not self._over() and self._begun - self._taken >= self._ahead:
+            while not self._is_done() and self._started - self._returned >= self._ahead:
                 self._space.wait()
-            if self._over():
-                self._wake_all()
+            if self._is_done():
+                self._notify_all()
                 return None
-            self._begun += 1
-            return self._begun - 1
+            self._started += 1
+            return self._started - 1
 
-    def _over(self) -> bool:
-        return self._closed or (self._total is not None and self._begun >= self._total)
+    def _is_done(self) -> bool:
+        return self._closed or (self._total is not None and self._started >= self._total)
 
-    def _wake_all(self) -> None:
+    def _notify_all(self) -> None:
         self._space.notify_all()
         self._ready.notify_all()
 
@@ -165,6 +220,6 @@ class Prefetcher:
 class _Failure:
     def __init__(self, error: BaseException):
         self.error = error
-        if isinstance(error, StopIteration):  # it would end the caller's loop without a word
-            self.error = RuntimeError(f"StopIteration was raised while a batch was made: {error}")
+        if isinstance(error, StopIteration):  # it would silently end the caller's loop
+            self.error = RuntimeError(f"StopIteration was raised while a batch was loaded: {error}")
             self.error.__cause__ = error

@@ -4,14 +4,14 @@ import functools
 
 import numpy as np
 
-_ROUNDS = 16  # Feistel rounds: four are enough for a wide range of numbers, a range of five needs more
-BLOCK = 1 << 12  # positions that are shuffled in one go: many batches, so that NumPy's cost of a call is shared
+_ROUNDS = 16  # of the Feistel network: four suffice for large ranges, but a range of five needs more
+BLOCK = 1 << 12  # positions shuffled per call: many batches, to amortise NumPy's overhead
 
 
 def epoch_ids(n: int, seed: int | None, epoch: int, start: int, stop: int, part: int = 0) -> np.ndarray:
-    """The ids at positions `start` to `stop` of an epoch over range(n): in order, or shuffled where there is a seed.
+    """The ids at positions `start` to `stop` of an epoch over range(n): in order if `seed` is None, else shuffled.
 
-    A pure function. Different `part`s of one epoch are shuffled independently of each other.
+    A pure function. Different `part`s of an epoch are shuffled independently.
     """
     if seed is None:
         return np.arange(start, stop)
@@ -22,16 +22,16 @@ def epoch_ids(n: int, seed: int | None, epoch: int, start: int, stop: int, part:
 
 
 def pad_ids(ids: np.ndarray, batch: int) -> np.ndarray:
-    """Ids, filled up to `batch` with -1."""
+    """Ids, padded with -1 to length `batch`."""
     return np.concatenate([ids, np.full(batch - len(ids), -1, ids.dtype)])
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int, part: int = 0) -> np.ndarray:
-    """Where the permutation of range(n) that belongs to (seed, epoch, part) sends `positions`.
+    """Apply the permutation of range(n) for (seed, epoch, part) to `positions`.
 
-    A Feistel network permutes the least range 2**bits that holds n: each round changes one half of the bits by a keyed
-    hash of the other half, which can be undone. A number sent outside of range(n) is sent on until it falls inside.
-    So memory is that of `positions` alone, however large n is. https://doi.org/10.1007/3-540-45760-7_9
+    A Feistel network permutes the smallest range 2**bits that contains n: each round XORs one half of the bits with a
+    keyed hash of the other half, which is invertible. A result outside range(n) is permuted again until it is inside
+    (cycle walking). Memory is proportional to `positions`, not to n. https://doi.org/10.1007/3-540-45760-7_9
     """
     keys = np.random.SeedSequence(seed, spawn_key=(0, epoch, part)).generate_state(_ROUNDS, np.uint64)
     bits = max(1, (n - 1).bit_length())
@@ -61,7 +61,7 @@ def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: each bit of x changes each bit of the result with probability one half."""
+    """The finaliser of SplitMix64: each bit of x flips each bit of the result with probability one half."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
