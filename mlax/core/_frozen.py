@@ -15,8 +15,8 @@ from mlax.core._errors import constructor_error, unknown_field_message
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
-DType = str | type | np.dtype | None  # a field of this type takes what jnp.dtype takes, and holds its name
-Size = Annotated[int, "an integer of at least 1"]  # a field of this type is checked for it
+DType = str | type | np.dtype | None  # anything that jnp.dtype accepts; a field of this type holds its name
+Size = Annotated[int, "an integer of at least 1"]  # an integer of at least 1, which is checked in a field of this type
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

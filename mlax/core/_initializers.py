@@ -120,17 +120,20 @@ class VarianceScaling(Initializer):
 
 
 def lecun(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
-    """Variance 1 / inputs. LeCun and others 1998, section 4.6 of http://yann.lecun.com/exdb/publis/pdf/lecun-98b.pdf."""
+    """LeCun initialization: variance 1 / inputs.
+
+    Section 4.6 of http://yann.lecun.com/exdb/publis/pdf/lecun-98b.pdf.
+    """
     return VarianceScaling(1.0, "in", distribution)
 
 
 def he(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
-    """Variance 2 / inputs, for layers before a relu. Equation 10 of https://arxiv.org/abs/1502.01852."""
+    """He (Kaiming) initialization: variance 2 / inputs, for layers before a relu. Equation 10 of https://arxiv.org/abs/1502.01852."""
     return VarianceScaling(2.0, "in", distribution)
 
 
 def glorot(distribution: Literal["normal", "truncated", "uniform"] = "uniform") -> VarianceScaling:
-    """Variance 2 / (inputs + outputs). Equation 16 of https://proceedings.mlr.press/v9/glorot10a.html."""
+    """Glorot (Xavier) initialization: variance 2 / (inputs + outputs). Equation 16 of https://proceedings.mlr.press/v9/glorot10a.html."""
     return VarianceScaling(1.0, "mean", distribution)
 
 
@@ -159,7 +162,7 @@ class Orthogonal(Initializer):
 
 @frozen
 class Identity(Initializer):
-    """The identity matrix times `scale`, at the centre of the window if there is one."""
+    """The identity matrix times `scale`, at the center of the window if there is one."""
 
     scale: float = 1.0
 
