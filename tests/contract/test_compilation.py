@@ -1,4 +1,4 @@
-"""Equal layers share one compilation, and nothing is traced or passed that need not be."""
+"""Equal layers share one compilation, and nothing is traced or passed in vain."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_equal_layers_share_one_compilation_for_each_inference_mode(row):
     assert len(traces) == 2
 
 
-def test_any_other_inference_mode_is_a_type_error(row):
+def test_an_inference_mode_that_is_not_a_bool_is_a_type_error(row):
     layer, x, trainables, non_trainables = row.init("float32")
     arguments = (x, trainables, non_trainables)
     fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
@@ -47,14 +47,14 @@ def test_a_layer_that_does_not_read_inference_mode_does_not_retrace_for_it():
     assert len(traces) == 1
 
 
-def test_a_layer_that_reads_a_traced_inference_mode_says_how_to_jit_it():
+def test_reading_a_traced_inference_mode_is_an_error_that_says_how_to_jit():
     layer = nn.Dropout(0.5)
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         jax.jit(layer.fwd)(jnp.ones(3), None, inference_mode=True)
     assert 'static_argnames="inference_mode"' in "".join(caught.value.__notes__)
 
 
-def test_the_lowered_program_has_no_argument_for_absent_state(row):
+def test_the_lowered_program_has_no_argument_for_state_that_a_layer_lacks(row):
     layer, x, trainables, non_trainables = row.init("float32")
     lowered = jax.jit(layer.fwd, static_argnames="inference_mode").lower(
         x, trainables, non_trainables, inference_mode=True

@@ -33,14 +33,14 @@ def test_copies_and_pickles_are_equal(row):
 @pytest.mark.parametrize(
     "bad", [jnp.ones(2), np.ones(2), np.float32(1), [1], {"a": 1}], ids=lambda bad: type(bad).__name__
 )
-def test_an_array_or_unhashable_field_is_refused_by_name(row, bad):
+def test_an_array_or_unhashable_value_is_an_error_that_names_the_layer(row, bad):
     layer = row.layer("float32")
     for field in dataclasses.fields(layer):
         with pytest.raises((TypeError, ValueError), match=f"^{type(layer).__name__}: "):
             with_fields(layer, **{field.name: bad})
 
 
-def test_a_description_is_written_as_it_is_built(row):
+def test_the_repr_is_the_call_that_builds_the_layer(row):
     layer = row.layer("float32")
     assert repr(layer).startswith(type(layer).__name__ + "(")
     assert "object at 0x" not in repr(layer)

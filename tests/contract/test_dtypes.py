@@ -1,4 +1,4 @@
-"""The dtype guarantee: one dtype in, that dtype throughout, that dtype out, forward and backward."""
+"""The dtype guarantee: every operation, forward and backward, is in the dtype of the input, and so is the output."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_every_operation_is_in_the_dtype_of_the_input(row, dtype):
     assert dtypes.audit(training, *arguments, dtype=dtype) == ()
 
 
-def test_init_is_in_the_dtype_of_the_input(row, dtype):
+def test_every_operation_of_init_is_in_the_dtype_of_the_input(row, dtype):
     layer, x, _, _ = row.init(dtype)
     assert dtypes.audit(layer.init, jax.random.key(0), x, dtype=dtype) == ()
 
@@ -39,7 +39,7 @@ def test_outputs_and_gradients_have_the_dtype_of_the_input(row, dtype):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} <= {dtype}
 
 
-def test_an_input_of_another_dtype_is_refused_with_both_named(row):
+def test_an_input_of_another_dtype_is_an_error_that_names_both(row):
     layer, x, trainables, non_trainables = row.init("float32")
     if row.integers or trainables is None or row.no_dtype_error:
         pytest.skip(row.no_dtype_error or "needs weights and a floating input")

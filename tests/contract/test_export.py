@@ -1,4 +1,4 @@
-"""A layer is exported once for batches of every size, and so are its gradients."""
+"""`jax.export` takes a layer and its gradients with a symbolic batch size."""
 
 import jax
 import numpy as np
@@ -6,8 +6,8 @@ import pytest
 from jax import export
 
 
-def exported(row):
-    """Its output and gradients as `jax.export` has them, the batch axis left open."""
+def export_gradients(row):
+    """A function that returns the gradients and the output of the layer, and its export with a symbolic batch size."""
     layer, x, trainables, _ = row.init("float32")
     (b,) = export.symbolic_shape("b")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((b, *leaf.shape[1:]), leaf.dtype), x)
@@ -21,17 +21,17 @@ def exported(row):
     return function, export.export(function)(trainables, state, x)
 
 
-def test_a_layer_and_its_gradients_are_exported_for_batches_of_every_size(row):
-    exported(row)
+def test_a_layer_and_its_gradients_can_be_exported_with_a_symbolic_batch_size(row):
+    export_gradients(row)
 
 
 @pytest.mark.thorough
-def test_what_is_exported_computes_the_same(row, request):
+def test_the_exported_program_computes_the_same(row, request):
     if row.no_exported_call:
         request.applymarker(pytest.mark.xfail(reason=row.no_exported_call, strict=True))
-    function, found = exported(row)
+    function, exported = export_gradients(row)
     x = jax.tree.map(lambda *parts: np.concatenate(parts), row.x("float32"), row.x("float32", seed=1))
     trainables, state = row.layer("float32").init(jax.random.key(0), x)
     arguments = (trainables, state, x)
-    for one, other in zip(*map(jax.tree.leaves, (found.call(*arguments), function(*arguments))), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (exported.call(*arguments), function(*arguments))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""fwd computes what its reference says, purely, the same eager, jitted, vmapped, and differentiated."""
+"""`fwd` is pure, computes what the reference does, the same under jit and vmap, and has the right gradients."""
 
 import functools
 
@@ -14,15 +14,15 @@ from tests.asserts import assert_close
 TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}
 
 
-def run(layer, x, trainables, non_trainables, **kwargs):
+def fwd(layer, x, trainables, non_trainables, **kwargs):
     return layer.fwd(x, trainables, non_trainables, rng=jax.random.key(1), **kwargs)
 
 
 @pytest.mark.every_row
 def test_the_output_is_the_reference(row, dtype):
     layer, x, trainables, non_trainables = row.init(dtype)
-    fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
-    y, _ = fwd(x, trainables, non_trainables, inference_mode=True)
+    jitted = jax.jit(layer.fwd, static_argnames="inference_mode")
+    y, _ = jitted(x, trainables, non_trainables, inference_mode=True)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.int64 if row.integers else np.float64), x)
     weights = {path: np.asarray(mlax.get(trainables, path), np.float64) for path in mlax.paths(trainables)}
     assert_close(y, row.reference(exact, weights), TOLERANCE.get(dtype, row.tolerance))
@@ -30,40 +30,42 @@ def test_the_output_is_the_reference(row, dtype):
 
 def test_init_and_fwd_are_pure(row):
     layer, x = row.layer("float32"), row.x("float32")
-    trainables, non_trainables = layer.init(jax.random.key(0), x)  # its own: what others share may be changed already
+    trainables, non_trainables = layer.init(
+        jax.random.key(0), x
+    )  # not `row.init`, whose arrays another test may have changed
     again = layer.init(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, (trainables, non_trainables), again)
     before = jax.tree.map(np.array, (x, trainables, non_trainables))
-    first = run(layer, x, trainables, non_trainables)
-    second = run(layer, x, trainables, non_trainables)
+    first = fwd(layer, x, trainables, non_trainables)
+    second = fwd(layer, x, trainables, non_trainables)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     jax.tree.map(np.testing.assert_array_equal, before, (x, trainables, non_trainables))
     assert jax.tree.structure(before) == jax.tree.structure((x, trainables, non_trainables))
 
 
-def test_no_tracer_is_left_behind(row):
+def test_fwd_leaks_no_tracer(row):
     layer, x, trainables, non_trainables = row.init("float32")
     with jax.checking_leaks():
-        jax.eval_shape(lambda *args: run(layer, *args), x, trainables, non_trainables)
+        jax.eval_shape(lambda *args: fwd(layer, *args), x, trainables, non_trainables)
 
 
 def test_jit_equals_eager(row):
     layer, x, trainables, non_trainables = row.init("float32")
-    eager = run(layer, x, trainables, non_trainables)
-    jitted = jax.jit(lambda *args: run(layer, *args))(x, trainables, non_trainables)
+    eager = fwd(layer, x, trainables, non_trainables)
+    jitted = jax.jit(lambda *args: fwd(layer, *args))(x, trainables, non_trainables)
     assert_close(eager, jitted, row.tolerance)
 
 
 def test_the_state_keeps_its_structure_and_dtypes(row, dtype):
     layer, x, trainables, non_trainables = row.init(dtype)
     for inference_mode in (False, True):
-        function = functools.partial(run, layer, inference_mode=inference_mode)
+        function = functools.partial(fwd, layer, inference_mode=inference_mode)
         _, new = jax.eval_shape(function, x, trainables, non_trainables)
         assert jax.tree.structure(new) == jax.tree.structure(non_trainables)
         assert [leaf.dtype for leaf in jax.tree.leaves(new)] == [leaf.dtype for leaf in jax.tree.leaves(non_trainables)]
 
 
-def test_vmap_over_one_example_at_a_time_gives_the_same_numbers(row):
+def test_vmap_over_examples_equals_the_batched_call(row):
     layer, x, trainables, non_trainables = row.init("float32")
 
     def one(x):
@@ -77,54 +79,54 @@ def test_vmap_over_one_example_at_a_time_gives_the_same_numbers(row):
 
 @functools.cache
 def gradients(row, dtype):
-    """Of the mean square of the output, by the trainables and by the input, at the same place in every dtype."""
+    """The gradients of the mean square of the output; variables and input have the same values in every dtype."""
     layer, x = row.layer(dtype), row.x(dtype)
     variables = row.layer("float32").init(jax.random.key(0), row.x("float32"))
     trainables, non_trainables = dtypes.cast(variables, dtype)
 
     def loss(trainables, x):
-        y, _ = run(layer, x, trainables, non_trainables)
+        y, _ = fwd(layer, x, trainables, non_trainables)
         return sum((leaf * leaf).sum(dtype=dtype) / leaf.size for leaf in jax.tree.leaves(y))
 
     over = (0,) if row.integers else (0, 1)
     return jax.jit(jax.grad(loss, over))(trainables, x)
 
 
-def test_gradients_are_those_of_finite_differences(row):
+def test_gradients_agree_with_finite_differences(row):
     with jax.enable_x64(True):
         layer, x, trainables, non_trainables = row.init("float64")
         place = (to_device(trainables),) if row.integers else (to_device(trainables), x)
 
         @jax.jit
         def function(*place):
-            return run(layer, (*place, x)[1], place[0], non_trainables)[0]
+            return fwd(layer, (*place, x)[1], place[0], non_trainables)[0]
 
         @jax.jit
         def gradients(along, *place):
             return jax.vjp(function, *place)[1](along)
 
-        direction = drawn(place, 0)
+        direction = normal_like(place, 0)
         ahead, behind = (
             function(*jax.tree.map(lambda leaf, step: leaf + sign * 1e-6 * step, place, direction)) for sign in (1, -1)
         )
-        along = drawn(ahead, 1)
+        along = normal_like(ahead, 1)
         slope = jax.tree.map(lambda a, b: (a - b) / 2e-6, ahead, behind)
-        assert_close(product(gradients(along, *place), direction), product(slope, along), 1e-6)
+        assert_close(tree_dot(gradients(along, *place), direction), tree_dot(slope, along), 1e-6)
 
 
-def drawn(tree, seed):
-    """An array of random numbers for each array."""
+def normal_like(tree, seed):
+    """Random values in the shapes of a pytree."""
     draws = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: draws.normal(size=leaf.shape), tree)
 
 
-def product(a, b):
-    """Of two trees, as if each were one vector."""
+def tree_dot(a, b):
+    """The dot product of two pytrees."""
     return sum(jax.tree.leaves(jax.tree.map(np.vdot, a, b)))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_gradients_in_every_dtype_are_near_those_in_float64(row, dtype):
+def test_gradients_in_every_dtype_agree_with_float64(row, dtype):
     with jax.enable_x64(True):
         exact = gradients(row, "float64")
     assert_close(gradients(row, dtype), exact, 10 * TOLERANCE.get(dtype, row.tolerance))

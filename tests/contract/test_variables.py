@@ -1,4 +1,4 @@
-"""Variables are plain nested dicts of arrays, made where they will live."""
+"""Variables are plain nested dicts of arrays, created where they will be used."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ def shapes(tree):
     return {path: mlax.get(tree, path).shape for path in mlax.paths(tree)}
 
 
-def test_the_tree_is_the_one_in_the_catalogue(row):
+def test_the_variables_have_the_paths_and_shapes_of_the_catalogue(row):
     _, _, trainables, non_trainables = row.init("float32")
     assert (shapes(trainables), shapes(non_trainables)) == row.variables
 
 
-def test_trees_are_plain_dicts_with_arrays_or_none(row, dtype):
+def test_variables_are_plain_dicts_of_arrays_or_none(row, dtype):
     def check(tree):
         if isinstance(tree, dict):
             assert type(tree) is dict and tree
@@ -33,7 +33,7 @@ def test_trees_are_plain_dicts_with_arrays_or_none(row, dtype):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainables)} <= {dtype}
 
 
-def test_shapes_cost_no_memory(row):
+def test_eval_shape_of_init_allocates_nothing(row):
     layer, x, trainables, non_trainables = row.init("float32")
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (trainables, non_trainables))
     rng, x = jax.random.key(0), jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
@@ -48,13 +48,13 @@ def test_init_needs_only_shapes(row):
     jax.tree.map(np.testing.assert_array_equal, list(layer.init(jax.random.key(0), x)), variables)
 
 
-def test_init_under_jit_gives_the_same_bits(row):  # in other dtypes: test_initializers
+def test_init_under_jit_is_bitwise_equal(row):  # in other dtypes: test_initializers
     layer, x, *variables = row.init("float32")
     made = jax.jit(layer.init)(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, list(made), variables)
 
 
-def test_variables_are_made_on_the_default_device(row):
+def test_variables_are_created_on_the_default_device(row):
     device = jax.devices()[-1]
     with jax.default_device(device):
         layer, x = row.layer("float32"), row.x("float32")
@@ -66,7 +66,7 @@ def test_variables_are_made_on_the_default_device(row):
     assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(made))
 
 
-def test_each_key_gives_other_numbers(row):
+def test_another_key_gives_other_values(row):
     layer, x, trainables, _ = row.init("float32")
     other, _ = layer.init(jax.random.key(1), x)
     for path in mlax.paths(trainables):
@@ -75,6 +75,6 @@ def test_each_key_gives_other_numbers(row):
 
 
 @pytest.mark.parametrize("rng", [None, 0, "key"])
-def test_init_without_a_key_says_so(row, rng):
+def test_init_without_a_key_is_an_error_that_says_how_to_make_one(row, rng):
     with pytest.raises(TypeError, match=r"pass jax.random.key\(0\)"):
         row.layer("float32").init(rng, row.x("float32"))

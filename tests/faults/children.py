@@ -1,4 +1,4 @@
-"""Trainings as children: forked by a process that has everything loaded, or launched as several processes."""
+"""Trainings as child processes: forked from a server that has everything loaded, or launched with `mlax launch`."""
 
 import json
 import os
@@ -14,11 +14,11 @@ SCRIPT = str(ROOT / "tests" / "faults" / "training.py")
 
 
 class Child:
-    """A training: what it says, line by line as it comes, and how it ends."""
+    """A training: the lines that it prints, as they come, and its exit status."""
 
     def __init__(self, pid, lines, status):
         self.pid, self._lines, self._status = pid, lines, status
-        self.said = []
+        self.lines = []
         self._changed = threading.Condition()
         self._over = False
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -28,34 +28,34 @@ class Child:
         with self._lines:
             for line in self._lines:
                 with self._changed:
-                    self.said.append(line.rstrip("\n"))
+                    self.lines.append(line.rstrip("\n"))
                     self._changed.notify_all()
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def wait_for(self, word, seconds=240):
-        """Until a line with `word` has been said; False if it has ended without."""
+        """Wait for a line that contains `word`; False if the process exits without one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or any(word in line for line in self.said), seconds)
-            return any(word in line for line in self.said)
+            self._changed.wait_for(lambda: self._over or any(word in line for line in self.lines), seconds)
+            return any(word in line for line in self.lines)
 
     def send(self, number):
         os.kill(self.pid, number)
 
-    def ended(self, seconds=240):
+    def wait(self, seconds=240):
         """The exit status, negative for a signal."""
         status = self._status(seconds)
         self._reader.join(10)
         return status
 
     def last(self, prefix):
-        """The last line with this beginning."""
-        return next((line for line in reversed(self.said) if line.startswith(prefix)), "")
+        """The last line with this prefix, or ""."""
+        return next((line for line in reversed(self.lines) if line.startswith(prefix)), "")
 
 
-class Forks:
-    """Starts trainings by forking: quick, for one process each."""
+class ForkServer:
+    """Starts trainings of one process by forking, which is fast."""
 
     def __enter__(self):
         self.server = subprocess.Popen(
@@ -77,8 +77,8 @@ class Forks:
 
     def __call__(self, *argv):
         reading, writing = os.pipe()
-        words = {"argv": list(map(str, argv)), "output": f"/proc/{os.getpid()}/fd/{writing}"}
-        self.server.stdin.write(json.dumps(words) + "\n")
+        task = {"argv": list(map(str, argv)), "output": f"/proc/{os.getpid()}/fd/{writing}"}
+        self.server.stdin.write(json.dumps(task) + "\n")
         pid = int(self.server.stdout.readline())
         os.close(writing)
 
@@ -115,26 +115,26 @@ def launch(*argv, options=()):
     return Child(popen.pid, popen.stdout, status)
 
 
-def steps_saved(run):
+def saved_steps(run):
     from mlax import train
 
     return train.Checkpoints(Path(run) / "checkpoints").steps()
 
 
-def weights(run):
-    """The bytes of the weights that a run has left."""
+def weight_bytes(run):
+    """The bytes of the final weights of a run."""
     return (Path(run) / "last.safetensors").read_bytes()
 
 
-def records(run):
-    """The metrics of each step: what it saw, and what came of it."""
+def metrics_by_step(run):
+    """The metrics that a run logged, by step."""
     lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in lines if "loss" in line}
 
 
-def seen(run):
-    """Which examples each step saw."""
-    return {step: (record["mean_id"], record["codes"]) for step, record in records(run).items()}
+def examples_by_step(run):
+    """What identifies the examples that each step saw."""
+    return {step: (record["mean_id"], record["codes"]) for step, record in metrics_by_step(run).items()}
 
 
 def serve():
@@ -149,7 +149,7 @@ def serve():
             _train(training, task["argv"], output)
         os.close(output)
         os.write(1, f"{pid}\n".encode())
-        sys.stdin.readline()  # until then a dead child keeps its number, so that no kill hits anyone else
+        sys.stdin.readline()  # until then a dead child keeps its pid, so that no kill hits another process
         _, status = os.waitpid(pid, 0)
         os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Damage of every kind: it is noticed, the array or file is named, and the step before it is used."""
+"""Corrupted checkpoints: the damage is detected, the array or file is named, and an earlier step is restored."""
 
 import os
 import random
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mlax import train
 from mlax.files import read_header
-from tests.faults.rows import Row, bits, main, values
+from tests.asserts import unequal_leaves
+from tests.faults.results import Result, example_tree, main
 
 STEPS = (10, 20, 30)
 
@@ -20,7 +21,7 @@ def run(trials=200, seed=0):
         whole = os.path.join(parent, "whole")
         checkpoints = train.Checkpoints(whole, file_bytes=1500)
         for step in STEPS:
-            checkpoints.save(step, values(seed, step, size=100))
+            checkpoints.save(step, example_tree(seed, step, size=100))
         checkpoints.wait()
         for trial in range(trials):
             folder, damage = os.path.join(parent, "damaged"), list(DAMAGES)[trial % len(DAMAGES)]
@@ -30,20 +31,20 @@ def run(trials=200, seed=0):
             if faults:
                 failures.append(f"trial {trial}, {damage} {names}: {faults}")
             shutil.rmtree(folder)
-    return Row("damaged checkpoints", trials, trials - len(failures), time.monotonic() - began, tuple(failures[:5]))
+    return Result.of("corrupted checkpoints", trials, failures, began)
 
 
 def faults_in(folder, seed, bad, names):
-    words = []
-    restored = train.Checkpoints(folder, report=words.append).restore(values(seed, 0, size=100))
+    reports = []
+    restored = train.Checkpoints(folder, report=reports.append).restore(example_tree(seed, 0, size=100))
     faults = []
     if [step for step, _ in restored.skipped] != bad:
         faults.append(f"skipped {restored.skipped}")
-    if len(words) != len(bad) or not any(name in words[0] for name in names):
-        faults.append(f"the words are {words}")
-    wanted = values(seed, max(set(STEPS) - set(bad)), size=100)
-    if bits(restored.tree) != bits(wanted) or restored.step != wanted["step"]:
-        faults.append(f"step {restored.step} was given")
+    if len(reports) != len(bad) or not any(name in reports[0] for name in names):
+        faults.append(f"it reports {reports}")
+    wanted = example_tree(seed, max(set(STEPS) - set(bad)), size=100)
+    if unequal_leaves(restored.tree, wanted) or restored.step != wanted["step"]:
+        faults.append(f"it restores step {restored.step}")
     return faults
 
 
@@ -56,7 +57,7 @@ def arrays(folder, step=30):
 
 
 def flip(path, draws, low=0, high=None):
-    """One bit of a file, anywhere or in some of its bytes."""
+    """Flip one bit of a file, anywhere or between two offsets."""
     with open(path, "r+b") as file:
         at = draws.randrange(low, high or os.path.getsize(path))
         file.seek(at)
@@ -120,7 +121,7 @@ def swap_files(folder, draws):
 
 
 def swap_pieces(folder, draws):
-    """The bytes of two arrays of one shape and dtype, in their files, exchanged; the headers say the same as before."""
+    """Exchange the bytes of two arrays of one shape and dtype, in their files; the headers stay valid."""
     ranges = {}
     for path in arrays(folder):
         with open(path, "rb") as file:
@@ -141,7 +142,7 @@ def swap_steps(folder, draws):
 
 
 def swap_file_of_steps(folder, draws):
-    """A file in the place of its namesake in another step; both steps are damaged by that."""
+    """Exchange a file with the one of the same name in another step, which damages both steps."""
     number = draws.randrange(len(arrays(folder)))
     swap(arrays(folder)[number], arrays(folder, 20)[number])
     return [30, 20], [arrays(folder)[number]]

@@ -1,4 +1,4 @@
-"""A process that has mlax in memory and forks one that saves for each line it reads; JAX sleeps, so forks are safe."""
+"""A server that has mlax loaded and forks a process that saves for each line it reads; JAX is idle, so it may fork."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 from mlax import train
-from tests.faults.rows import values
+from tests.faults.results import example_tree
 
 AIMS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 
@@ -18,8 +18,8 @@ def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def aimed(name, when, number):
-    """Make the `number`-th call of os.<name> the last thing that this process does, or almost does."""
+def kill_at(name, when, number):
+    """Make this process kill itself before, during or after the `number`-th call of os.<name>."""
     real, calls = getattr(os, name), itertools.count(1)
 
     def killing(*args, **kwargs):
@@ -39,13 +39,13 @@ def save_in_a_loop(folder, seed, aim, waits, steps):
     checkpoints = train.Checkpoints(folder, keep=2, file_bytes=20_000)
     begin = (checkpoints.latest() or 0) + 1
     if aim:
-        aimed(*aim)
+        kill_at(*aim)
     for step in range(begin, begin + steps):
-        checkpoints.save(step, values(seed, step))
+        checkpoints.save(step, example_tree(seed, step))
         if waits:
             checkpoints.wait()
         if waits or step > begin:
-            say("saved", step if waits else step - 1)  # the next save returned: the one before it is there
+            say("saved", step if waits else step - 1)  # the next save has returned, so the one before it is complete
     checkpoints.wait()
     say("saved", step)
 

@@ -1,8 +1,8 @@
-"""A full disk: old steps intact, partial files gone, the error in words, and saving works again when there is room.
+"""A full disk: old steps stay intact, partial files are removed, the error says so, and saving works again with space.
 
-On a file system of its own, in memory and of a swept size, wherever a user may mount one (`unshare -rm`); elsewhere
-by calls of the operating system that fail as on a full disk after a swept number of bytes. The check of free space
-is made to lie in every other trial, as if another program were faster: then writes fail in the middle.
+On a tmpfs of varying size, where a user may mount one (`unshare -rm`); elsewhere by system calls that fail as on a full
+disk after a varying number of bytes. In every other trial the check of free space is made to report too much, as if
+another program had filled the disk since: then writes fail halfway.
 """
 
 import contextlib
@@ -19,22 +19,23 @@ import time
 from unittest import mock
 
 from mlax import files, train
-from tests.faults.rows import Row, bits, main, values
+from tests.asserts import unequal_leaves
+from tests.faults.results import Result, example_tree, main
 
-SIZE, BYTES = 3000, 76_500  # of a tree, about
+SIZE, BYTES = 3000, 76_500  # of a pytree, roughly
 
 
 def run(trials=20, seed=0):
     if not mounts():
-        return swept(trials, seed, injected, "full disk (injected)")
+        return run_trials(trials, seed, FailingCalls, "full disk (injected)")
     command = ["unshare", "-rm", sys.executable, "-m", "tests.faults.full_disk", "--inside", str(trials), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     row = json.loads(done.stdout) if done.stdout else ("full disk (tmpfs)", trials, 0, 0.0, (done.stderr,))
-    return Row(*row)
+    return Result(*row)
 
 
 def mounts():
-    """Whether a file system can be mounted here."""
+    """Whether a user can mount a file system here."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
         try:
@@ -43,7 +44,7 @@ def mounts():
             return False
 
 
-def swept(trials, seed, disk, name):
+def run_trials(trials, seed, disk, name):
     began, failures = time.monotonic(), []
     for trial in range(trials):
         draws = random.Random(f"{seed} {trial}")
@@ -51,7 +52,7 @@ def swept(trials, seed, disk, name):
             faults = faults_in(place, seed, lies=trial % 2 == 1, more=more)
             if faults:
                 failures.append(f"trial {trial}, {what}: {faults}")
-    return Row(name, trials, trials - len(failures), time.monotonic() - began, tuple(failures[:5]))
+    return Result.of(name, trials, failures, began)
 
 
 def faults_in(place, seed, lies, more):
@@ -61,14 +62,14 @@ def faults_in(place, seed, lies, more):
     lie = mock.patch.object(module, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
     with lie:
         for step in range(1, 50):
-            checkpoints.save(step, values(seed, step, SIZE))
+            checkpoints.save(step, example_tree(seed, step, SIZE))
             try:
                 checkpoints.wait()
             except files.NotEnoughSpace as failure:
                 if not str(failure.filename).startswith(place) or f"{failure.needed:,}" not in str(failure):
-                    faults.append(f"the words are {failure}")
+                    faults.append(f"the error is {failure}")
                 if f"{failure.free:,} are free" not in str(failure) or failure.needed < BYTES:
-                    faults.append(f"the words are {failure}")
+                    faults.append(f"the error is {failure}")
                 break
     good = tuple(range(1, step))
     faults += [f"steps are {checkpoints.steps()}, not {good}"] * (checkpoints.steps() != good)
@@ -76,16 +77,16 @@ def faults_in(place, seed, lies, more):
     left = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     faults += [f"there are {left}"] * (left != [f"step-{old:08d}" for old in good])
     more()
-    checkpoints.save(step, values(seed, step, SIZE))
+    checkpoints.save(step, example_tree(seed, step, SIZE))
     checkpoints.wait()
     for old in (*good, step):
-        restored = checkpoints.restore(values(seed, 0, SIZE), step=old)
-        faults += [f"step {old} has other values"] * (bits(restored.tree) != bits(values(seed, old, SIZE)))
+        restored = checkpoints.restore(example_tree(seed, 0, SIZE), step=old)
+        faults += [f"step {old} has other values"] * bool(unequal_leaves(restored.tree, example_tree(seed, old, SIZE)))
     return faults
 
 
-class mounted:
-    """A file system in memory: of a few bytes, or, every fourth time, of a few files."""
+class SmallTmpfs:
+    """A tmpfs with little space or, every fourth time, with few inodes."""
 
     def __init__(self, place, share, draws):
         self.place = place
@@ -105,8 +106,8 @@ class mounted:
         subprocess.run(["umount", "-l", self.place], check=True)
 
 
-class injected:
-    """Calls that fail as on a full disk: writes after some bytes, or the n-th mkdir, open or fsync."""
+class FailingCalls:
+    """System calls that fail as on a full disk: writes after some bytes, or the n-th mkdir, open or fsync."""
 
     def __init__(self, place, share, draws):
         self.left = int(BYTES * (0.5 + 3 * share) + draws.randrange(20_000))
@@ -142,6 +143,6 @@ class injected:
 
 if __name__ == "__main__":
     if "--inside" in sys.argv:
-        print(json.dumps(swept(int(sys.argv[2]), int(sys.argv[3]), mounted, "full disk (tmpfs)")))
+        print(json.dumps(run_trials(int(sys.argv[2]), int(sys.argv[3]), SmallTmpfs, "full disk (tmpfs)")))
     else:
         main(run, 20)

@@ -1,8 +1,8 @@
-"""kill -9 at any moment of a save: the last acknowledged step, or a later one, restores to the bit.
+"""kill -9 at any moment of a save: the last acknowledged step, or a later one, is restored bitwise.
 
-A child saves in a loop and acknowledges each step on a pipe. Half of the kills come at a random time, half are aimed
-at one call of the operating system: before it, after it, or with half of a write done. Every fifth trial begins in a
-fresh folder; the others go on in what the kill before has left.
+A child saves in a loop and acknowledges each step on a pipe. Half of the kills come at a random time; half are aimed
+at one system call: before it, after it, or halfway through a write. Every fifth trial starts in an empty folder; the
+others continue in what the previous kill has left.
 """
 
 import json
@@ -16,8 +16,9 @@ import tempfile
 import time
 
 from mlax import train
+from tests.asserts import unequal_leaves
 from tests.faults.forks import AIMS
-from tests.faults.rows import Row, bits, main, values
+from tests.faults.results import Result, example_tree, main
 
 
 def run(trials=200, seed=0):
@@ -34,9 +35,9 @@ def run(trials=200, seed=0):
             if draws.random() < 0.5:
                 aim = [draws.choice(AIMS), draws.choice(["before", "during", "after"]), draws.randint(1, 25)]
             task = {"folder": folder, "seed": seed, "aim": aim, "waits": waits, "steps": 6 if aim else 10**6}
-            said = one_kill(server, task, draws.uniform(0, 0.08))
-            faults = [word for word in said if word.startswith("failed")]
-            saved = max([saved] + [int(word.split()[1]) for word in said if word.startswith("saved")])
+            lines = one_kill(server, task, draws.uniform(0, 0.08))
+            faults = [line for line in lines if line.startswith("failed")]
+            saved = max([saved] + [int(line.split()[1]) for line in lines if line.startswith("saved")])
             faults += faults_in(folder, seed, saved)
             if faults:
                 failures.append(f"trial {trial}, {task}, acknowledged {saved}: {faults}")
@@ -45,31 +46,31 @@ def run(trials=200, seed=0):
         server.wait()
         server.stdout.close()
         shutil.rmtree(parent, ignore_errors=True)
-    return Row("kill -9 while saving", trials, trials - len(failures), time.monotonic() - began, tuple(failures[:5]))
+    return Result.of("kill -9 while saving", trials, failures, began)
 
 
 def one_kill(server, task, delay):
-    """What the child said before it was killed."""
+    """What the child printed before it was killed."""
     server.stdin.write(json.dumps(task) + "\n")
     pid = int(server.stdout.readline().split()[1])
     if task["aim"] is None:
         time.sleep(delay)
-        os.kill(pid, signal.SIGKILL)  # it never ends by itself, so the number is still its own
-    said = []
+        os.kill(pid, signal.SIGKILL)  # it never exits by itself, so the pid is still its own
+    lines = []
     while (line := server.stdout.readline().strip()) != "over":
-        said.append(line)
-    return said
+        lines.append(line)
+    return lines
 
 
 def faults_in(folder, seed, saved):
     """What is wrong with the folder after the kill."""
-    words = []
-    checkpoints = train.Checkpoints(folder, report=words.append)
+    reports = []
+    checkpoints = train.Checkpoints(folder, report=reports.append)
     remains = [name for name in os.listdir(folder) if name.startswith(".")] if os.path.isdir(folder) else []
     faults = [f"remains: {remains}"] if remains else []
     for step in (None, *checkpoints.steps()):
         try:
-            restored = checkpoints.restore(values(seed, 0), step=step)
+            restored = checkpoints.restore(example_tree(seed, 0), step=step)
         except FileNotFoundError as failure:
             return faults + ([str(failure)] if saved else [])
         except Exception as failure:
@@ -77,9 +78,9 @@ def faults_in(folder, seed, saved):
             continue
         if step is None and restored.step < saved:
             faults.append(f"step {restored.step} is older than the acknowledged one")
-        if bits(restored.tree) != bits(values(seed, restored.step)):
+        if unequal_leaves(restored.tree, example_tree(seed, restored.step)):
             faults.append(f"step {restored.step} has other values")
-    return faults + words
+    return faults + reports
 
 
 if __name__ == "__main__":

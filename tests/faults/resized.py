@@ -1,15 +1,15 @@
-"""A training that goes on with other numbers of devices and processes.
+"""A training that resumes on other numbers of devices and processes.
 
-The state that is restored is the one that was left, to the bit; every step sees the same examples; and the loss after
-200 steps is that of the training that kept its devices, within 1e-5 relative.
+The restored state is bitwise the one that was saved; every step sees the same examples; and the loss after 200 steps is
+within 1e-5, relative, of a training that kept its devices.
 """
 
 import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.children import Forks, launch, records, seen
-from tests.faults.rows import Row, main
+from tests.faults.children import ForkServer, examples_by_step, launch, metrics_by_step
+from tests.faults.results import Result, main
 
 STEPS, TOLERANCE = 200, 1e-5
 ROUTES = {
@@ -21,9 +21,9 @@ ROUTES = {
 
 def run(trials=1, seed=0, routes=tuple(ROUTES), steps=STEPS):
     rows = []
-    with tempfile.TemporaryDirectory(prefix="resized-") as parent, Forks() as fork:
+    with tempfile.TemporaryDirectory(prefix="resized-") as parent, ForkServer() as fork:
         whole = Path(parent) / "whole"
-        assert train(fork, whole, 1, 8, steps, fsdp=False).ended() == 0
+        assert train(fork, whole, 1, 8, steps, fsdp=False).wait() == 0
         for name in routes:
             began, failures = time.monotonic(), []
             for trial in range(trials):
@@ -32,7 +32,7 @@ def run(trials=1, seed=0, routes=tuple(ROUTES), steps=STEPS):
                 if faults:
                     failures.append(f"trial {trial}: {faults}")
             title = f"{name} (loss off by {off:.1e})"
-            rows.append(Row(title, trials, trials - len(failures), time.monotonic() - began, tuple(failures[:5])))
+            rows.append(Result.of(title, trials, failures, began))
     return rows
 
 
@@ -48,15 +48,15 @@ def faults_of(fork, folder, route, whole, steps, fsdp):
     left, faults = None, []
     for number, (processes, devices) in enumerate(route, 1):
         child = train(fork, folder, processes, devices, steps * number // len(route), fsdp)
-        status = child.ended()
+        status = child.wait()
         if status:
-            return [f"{processes} processes of {devices} devices ended with {status}: {child.said[-8:]}"], float("nan")
-        restored = next((line.split()[-1] for line in child.said if "restored " in line), None)
+            return [f"{processes} processes of {devices} devices ended with {status}: {child.lines[-8:]}"], float("nan")
+        restored = next((line.split()[-1] for line in child.lines if "restored " in line), None)
         faults += [f"part {number} restored another state than was left"] * (restored != left)
-        left = next(line.split()[-1] for line in child.said if "left " in line and len(line.split()[-1]) == 64)
-    mine, theirs = seen(folder), seen(whole)
+        left = next(line.split()[-1] for line in child.lines if "left " in line and len(line.split()[-1]) == 64)
+    mine, theirs = examples_by_step(folder), examples_by_step(whole)
     faults += ["some step saw other examples"] * (mine != theirs)
-    mine, theirs = records(folder)[steps]["loss"], records(whole)[steps]["loss"]
+    mine, theirs = metrics_by_step(folder)[steps]["loss"], metrics_by_step(whole)[steps]["loss"]
     off = abs(mine / theirs - 1)
     return faults + [f"the loss is {mine}, not {theirs}"] * (off > TOLERANCE), off
 

@@ -1,6 +1,6 @@
-"""kill -9 anywhere in a training, in the middle of epochs and of accumulations, and resumed up to three times.
+"""kill -9 anywhere in a training, within epochs and within accumulation, and up to three resumes.
 
-The weights at the end are those of the unbroken run to the bit, and each step has seen the same examples.
+The final weights are bitwise equal to those of an uninterrupted run, and each step has seen the same examples.
 """
 
 import random
@@ -9,34 +9,34 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.children import Forks, records, seen, weights
-from tests.faults.rows import Row, main
+from tests.faults.children import ForkServer, examples_by_step, metrics_by_step, weight_bytes
+from tests.faults.results import Result, main
 
 STEPS = 60
 
 
 def run(trials=20, seed=0):
     draws, began, failures = random.Random(seed), time.monotonic(), []
-    with tempfile.TemporaryDirectory(prefix="resumed-") as parent, Forks() as fork:
+    with tempfile.TemporaryDirectory(prefix="resumed-") as parent, ForkServer() as fork:
         whole, seconds = Path(parent) / "whole", 0.0
         for _ in range(2):  # the first one compiles
             begun = time.monotonic()
-            assert fork("--run", whole, "--steps", STEPS).ended() == 0
+            assert fork("--run", whole, "--steps", STEPS).wait() == 0
             seconds, whole = time.monotonic() - begun, Path(parent) / "again"
         whole = Path(parent) / "whole"
         for trial in range(trials):
             folder = Path(parent) / f"trial-{trial}"
-            cuts = [cut(fork, folder, draws, seconds) for _ in range(draws.randint(1, 3))]
+            cuts = [kill_once(fork, folder, draws, seconds) for _ in range(draws.randint(1, 3))]
             child = fork("--run", folder, "--steps", STEPS)
-            status = child.ended()
-            faults = [f"ended with {status}: {child.said[-5:]}"] if status else faults_in(folder, whole)
+            status = child.wait()
+            faults = [f"ended with {status}: {child.lines[-5:]}"] if status else faults_in(folder, whole)
             if faults:
-                failures.append(f"trial {trial}, cut {cuts}: {faults}")
-    return [Row("kill -9 and resume", trials, trials - len(failures), time.monotonic() - began, tuple(failures[:5]))]
+                failures.append(f"trial {trial}, killed {cuts}: {faults}")
+    return [Result.of("kill -9 and resume", trials, failures, began)]
 
 
-def cut(fork, folder, draws, seconds):
-    """Kill a training: after a random step, or at a random time. Gives where that was."""
+def kill_once(fork, folder, draws, seconds):
+    """Kill a training after a random step, or at a random time; returns the last line it printed."""
     child = fork("--run", folder, "--steps", STEPS, "--say")
     if draws.random() < 0.6:
         child.wait_for(f"at {draws.randrange(STEPS)} ")
@@ -44,16 +44,18 @@ def cut(fork, folder, draws, seconds):
     else:
         time.sleep(draws.uniform(0.3, 1) * seconds)
     child.send(signal.SIGKILL)
-    child.ended()
+    child.wait()
     return child.last("at ")
 
 
 def faults_in(folder, whole):
-    faults = [] if weights(folder) == weights(whole) else ["the weights are others"]
-    mine, theirs = seen(folder), seen(whole)
+    faults = [] if weight_bytes(folder) == weight_bytes(whole) else ["the weights differ"]
+    mine, theirs = examples_by_step(folder), examples_by_step(whole)
     faults += [f"step {step} saw other examples" for step in mine if mine[step] != theirs[step]]
-    losses = {step: record["loss"] for step, record in records(whole).items()}
-    faults += [f"step {s} had another loss" for s, record in records(folder).items() if record["loss"] != losses[s]]
+    losses = {step: record["loss"] for step, record in metrics_by_step(whole).items()}
+    faults += [
+        f"step {s} had another loss" for s, record in metrics_by_step(folder).items() if record["loss"] != losses[s]
+    ]
     return faults
 
 

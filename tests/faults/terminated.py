@@ -1,4 +1,4 @@
-"""SIGTERM in each phase, to one process and to two: at most one step is lost, and the exit is soon and says why."""
+"""SIGTERM in each phase, to one process and to two: at most one step is lost, and the exit is prompt."""
 
 import random
 import re
@@ -7,15 +7,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.children import Forks, launch, steps_saved
-from tests.faults.rows import Row, main
+from tests.faults.children import ForkServer, launch, saved_steps
+from tests.faults.results import Result, main
 
 WITHIN = 10.0  # seconds
 TERMINATED = 143
 STEPS = 10_000
 TWO = ("-n", 2, "--devices", 2, "--restarts", 0)
 
-# How each phase is made long, and the beat at which the signal comes; {at} is a step.
+# How each phase is made long, and the heartbeat at which the signal is sent; {at} is a step.
 PHASES = {
     "compile": (("--drag", 60, "--drag-phase", "compiling"), "at 0 compiling"),
     "step": (("--drag", 0.05), "at {at} step"),
@@ -26,11 +26,11 @@ PHASES = {
 
 
 def run(trials=2, seed=0, phases=tuple(PHASES), processes=(1, 2)):
-    with Forks() as fork:
-        return [row(fork, phase, count, trials, random.Random(seed)) for phase in phases for count in processes]
+    with ForkServer() as fork:
+        return [run_phase(fork, phase, count, trials, random.Random(seed)) for phase in phases for count in processes]
 
 
-def row(fork, phase, count, trials, draws):
+def run_phase(fork, phase, count, trials, draws):
     began, failures, slowest = time.monotonic(), [], 0.0
     for trial in range(trials):
         with tempfile.TemporaryDirectory(prefix="terminated-") as parent:
@@ -38,27 +38,25 @@ def row(fork, phase, count, trials, draws):
             options, word = PHASES[phase]
             argv = ("--run", folder, "--steps", STEPS, "--say", "--save-every", 5000, *options)
             child = fork(*argv) if count == 1 else launch(*argv, options=TWO)
-            faults, seconds = terminated(child, folder, word.format(at=draws.randint(1, 6)), draws.uniform(0, 0.2))
+            faults, seconds = terminate(child, folder, word.format(at=draws.randint(1, 6)), draws.uniform(0, 0.2))
             slowest = max(slowest, seconds)
             if faults:
-                failures.append(f"trial {trial}: {faults}, {child.said[-6:]}")
+                failures.append(f"trial {trial}: {faults}, {child.lines[-6:]}")
     words = "one process" if count == 1 else "two processes"
-    seconds = time.monotonic() - began
-    name = f"SIGTERM in {phase}, {words} (slowest {slowest:.1f} s)"
-    return Row(name, trials, trials - len(failures), seconds, tuple(failures[:5]))
+    return Result.of(f"SIGTERM in {phase}, {words} (slowest {slowest:.1f} s)", trials, failures, began)
 
 
-def terminated(child, folder, word, delay):
-    """Send the signal at a beat; give what was wrong with the end, and the seconds that it took."""
+def terminate(child, folder, word, delay):
+    """Send the signal at a heartbeat; returns what was wrong with the exit, and the seconds that it took."""
     if not child.wait_for(word):
-        return [f"it ended with {child.ended()} before {word!r}"], 0.0
+        return [f"it exited with {child.wait()} before {word!r}"], 0.0
     time.sleep(delay)
-    done = max(int(match[1]) for line in list(child.said) if (match := re.fullmatch(r"(?:\[\d\] )?at (\d+) .*", line)))
+    done = max(int(match[1]) for line in list(child.lines) if (match := re.fullmatch(r"(?:\[\d\] )?at (\d+) .*", line)))
     began = time.monotonic()
     child.send(signal.SIGTERM)
-    status = child.ended(seconds=30)
+    status = child.wait(seconds=30)
     seconds = time.monotonic() - began
-    saved = max(steps_saved(folder), default=0)
+    saved = max(saved_steps(folder), default=0)
     faults = [f"the exit status is {status}"] * (status != TERMINATED)
     faults += [f"it took {seconds:.1f} s"] * (seconds > WITHIN)
     faults += [f"step {saved} is saved, but {done} were done"] * (saved < done)

@@ -7,10 +7,10 @@ from tests.faults import corrupted, full_disk, killed
 
 @pytest.mark.parametrize("fault, trials", [(killed, 15), (corrupted, 26), (full_disk, 8)])
 def test_checkpoints_survive(fault, trials, request):
-    row = fault.run(200 if request.config.getoption("--thorough") else trials)
-    assert row.passed == row.trials, row.failures
+    result = fault.run(200 if request.config.getoption("--thorough") else trials)
+    assert result.passed == result.trials, result.failures
 
 
-def test_checkpoints_survive_calls_that_fail_as_on_a_full_disk():
-    row = full_disk.swept(6, 0, full_disk.injected, "full disk (injected)")
-    assert row.passed == row.trials, row.failures
+def test_checkpoints_survive_system_calls_that_fail_as_on_a_full_disk():
+    result = full_disk.run_trials(6, 0, full_disk.FailingCalls, "full disk (injected)")
+    assert result.passed == result.trials, result.failures

@@ -1,7 +1,7 @@
-"""The training that faults happen to: dropout, BatchNorm, and an optimizer that gathers several batches.
+"""The training that faults happen to: dropout, BatchNorm and gradient accumulation.
 
-A script for `python`, `mlax train` and `mlax launch`. It trains over all devices of all processes, and can be made
-slow, to hang or to die, in any phase. The metrics tell which examples a step saw.
+A script for `python`, `mlax train` and `mlax launch`. It trains on all devices of all processes, and can be made slow,
+hang or die in any phase. The metrics identify the examples that a step saw.
 """
 
 import argparse
@@ -25,7 +25,7 @@ EXAMPLES, FEATURES, CLASSES, BATCH = 120, 16, 4, 16
 
 def model():
     return mlax.Series(
-        up=nn.Linear(32, bias=False),  # a bias before a norm has a gradient of rounding errors alone
+        up=nn.Linear(32, bias=False),  # the gradient of a bias before a norm is nothing but rounding errors
         norm=nn.BatchNorm(),
         gelu=mlax.F(jax.nn.gelu),
         drop=nn.Dropout(0.2),
@@ -41,14 +41,14 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
 
 
 def data():
-    numbers = np.random.default_rng(0)
-    x = numbers.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
-    y = (x[:, :CLASSES] @ numbers.normal(size=(CLASSES, CLASSES))).argmax(-1).astype(np.int32)
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    y = (x[:, :CLASSES] @ draws.normal(size=(CLASSES, CLASSES))).argmax(-1).astype(np.int32)
     return {"x": x, "y": y, "id": np.arange(EXAMPLES, dtype=np.int32)}
 
 
 def setup(fsdp=False, slow=0.0):
-    """The step, the state and the feeds, over all devices that there are."""
+    """The step, the state and the feeds, on all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def slowed(batch, generator):
@@ -69,16 +69,16 @@ def setup(fsdp=False, slow=0.0):
 
 
 class Faults:
-    """Hears the beats of `fit`, which tell where it is: prints them, drags a phase out, makes one thing happen."""
+    """Listens to the heartbeats of `fit`: prints them, prolongs a phase, or causes one fault."""
 
     def __init__(self, options):
         self.options = options
-        self.said = set()
+        self.lines = set()
 
     def __call__(self, step, phase):
         options = self.options
-        if options.say and (step, phase) not in self.said:
-            self.said.add((step, phase))
+        if options.say and (step, phase) not in self.lines:
+            self.lines.add((step, phase))
             print(f"at {step} {phase}", flush=True)
         if options.drag and phase == options.drag_phase:
             time.sleep(options.drag)
@@ -90,7 +90,7 @@ class Faults:
             os.kill(os.getpid(), int(options.fault))
 
 
-def parsed(argv):
+def parse_options(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True)
     parser.add_argument("--steps", type=int, default=40)
@@ -99,20 +99,20 @@ def parsed(argv):
     parser.add_argument("--evaluate-every", type=int, default=10)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds to make a batch")
-    parser.add_argument("--slow-disk", type=float, default=0.0, help="seconds more of each fsync")
-    parser.add_argument("--drag", type=float, default=0.0, help="seconds more of each beat of a phase")
+    parser.add_argument("--slow-disk", type=float, default=0.0, help="seconds added to each fsync")
+    parser.add_argument("--drag", type=float, default=0.0, help="seconds added to each heartbeat of a phase")
     parser.add_argument("--drag-phase", default="step")
-    parser.add_argument("--say", action="store_true", help="print each beat")
-    parser.add_argument("--digest", action="store_true", help="print hashes of the state restored and left")
-    parser.add_argument("--process", type=int, help="which process something happens to, once")
-    parser.add_argument("--at", type=int, default=0, help="at which step")
-    parser.add_argument("--phase", default="step", help="and in which phase")
-    parser.add_argument("--fault", help="what: sleep, or the number of a signal")
+    parser.add_argument("--say", action="store_true", help="print each heartbeat")
+    parser.add_argument("--digest", action="store_true", help="print hashes of the restored and of the final state")
+    parser.add_argument("--process", type=int, help="the process that the fault happens to, once")
+    parser.add_argument("--at", type=int, default=0, help="the step of the fault")
+    parser.add_argument("--phase", default="step", help="the phase of the fault")
+    parser.add_argument("--fault", help="the fault: sleep, or the number of a signal")
     return parser.parse_args(argv)
 
 
 def main(argv):
-    options = parsed(argv)
+    options = parse_options(argv)
     if options.devices:
         jax.config.update("jax_num_cpu_devices", options.devices)
     sys.modules["matplotlib"] = None  # as if it were not installed: curves take longer than the training
@@ -138,7 +138,7 @@ def main(argv):
 
 
 def digest(state):
-    """A hash of all bits of a state, wherever they are."""
+    """A hash of a whole state, gathered from all processes."""
     state = state._replace(rng=jax.random.key_data(state.rng))
     whole = jax.tree.map(lambda leaf: np.asarray(multihost_utils.process_allgather(leaf, tiled=True)), state)
     return hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(whole))).hexdigest()

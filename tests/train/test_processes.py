@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlax import files
-from tests.faults.children import Forks, launch, records, steps_saved, weights
+from tests.faults.children import ForkServer, launch, metrics_by_step, saved_steps, weight_bytes
 
 STEPS = 12
 TWO = ("-n", 2, "--devices", 2)
@@ -18,11 +18,11 @@ def runs(tmp_path_factory):
     parent = tmp_path_factory.mktemp("processes")
     argv = ("--steps", STEPS, "--fsdp")
     two = launch("--run", parent / "two", *argv, options=(*TWO, "--restarts", 0))
-    with Forks() as fork:
+    with ForkServer() as fork:
         one = fork("--run", parent / "one", *argv, "--devices", 4)
-        assert one.ended() == 0, one.said
-    assert two.ended() == 0, two.said
-    return parent / "two", parent / "one", two.said
+        assert one.wait() == 0, one.lines
+    assert two.wait() == 0, two.lines
+    return parent / "two", parent / "one", two.lines
 
 
 def test_two_processes_give_the_numbers_of_one(runs):
@@ -32,7 +32,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
         for part in theirs[room]:
             for name, leaf in theirs[room][part].items():
                 np.testing.assert_allclose(mine[room][part][name], leaf, rtol=2e-5, atol=2e-6, err_msg=f"{part}/{name}")
-    mine, theirs = records(two), records(one)
+    mine, theirs = metrics_by_step(two), metrics_by_step(one)
     assert list(mine) == list(theirs) == list(range(1, STEPS + 1))
     for step in mine:
         assert mine[step]["mean_id"] == theirs[step]["mean_id"] and mine[step]["codes"] == theirs[step]["codes"]
@@ -58,7 +58,7 @@ def test_only_the_first_process_prints(runs):
 def test_the_folder_is_written_once_and_the_checkpoints_in_pieces(runs):
     two, one, _ = runs
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
-    assert steps_saved(two) == steps_saved(one)
+    assert saved_steps(two) == saved_steps(one)
     pieces = list((two / "checkpoints" / f"step-{STEPS:08d}").glob("arrays-*"))
     assert len(pieces) == 2
     assert json.loads((two / "config.json").read_text())["processes"] == 2
@@ -67,8 +67,8 @@ def test_the_folder_is_written_once_and_the_checkpoints_in_pieces(runs):
 def test_a_killed_process_is_named_and_the_restart_reaches_the_same_weights(runs, tmp_path):
     fault = ("--process", 1, "--at", 7, "--phase", "after a step", "--fault", 9)
     child = launch("--run", tmp_path / "killed", "--steps", STEPS, "--fsdp", *fault, options=(*TWO, "--restarts", 1))
-    assert child.ended() == 0, child.said
-    died, again = [line for line in child.said if line.startswith("mlax launch: ")]
+    assert child.wait() == 0, child.lines
+    died, again = [line for line in child.lines if line.startswith("mlax launch: ")]
     assert "process 1 (pid " in died and "was ended by SIGKILL, at step 7, after a step" in died
     assert "restart 1 of at most 1" in again
-    assert weights(tmp_path / "killed") == weights(runs[0])
+    assert weight_bytes(tmp_path / "killed") == weight_bytes(runs[0])

@@ -1,26 +1,35 @@
-"""What every fault gives: a row of the table that `make faults` prints; and the trees that are saved meanwhile."""
+"""Result: one line of the table that `make faults` prints; and the pytrees that the faults save."""
 
 import argparse
 import json
-from typing import NamedTuple
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
 
 
-class Row(NamedTuple):
+class Result(NamedTuple):
+    """How many trials of a fault passed."""
+
     name: str
     trials: int
     passed: int
     seconds: float
     failures: tuple[str, ...] = ()  # the first few, in words
 
+    @classmethod
+    def of(cls, name: str, trials: int, failures: Sequence[str], start: float) -> Self:
+        """The result of trials that began at `start` on the monotonic clock."""
+        return cls(name, trials, trials - len(failures), time.monotonic() - start, tuple(failures[:5]))
+
     def __str__(self):
         return f"{self.name:60} {self.passed:5d} of {self.trials:5d}   {self.seconds:7.1f} s"
 
 
-def values(seed, step, size=3000):
-    """A tree of NumPy arrays, a pure function of its arguments."""
+def example_tree(seed, step, size=3000):
+    """A pytree of NumPy arrays, a pure function of its arguments."""
     draws = np.random.default_rng((seed, step))
     mean = {name: draws.normal(size=(size // 100, 10)).astype(np.float32) for name in ("up", "down")}
     return {
@@ -34,26 +43,17 @@ def values(seed, step, size=3000):
     }
 
 
-def bits(tree):
-    """The leaves as bytes: equal if, and only if, the trees are equal to the bit."""
-    if isinstance(tree, dict):
-        return {name: bits(value) for name, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(bits(value) for value in tree)
-    return (np.asarray(tree).dtype.name, np.shape(tree), np.asarray(tree).tobytes())
-
-
 def main(run, trials):
     """`python -m tests.faults.<name> [--trials N] [--seed N]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=trials)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    rows = run(given.trials, given.seed)
-    rows = [rows] if isinstance(rows, Row) else rows
-    for row in rows:
-        print(json.dumps(row) if given.json else row)
-        for failure in () if given.json else row.failures:
+    options = parser.parse_args()
+    results = run(options.trials, options.seed)
+    results = [results] if isinstance(results, Result) else results
+    for result in results:
+        print(json.dumps(result) if options.json else result)
+        for failure in () if options.json else result.failures:
             print("   ", failure)
-    raise SystemExit(any(row.passed != row.trials for row in rows))
+    raise SystemExit(any(result.passed != result.trials for result in results))
