@@ -60,7 +60,7 @@ def mlax_step(mode: str, n: int) -> Step:
     from mlax import nn
 
     x = jnp.ones((64, WIDTH))
-    inner = mlax.Series(norm=nn.LayerNorm(), up=nn.Linear(4 * WIDTH), gelu=mlax.F(jax.nn.gelu), down=nn.Linear(WIDTH))
+    inner = mlax.Series(norm=nn.LayerNorm(), up=nn.Linear(4 * WIDTH), gelu=jax.nn.gelu, down=nn.Linear(WIDTH))
     model = mlax.Repeat(mlax.Residual(inner), n, mode=mode)
     trainables, _ = model.init(jax.random.key(0), x)
     return jax.value_and_grad(lambda trainables, x: model.fwd(x, trainables)[0].mean()), (trainables, x)

@@ -54,7 +54,7 @@ def network_step(layout: str, dtype: str) -> Any:
     order = "channel_first" if layout.startswith("NC") else "channel_last"
 
     def conv(features: int) -> mlax.Layer:
-        return mlax.Series(nn.Conv(features, 3, layout=layout), mlax.F(jax.nn.relu), nn.MaxPool(2, layout=order))
+        return mlax.Series(nn.Conv(features, 3, layout=layout), jax.nn.relu, nn.MaxPool(2, layout=order))
 
     model = mlax.Series(conv(32), conv(64), nn.Flatten(), nn.Linear(10))
     images = IMAGES[jax.default_backend()]

@@ -1,14 +1,14 @@
-"""Claims: a transformer-like stack of 12 blocks initialises fast in a cold process.
+"""Claims: a transformer-like stack of 12 blocks initializes fast in a cold process.
 
 (a) The shape pass, `jax.eval_shape(model.init, key, x)`, takes under 0.2 s.
 (b) `init` is faster than that of the same model in Flax NNX, Equinox and Haiku, eager or jitted: as a Series of
     12 blocks, and as Repeat(block, 12), whose peers are the stacked forms of the other libraries.
-(c) Equal shapes share one compiled initialiser: 12 blocks compile no more programs than one block.
+(c) Equal shapes share one compiled initializer: 12 blocks compile no more programs than one block.
 
 Each measurement runs in a new process, the libraries interleaved. It starts when the imports are done and the device
 has created a first key, and ends when all leaves are ready. A block has 12 leaves: two layer norms, and linear layers
 768 -> 2304, 768 -> 768, 768 -> 3072 and 3072 -> 768, in float32; 12 blocks have 85 million elements. Each library uses
-its default initialisers: truncated normal, but uniform in Equinox, for biases too. Plain JAX is what one would write by
+its default initializers: truncated normal, but uniform in Equinox, for biases too. Plain JAX is what one would write by
 hand.
 
     python benchmarks/init.py    # 5 minutes
@@ -89,11 +89,11 @@ def mlax_forms() -> dict[str, Form]:
         return mlax.Series(
             norm1=nn.LayerNorm(),
             qkv=nn.Linear(3 * WIDTH),
-            value=mlax.F(first_third),
+            value=first_third,
             mix=nn.Linear(WIDTH),
             norm2=nn.LayerNorm(),
             up=nn.Linear(4 * WIDTH),
-            gelu=mlax.F(jax.nn.gelu),
+            gelu=jax.nn.gelu,
             down=nn.Linear(WIDTH),
         )
 

@@ -1,6 +1,6 @@
 """Claim: creating 1.56 billion float32 weights on a GPU is 10 times as fast as with NumPy at first, then 1,000 times.
 
-A GPT of 48 blocks of width 1,600, initialised three ways, each in a new process whose device has created a first key:
+A GPT of 48 blocks of width 1,600, initialized three ways, each in a new process whose device has created a first key:
 - NumPy: normal samples in float32 from `numpy.random.Generator`, leaf by leaf, then `jax.device_put`;
 - plain JAX: one jitted function that samples all leaves with `jax.random`;
 - mlax: `place.single().init(model, rng, x)`, and `model.init(rng, x)` without a plan.
@@ -145,16 +145,16 @@ def plot(path: str, results: dict[str, Result]) -> None:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
     for row, form in enumerate(reversed(results)):
-        for offset, (kind, colour) in enumerate((("after", "#33BBEE"), ("first", "#0077BB"))):
+        for offset, (kind, color) in enumerate((("after", "#33BBEE"), ("first", "#0077BB"))):
             duration = results[form][kind]
-            axes.barh(row + 0.4 * offset - 0.2, duration, 0.36, color=colour, label=kind if row == 0 else None)
+            axes.barh(row + 0.4 * offset - 0.2, duration, 0.36, color=color, label=kind if row == 0 else None)
             axes.text(duration * 1.1, row + 0.4 * offset - 0.2, seconds(duration), va="center", fontsize="small")
     axes.set_xscale("log")
     axes.set_xlim(right=axes.get_xlim()[1] * 4)
     axes.set_yticks(range(len(results)), list(reversed(results)))
     first = next(iter(results.values()))
     axes.set(
-        xlabel="seconds", title=f"{first['elements'] / 1e9:.2f} billion weights initialised on one {first['device']}"
+        xlabel="seconds", title=f"{first['elements'] / 1e9:.2f} billion weights initialized on one {first['device']}"
     )
     handles, _ = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], ["first time, including compilation", "after that"], loc="lower right", fontsize="small")

@@ -1,4 +1,4 @@
-"""Claim: 150 leaves of 150 distinct shapes are initialised in under 5 s in a cold process.
+"""Claim: 150 leaves of 150 distinct shapes are initialized in under 5 s in a cold process.
 
 XLA compiles random sampling separately for each shape, so a model in which no two layers are alike is the worst case.
 Here it is a chain of 75 linear layers of different widths: 75 kernels of 1e4 to 1e6 elements and 75 biases, 28 million

@@ -8,7 +8,7 @@ the less accurate mean(x^2) - mean(x)^2.
 
 A training step computes the output, and the gradients of weights and input for a given cotangent; that of the CNN has a
 loss and SGD instead. All run in training mode; weights and inputs are arguments, so that nothing is constant-folded,
-and all results are materialised. Each library is used as documented (layer_peers), PyTorch eagerly, since its compiler
+and all results are materialized. Each library is used as documented (layer_peers), PyTorch eagerly, since its compiler
 is a separate library, and with images in its channels-last format. PyTorch runs in its own process, which idles while
 JAX computes, and vice versa. On a GPU both use it.
 """

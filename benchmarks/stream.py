@@ -8,7 +8,7 @@ A GPT in bfloat16 with float32 master weights trains for the same steps twice, e
 bytes transferred between host and device per step, as counted from the leaves, and the peak memory of the device. Each
 weight is fetched in the forward and in the backward pass, its gradient is written, read for the norm and read for the
 update, and each slot is read and written with its weight. The inputs of the layers are offloaded and fetched back. Both
-variants rematerialise the layers in the backward pass.
+variants rematerialize the layers in the backward pass.
 """
 
 import argparse

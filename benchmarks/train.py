@@ -159,7 +159,7 @@ def mlax_model(name: str) -> Any:
         from characters import LanguageModel
 
         return LanguageModel(128, DEPTH, HEADS)
-    relu = mlax.F(jax.nn.relu)
+    relu = jax.nn.relu
     return mlax.Series(
         edges=nn.Conv(CHANNELS, 3),
         relu1=relu,

@@ -40,7 +40,7 @@ def cnn(config):
     """The network: (b, 8, 8, 1) pixels from 0 to 1 in, (b, 10) logits out."""
 
     def conv(features):
-        return mlax.Series(conv=nn.Conv(features, 3), relu=mlax.F(jax.nn.relu))
+        return mlax.Series(conv=nn.Conv(features, 3), relu=jax.nn.relu)
 
     return mlax.Series(
         edges=conv(config.width),
@@ -107,11 +107,11 @@ def plot_predictions(path, test, predicted):
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     figure.suptitle(f"Predicted / true digit: {wrong.sum()} of {len(wrong)} test images are wrong, in red", size=14)
     for axes, i in zip(figure.subplots(4, 10).flat, np.argsort(~wrong, stable=True), strict=False):
-        colour, weight, line = ("#CC3311", "bold", 3) if wrong[i] else ("black", "normal", 0.5)
+        color, weight, line = ("#CC3311", "bold", 3) if wrong[i] else ("black", "normal", 0.5)
         axes.imshow(images[i], cmap="gray_r")
         axes.set(xticks=[], yticks=[])
-        axes.set_title(f"{predicted[i]} / {digits[i]}", color=colour, weight=weight)
-        axes.spines[:].set(color=colour, linewidth=line)
+        axes.set_title(f"{predicted[i]} / {digits[i]}", color=color, weight=weight)
+        axes.spines[:].set(color=color, linewidth=line)
     figure.savefig(path, dpi=150)
 
 

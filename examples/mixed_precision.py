@@ -44,7 +44,7 @@ def cnn(width):
     """The network, independent of dtypes: (b, 8, 8, 1) pixels from 0 to 1 in, (b, 10) logits out."""
 
     def conv(features):
-        return mlax.Series(conv=nn.Conv(features, 3), relu=mlax.F(jax.nn.relu))
+        return mlax.Series(conv=nn.Conv(features, 3), relu=jax.nn.relu)
 
     return mlax.Series(
         edges=conv(width),

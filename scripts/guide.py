@@ -132,7 +132,7 @@ def render(name: str, notebook: dict[str, Any]) -> str:
     blocks.append(
         f"---\n\n{following}This page is a script, [{name}.py]({name}.py), and a [notebook](notebooks/{name}.ipynb). "
         f"Its outputs were generated with JAX {metadata['jax']} and Python {metadata['python']} on two cores of an "
-        f"{metadata['cpu']}; those labelled *measured* will differ on your machine."
+        f"{metadata['cpu']}; those labeled *measured* will differ on your machine."
     )
     return "\n\n".join(blocks) + "\n"
 

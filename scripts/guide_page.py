@@ -127,7 +127,7 @@ def alt_text(figure: Any) -> str:
 
 
 def encode_png(figure: Any) -> str:
-    """The figure as a PNG in base64, in at most 96 colours, a third of the bytes."""
+    """The figure as a PNG in base64, in at most 96 colors, a third of the bytes."""
     full, small = io.BytesIO(), io.BytesIO()
     figure.savefig(full, dpi=150)
     Image.open(full).convert("RGB").quantize(96).save(small, "PNG", optimize=True)

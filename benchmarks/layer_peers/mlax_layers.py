@@ -30,10 +30,10 @@ LAYERS = {
     "GRU": mlax.Recurrent(nn.GRUCell(256), axis=0),
     "CNN": mlax.Series(
         nn.Conv(32, 3, padding=1),
-        mlax.F(jax.nn.relu),
+        jax.nn.relu,
         nn.MaxPool(2),
         nn.Conv(64, 3, padding=1),
-        mlax.F(jax.nn.relu),
+        jax.nn.relu,
         nn.MaxPool(2),
         nn.Flatten(),
         nn.Linear(10),

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 
-def standardise(x):
+def standardize(x):
     print("Python runs; x is", type(x).__name__, x.shape)
     x = x - x.mean()
     return jnp.tanh(x / jnp.sqrt((x**2).mean() + 1e-6))
 
 
-fast = jax.jit(standardise)
+fast = jax.jit(standardize)
 x = jnp.arange(8.0)
 for _ in range(3):
     y = fast(x)
@@ -35,13 +35,13 @@ print([f"{value:.2f}" for value in y])
 # `if`. Read each line, an *equation*, as *name : type = primitive[parameters] inputs*.
 
 # %% tags=["version"]
-jaxpr = jax.make_jaxpr(standardise)(x)
+jaxpr = jax.make_jaxpr(standardize)(x)
 print(jaxpr)
 
 # %% [markdown]
 # Note what is gone. `mean` became a sum and a division by 8.0: the length of `x` was known while tracing, so it is now
 # a constant. `1e-6` is a constant too, rounded to float32. The `print` is not in the jaxpr. It was not even called this
-# time, since JAX had already traced `standardise` for this shape and cached the result.
+# time, since JAX had already traced `standardize` for this shape and cached the result.
 #
 # A jaxpr is an ordinary Python object that you can traverse. Page 12 does so.
 
@@ -52,18 +52,18 @@ print(jaxpr)
 # ## Stage two: StableHLO
 #
 # `lower` translates the jaxpr, equation by equation, into StableHLO, the compiler's input language. Nothing is
-# optimised yet.
+# optimized yet.
 
 # %%
-lowered = jax.jit(standardise).lower(x)
+lowered = jax.jit(standardize).lower(x)
 text = lowered.as_text()
 print(len(re.findall(r"stablehlo\.(?!constant)", text)), "operations, not counting constants. The last lines:")
 print("\n".join(text.splitlines()[-6:]))
 
 # %% [markdown]
-# ## Stage three: optimised HLO
+# ## Stage three: optimized HLO
 #
-# `compile` has XLA optimise the program; it takes most of the time, and the speed comes from here. The optimised HLO is
+# `compile` has XLA optimize the program; it takes most of the time, and the speed comes from here. The optimized HLO is
 # long, but two things in it are easy to read: the *entry computation*, which lists what actually runs, and the
 # *fusions*, each of which is one loop over memory.
 
@@ -108,11 +108,11 @@ from matplotlib import pyplot as plt
 figure, axes = plt.subplots(figsize=(7.2, 3.2))
 axes.set(xlim=(0, 10), ylim=(0, 6.2))
 axes.axis("off")
-colours = ["#BBCCEE", "#CCDDAA", "#FFCCCC"]
+colors = ["#BBCCEE", "#CCDDAA", "#FFCCCC"]
 
 
-def box(x, y, words, colour):
-    style = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
+def box(x, y, words, color):
+    style = {"boxstyle": "round,pad=0.4", "facecolor": color, "edgecolor": "#555555"}
     axes.text(x, y, words, ha="center", va="center", fontsize=8, bbox=style)
 
 
@@ -123,12 +123,12 @@ def arrow(start, end, words=""):
 
 axes.text(0, 5.9, "jaxpr: ten operations", weight="bold")
 for i, equation in enumerate(jaxpr.jaxpr.eqns):
-    box(0.5 + i, 4.9, equation.primitive.name.replace("_", "\n"), colours[(i > 1) + (i > 7)])
-axes.text(0, 3.6, "optimised HLO: three passes", weight="bold")
+    box(0.5 + i, 4.9, equation.primitive.name.replace("_", "\n"), colors[(i > 1) + (i > 7)])
+axes.text(0, 3.6, "optimized HLO: three passes", weight="bold")
 centers = (0.8, 4.4, 8.4)
 for i, inside in enumerate(fusions(compiled)):
     middle = len(inside) // 2 if len(inside) > 3 else len(inside)
-    box(centers[i], 2.5, " ".join(inside[:middle]) + "\n" + " ".join(inside[middle:]), colours[i])
+    box(centers[i], 2.5, " ".join(inside[:middle]) + "\n" + " ".join(inside[middle:]), colors[i])
     arrow((centers[i], 0.9), (centers[i], 1.9))
 arrow((1.4, 2.5), (2.9, 2.5), "sum")
 arrow((5.9, 2.5), (7.2, 2.5), "sum, 1 / std")
@@ -148,7 +148,7 @@ axes.text(5, 0.5, "x, in memory: read once by each pass", ha="center", va="cente
 import mlax
 from mlax import nn
 
-model = mlax.Series(up=nn.Linear(128), gelu=mlax.F(jax.nn.gelu), down=nn.Linear(1))
+model = mlax.Series(up=nn.Linear(128), gelu=jax.nn.gelu, down=nn.Linear(1))
 batch = jnp.ones((32, 64))
 trainables, _ = model.init(jax.random.key(0), batch)
 
@@ -183,4 +183,4 @@ assert runs < operations / 2
 #   infers the input shapes of your layers.
 
 # %%
-jax.eval_shape(standardise, jax.ShapeDtypeStruct((10**9,), jnp.float32))
+jax.eval_shape(standardize, jax.ShapeDtypeStruct((10**9,), jnp.float32))

@@ -16,10 +16,10 @@ from mlax import nn, optim
 
 model = mlax.Series(
     up=nn.Linear(64),
-    relu=mlax.F(jax.nn.relu),
+    relu=jax.nn.relu,
     norm=nn.LayerNorm(),
     mix=nn.Linear(64),
-    relu2=mlax.F(jax.nn.relu),
+    relu2=jax.nn.relu,
     head=nn.Linear(10),
 )
 optimizer = optim.AdamW(1e-3)
@@ -136,7 +136,7 @@ axes.set_title("The same training step, with more and more of it inside jit", fo
 
 
 # %%
-tiny = mlax.Series(up=nn.Linear(8), relu=mlax.F(jax.nn.relu), mix=nn.Linear(8), out=nn.Linear(1))
+tiny = mlax.Series(up=nn.Linear(8), relu=jax.nn.relu, mix=nn.Linear(8), out=nn.Linear(1))
 first = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
 
 

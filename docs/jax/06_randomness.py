@@ -88,7 +88,7 @@ assert (by_name["up"] == mlax.named_key(key, "up")).all()  # regardless of the o
 
 x = jnp.ones((2, 8))
 small = mlax.Series(up=nn.Linear(16), head=nn.Linear(4))
-large = mlax.Series(up=nn.Linear(16), norm=nn.LayerNorm(), gelu=mlax.F(jax.nn.gelu), head=nn.Linear(4))
+large = mlax.Series(up=nn.Linear(16), norm=nn.LayerNorm(), gelu=jax.nn.gelu, head=nn.Linear(4))
 one, _ = small.init(key, x)
 two, _ = large.init(key, x)
 same = [path for path in mlax.paths(one) if (mlax.get(one, path) == mlax.get(two, path)).all()]
@@ -159,8 +159,8 @@ axes.set(xlim=(0, 10), ylim=(0, 5))
 axes.axis("off")
 
 
-def chip(x, y, words, colour):
-    style = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
+def chip(x, y, words, color):
+    style = {"boxstyle": "round,pad=0.4", "facecolor": color, "edgecolor": "#555555"}
     axes.text(x, y, words, ha="center", va="center", fontsize=8.5, bbox=style)
 
 
@@ -189,7 +189,7 @@ axes.text(0, 0.4, "each arrow is one split or fold_in:\na tree, not a chain", fo
 #
 # - Create keys with `jax.random.key(seed)`. The older `PRNGKey` returns a plain array of two integers, which can be
 #   added or averaged by mistake.
-# - Organise keys as a tree, as in the figure: from the seed to a purpose, to a step, to a layer. Then adding a key
+# - Organize keys as a tree, as in the figure: from the seed to a purpose, to a step, to a layer. Then adding a key
 #   changes no other key.
 # - In mlax a layer that needs randomness asks for it: `fwd` without `rng` is an error for a Dropout in training mode,
 #   and fine with `inference_mode=True`.

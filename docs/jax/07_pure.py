@@ -22,7 +22,7 @@ from mlax import nn
 # transformation accepts and returns pytrees. `jax.tree.map` is the one function to know.
 
 # %%
-model = mlax.Series(up=nn.Linear(4), relu=mlax.F(jax.nn.relu), head=nn.Linear(2))
+model = mlax.Series(up=nn.Linear(4), relu=jax.nn.relu, head=nn.Linear(2))
 trainables, non_trainables = model.init(jax.random.key(0), jnp.ones((1, 3)))
 print(jax.tree.map(jnp.shape, trainables))
 print(non_trainables)
@@ -102,8 +102,8 @@ axes.set(xlim=(0, 10), ylim=(0, 4.2))
 axes.axis("off")
 
 
-def draw_buffer(x, y, words, colour):
-    axes.add_patch(plt.Rectangle((x, y), 2.2, 1.2, facecolor=colour, edgecolor="#555555"))
+def draw_buffer(x, y, words, color):
+    axes.add_patch(plt.Rectangle((x, y), 2.2, 1.2, facecolor=color, edgecolor="#555555"))
     axes.text(x + 1.1, y + 0.6, words, ha="center", va="center", fontsize=9)
 
 

@@ -171,18 +171,18 @@ print("second derivative:", jax.grad(jax.grad(softplus))(0.0), "since the rule i
 
 # %%
 @jax.custom_vjp
-def quantise(x):
+def quantize(x):
     return jnp.round(x * 4) / 4
 
 
-quantise.defvjp(lambda x: (quantise(x), None), lambda residuals, g: (g,))  # the backward pass of the identity
+quantize.defvjp(lambda x: (quantize(x), None), lambda residuals, g: (g,))  # the backward pass of the identity
 
 x = jnp.array([0.1, 0.3, 0.9])
 print(
     "without a rule:",
     jax.grad(lambda x: (jnp.round(x * 4) / 4).sum())(x),
     "  straight-through:",
-    jax.grad(lambda x: quantise(x).sum())(x),
+    jax.grad(lambda x: quantize(x).sum())(x),
 )
 
 # %% [markdown]
@@ -224,9 +224,9 @@ from jax.test_util import check_grads
 check_grads(softplus, (jnp.array([-2.0, 0.5, 3.0]),), order=2, eps=1e-2, atol=1e-2, rtol=1e-2)
 
 # %% [markdown]
-# ## Rematerialisation: `jax.checkpoint`
+# ## Rematerialization: `jax.checkpoint`
 #
-# Rematerialisation trades compute for memory. Reverse mode stores every intermediate; `jax.checkpoint` (in mlax:
+# Rematerialization trades compute for memory. Reverse mode stores every intermediate; `jax.checkpoint` (in mlax:
 # `Remat`, or a mode of `Repeat`) discards them and recomputes them in the backward pass.
 
 

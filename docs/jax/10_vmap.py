@@ -42,7 +42,7 @@ for name, function in (("one", lambda x: kernel @ x), ("ten", jax.vmap(lambda x:
 # ## Per-example gradients
 #
 # Per-example gradients are `vmap` over `grad`, where a batch normally gives only their mean. They are used for clipping
-# in differential privacy, for measuring gradient noise, and, as here, for finding mislabelled data.
+# in differential privacy, for measuring gradient noise, and, as here, for finding mislabeled data.
 #
 # We take 1,797 handwritten digits and change 40 of the labels.
 
@@ -54,7 +54,7 @@ labels = digits.copy()
 labels[changed] = (labels[changed] + np.random.default_rng(1).integers(1, 10, size=40)) % 10
 labels = jnp.asarray(labels)
 
-model = mlax.Series(hidden=nn.Linear(32), relu=mlax.F(jax.nn.relu), head=nn.Linear(10))
+model = mlax.Series(hidden=nn.Linear(32), relu=jax.nn.relu, head=nn.Linear(10))
 optimizer = optim.AdamW(3e-3)
 
 
@@ -99,7 +99,7 @@ figure, panels = plt.subplots(2, 8, figsize=(7.2, 2.3))
 for axes, i in zip(panels.flat, worst, strict=False):
     axes.imshow(pixels[i].reshape(8, 8), cmap="gray_r")
     axes.set(xticks=[], yticks=[])
-    axes.set_title(f"labelled {labels[i]}", fontsize=8, color="#CC3311" if i in changed else "black")
+    axes.set_title(f"labeled {labels[i]}", fontsize=8, color="#CC3311" if i in changed else "black")
 figure.suptitle("The 16 largest gradients; changed labels in red", fontsize=10)
 
 
@@ -131,9 +131,7 @@ assert memory > 128 * 4 * mlax.count(trainables)
 # %%
 x = jnp.concatenate([jnp.linspace(-3, -1, 30), jnp.linspace(0.5, 2, 20)])[:, None]
 y = jnp.sin(2 * x) + 0.1 * jax.random.normal(jax.random.key(0), x.shape)
-curve = mlax.Series(
-    up=nn.Linear(32), tanh=mlax.F(jnp.tanh), mid=nn.Linear(32), tanh2=mlax.F(jnp.tanh), out=nn.Linear(1)
-)
+curve = mlax.Series(up=nn.Linear(32), tanh=jnp.tanh, mid=nn.Linear(32), tanh2=jnp.tanh, out=nn.Linear(1))
 adam = optim.AdamW(1e-2, decay=1e-3)
 
 

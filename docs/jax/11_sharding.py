@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Sharding
 #
-# Sharding distributes the elements of an array over several devices, as shards or as replicas; programs run where their
-# data is. You need no cluster to learn it: eight simulated devices on a CPU behave the same, only not faster.
+# Sharding stores an array on several devices, split into shards or replicated; programs run where their data is. You
+# need no cluster to learn it: eight simulated devices on a CPU behave the same, only not faster.
 
 # %%
 import re
@@ -37,7 +37,7 @@ print(sharded.addressable_shards[3].device, "holds")
 print(sharded.addressable_shards[3].data)
 
 # %% [markdown]
-# Five shardings of the same array. Each tile is one shard, labelled with the devices that hold it.
+# Five shardings of the same array. Each tile is one shard, labeled with the devices that hold it.
 
 # %% tags=["drawing"]
 from matplotlib import pyplot as plt
@@ -48,10 +48,10 @@ def draw(axes, spec, shape=(8, 8)):
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         corner = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         shards.setdefault(corner, []).append(device.id)
-    colours = plt.get_cmap("Set3").colors
+    colors = plt.get_cmap("Set3").colors
     for ((top, bottom), (left, right)), ids in shards.items():
         axes.add_patch(
-            plt.Rectangle((left, top), right - left, bottom - top, facecolor=colours[ids[0]], edgecolor="white", lw=2)
+            plt.Rectangle((left, top), right - left, bottom - top, facecolor=colors[ids[0]], edgecolor="white", lw=2)
         )
         words = " ".join(map(str, ids)) if len(ids) < 5 else "0 1 2 3\n4 5 6 7"
         axes.text((left + right) / 2, (top + bottom) / 2, words, ha="center", va="center", fontsize=8)
@@ -104,7 +104,7 @@ for name, left, right in (
 # all-reduce of the gradients.
 
 # %%
-model = mlax.Series(hidden=nn.Linear(64), relu=mlax.F(jax.nn.relu), head=nn.Linear(1))
+model = mlax.Series(hidden=nn.Linear(64), relu=jax.nn.relu, head=nn.Linear(1))
 rng = np.random.default_rng(0)
 source = {"x": rng.normal(size=(512, 8)).astype(np.float32)}
 source["y"] = np.sin(source["x"].sum(1, keepdims=True))
@@ -189,11 +189,11 @@ print("from the left", shifted)
 figure, axes = plt.subplots(figsize=(7.2, 2.2))
 axes.set(xlim=(-0.3, 8.2), ylim=(-0.4, 3.4))
 axes.axis("off")
-colours = plt.get_cmap("Set3").colors
+colors = plt.get_cmap("Set3").colors
 for i in range(8):
     for y, words in ((2.2, f"{2 * i} {2 * i + 1}"), (0, f"{(2 * i - 2) % 16} {(2 * i - 1) % 16}")):
         owner = i if y else (i - 1) % 8
-        axes.add_patch(plt.Rectangle((i, y), 0.8, 0.8, facecolor=colours[owner], edgecolor="#666666"))
+        axes.add_patch(plt.Rectangle((i, y), 0.8, 0.8, facecolor=colors[owner], edgecolor="#666666"))
         axes.text(i + 0.4, y + 0.4, words, ha="center", va="center")
     axes.text(i + 0.4, 3.15, f"device {i}", ha="center", fontsize=8)
     target = (i + 1) % 8

@@ -25,7 +25,7 @@ from mlax import inspect, nn
 # `cond`.
 
 # %%
-model = mlax.Series(up=nn.Linear(8), gelu=mlax.F(jax.nn.gelu), norm=nn.LayerNorm(), head=nn.Linear(2))
+model = mlax.Series(up=nn.Linear(8), gelu=jax.nn.gelu, norm=nn.LayerNorm(), head=nn.Linear(2))
 x = jnp.arange(12.0).reshape(4, 3)
 trainables, _ = model.init(jax.random.key(0), x)
 
@@ -174,13 +174,13 @@ def first_nan(function):
     return with_rule(rule, function)
 
 
-def normalise(x):
-    with jax.named_scope("normalise"):
+def normalize(x):
+    with jax.named_scope("normalize"):
         return x / jnp.sqrt(jnp.sum(x**2))
 
 
 def loss(x):
-    scaled = normalise(x)
+    scaled = normalize(x)
     with jax.named_scope("entropy"):
         return -jnp.sum(scaled * jnp.log(scaled))
 
@@ -221,7 +221,7 @@ for i, (name, value) in enumerate(trace):
 # The function may be anything that JAX can trace, including a gradient:
 
 # %% tags=["raises-exception", "version"]
-first_nan(jax.grad(lambda x: jnp.sum(normalise(x))))(jnp.zeros(2))
+first_nan(jax.grad(lambda x: jnp.sum(normalize(x))))(jnp.zeros(2))
 
 # %% [markdown]
 # ## Changing what is computed

@@ -73,14 +73,14 @@ assert with_compilation > right > no_wait
 # So warm up with one call, end with `jax.block_until_ready` on all outputs, take the minimum or median of several
 # repeats, and compare two variants within one run rather than with yesterday's number.
 #
-# ## Implicit synchronisation
+# ## Implicit synchronization
 #
-# Implicit synchronisation happens whenever a training loop reads a value: `float(loss)`, `print(loss)`,
+# Implicit synchronization happens whenever a training loop reads a value: `float(loss)`, `print(loss)`,
 # `np.asarray(loss)`, `if loss < best`. While Python waits for the device it prepares nothing; when it continues, the
 # device is idle.
 
 # %% tags=["measured"]
-model = mlax.Series(up=nn.Linear(512), relu=mlax.F(jax.nn.relu), mid=nn.Linear(512), head=nn.Linear(10))
+model = mlax.Series(up=nn.Linear(512), relu=jax.nn.relu, mid=nn.Linear(512), head=nn.Linear(10))
 optimizer = optim.AdamW(1e-3)
 images, labels = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32), np.arange(256) % 10
 
@@ -206,11 +206,11 @@ first = min(event["ts"] for event in executed)
 threads = {thread: row for row, thread in enumerate(sorted({event["tid"] for event in executed if event["dur"] > 1}))}
 executed = [event for event in executed if event["tid"] in threads]
 dot = [event for event in executed if "dot" in event["name"] or "ynn" in event["name"]]
-for group, colour, label in ((executed, "#4477AA", "fused loops"), (dot, "#EE6677", "matrix products")):
+for group, color, label in ((executed, "#4477AA", "fused loops"), (dot, "#EE6677", "matrix products")):
     for event in group:
         start = (event["ts"] - first) / 1e3
-        axes.broken_barh([(start, max(event["dur"] / 1e3, 0.01))], (threads[event["tid"]] - 0.4, 0.8), facecolor=colour)
-    axes.plot([], [], color=colour, linewidth=6, label=label)
+        axes.broken_barh([(start, max(event["dur"] / 1e3, 0.01))], (threads[event["tid"]] - 0.4, 0.8), facecolor=color)
+    axes.plot([], [], color=color, linewidth=6, label=label)
 axes.set(
     xlabel="milliseconds", yticks=list(threads.values()), yticklabels=[f"thread {row}" for row in threads.values()]
 )

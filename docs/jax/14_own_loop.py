@@ -41,11 +41,11 @@ model = mlax.Series(
     flat=nn.Flatten(),
     up=nn.Linear(256),
     norm=nn.BatchNorm(),
-    relu=mlax.F(jax.nn.relu),
+    relu=jax.nn.relu,
     drop=nn.Dropout(0.2),
     mid=nn.Linear(256),
     norm2=nn.BatchNorm(),
-    relu2=mlax.F(jax.nn.relu),
+    relu2=jax.nn.relu,
     drop2=nn.Dropout(0.2),
     head=nn.Linear(10),
 )

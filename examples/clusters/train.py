@@ -27,9 +27,7 @@ class Config:
     run: str = "runs/cluster"  # the run directory
 
 
-MODEL = mlax.Series(
-    up=nn.Linear(128), gelu=mlax.F(jax.nn.gelu), drop=nn.Dropout(0.1), norm=nn.LayerNorm(), head=nn.Linear(10)
-)
+MODEL = mlax.Series(up=nn.Linear(128), gelu=jax.nn.gelu, drop=nn.Dropout(0.1), norm=nn.LayerNorm(), head=nn.Linear(10))
 
 
 def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
