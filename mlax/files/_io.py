@@ -30,7 +30,7 @@ class InvalidFile(ValueError):
 
 
 class NotEnoughSpace(OSError):
-    """A file system is too full to write `filename`: `needed` bytes, of which `free` are available."""
+    """A file system is too full to write `filename`: that takes `needed` bytes, and `free` are left."""
 
     def __init__(self, path: str, needed: int, free: int):
         message = (

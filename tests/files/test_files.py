@@ -1,4 +1,4 @@
-"""Files of arrays: what is saved comes back to the bit, here and in the reference implementation."""
+"""files.save and files.load round-trip bitwise, also through the reference implementation."""
 
 import os
 
@@ -16,15 +16,15 @@ from tests.asserts import unequal_leaves
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]
 
 
-def drawn(dtype, shape, seed=0):
+def random_array(dtype, shape, seed=0):
     """Random bits of a dtype; booleans are 0 or 1."""
     raw = np.random.default_rng(seed).integers(0, 2 if dtype == np.bool_ else 256, (*shape, dtype.itemsize), np.uint8)
     return raw.reshape(-1).view(dtype).reshape(shape) if raw.size else np.empty(shape, dtype)
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_and_shape_comes_back_to_the_bit(name, tmp_path):
-    tree = {str(shape): drawn(DTYPES[name], shape) for shape in SHAPES}
+def test_every_dtype_and_shape_round_trips_bitwise(name, tmp_path):
+    tree = {str(shape): random_array(DTYPES[name], shape) for shape in SHAPES}
     files.save(tmp_path / "x.safetensors", tree)
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == tree.keys()
@@ -32,7 +32,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(name, tmp_path):
 
 
 def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
-    tree = {name: {"a": drawn(dtype, (3, 2)), "b": drawn(dtype, ())} for name, dtype in DTYPES.items()}
+    tree = {name: {"a": random_array(dtype, (3, 2)), "b": random_array(dtype, ())} for name, dtype in DTYPES.items()}
     files.save(tmp_path / "x.safetensors", tree, {"made": "hère"})
     loaded = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
     assert {f"{name}/{leaf}" for name in tree for leaf in "ab"} == loaded.keys()
@@ -45,28 +45,28 @@ def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
 
 
 def test_mlax_reads_what_the_reference_implementation_writes(tmp_path):
-    flat = {f"{name}.{shape}": drawn(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES}
+    flat = {f"{name}.{shape}": random_array(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES}
     safetensors.numpy.save_file(flat, tmp_path / "x.safetensors", {"format": "np"})
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == flat.keys()
     assert all(not unequal_leaves(loaded[name], array) for name, array in flat.items())
 
 
-def test_arrays_are_mapped_and_cannot_be_written_to(tmp_path):
+def test_arrays_are_memory_mapped_and_read_only(tmp_path):
     files.save(tmp_path / "x.safetensors", {"a": jnp.arange(3), "b": {"c": jnp.ones((), jnp.bfloat16)}})
     loaded = files.load(tmp_path / "x.safetensors")
     assert not loaded["a"].flags.writeable and not loaded["a"].flags.owndata
     assert jnp.asarray(loaded["b"]["c"]).dtype == jnp.bfloat16
 
 
-def test_arrays_that_are_not_contiguous_or_have_the_big_end_first_are_saved_as_they_look(tmp_path):
+def test_non_contiguous_and_big_endian_arrays_are_saved_by_value(tmp_path):
     a = np.arange(12, dtype=np.float32).reshape(3, 4)
     files.save(tmp_path / "x.safetensors", {"t": a.T, "step": a[:, ::2], "big": a.astype(">f4")})
     loaded = files.load(tmp_path / "x.safetensors")
     assert (loaded["t"] == a.T).all() and (loaded["step"] == a[:, ::2]).all() and (loaded["big"] == a).all()
 
 
-def test_nothing_saved_is_nothing_loaded(tmp_path):
+def test_an_empty_tree_loads_as_an_empty_dict(tmp_path):
     files.save(tmp_path / "x.safetensors", {"a": {}, "b": None})
     assert files.load(tmp_path / "x.safetensors") == {}
 
@@ -106,19 +106,19 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         ({"a": jax.random.key(0)}, "key_data"),
     ],
 )
-def test_what_a_file_cannot_hold_is_refused_in_words(tree, words, tmp_path):
+def test_a_tree_that_a_file_cannot_store_is_an_error(tree, words, tmp_path):
     with pytest.raises((TypeError, ValueError), match=words):
         files.save(tmp_path / "x.safetensors", tree)
     assert not os.listdir(tmp_path)
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path):
+def test_the_error_names_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder; create it first") as failure:
         files.save(tmp_path / "runs" / "x.safetensors", {"a": np.ones(3)})
     assert failure.value.filename == str(tmp_path / "runs")
 
 
-def test_an_index_brings_arrays_of_several_files_together(tmp_path):
+def test_an_index_combines_the_arrays_of_several_files(tmp_path):
     files.save(tmp_path / "1.safetensors", {"a": np.ones(3), "spare": np.ones(1)})
     files.save(tmp_path / "2.safetensors", {"b": {"c": np.zeros(2)}})
     index = tmp_path / "model.safetensors.index.json"
@@ -127,7 +127,7 @@ def test_an_index_brings_arrays_of_several_files_together(tmp_path):
     assert loaded["a"].shape == (3,) and loaded["b"]["c"].shape == (2,) and len(loaded) == 2
 
 
-def test_links_lead_where_the_caller_says(tmp_path):
+def test_links_may_lead_into_the_folder_that_the_caller_allows(tmp_path):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     files.save(tmp_path / "blobs" / "1", {"a": np.ones(3)})

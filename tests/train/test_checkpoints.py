@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back to the bit, the right steps are kept, and errors say what to do."""
+"""Checkpoints: states round-trip bitwise, retention keeps the right steps, and errors say what to do."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train.checkpoints._manifest import DTYPES
+from mlax.train.checkpoints import DTYPES, unique_process_id
 from tests.asserts import unequal_leaves
 
 
@@ -45,13 +45,13 @@ def _kind(leaf):
 
 
 @pytest.fixture
-def words():
+def messages():
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path, words):
-    return train.Checkpoints(tmp_path / "checkpoints", report=words.append)
+def checkpoints(tmp_path, messages):
+    return train.Checkpoints(tmp_path / "checkpoints", report=messages.append)
 
 
 def saved(checkpoints, *steps, **more):
@@ -60,7 +60,7 @@ def saved(checkpoints, *steps, **more):
         checkpoints.wait()
 
 
-def test_a_state_comes_back_to_the_bit(checkpoints):
+def test_a_state_round_trips_bitwise(checkpoints):
     checkpoints.save(840, state(1), metrics={"loss": 0.5, "odd": float("nan")}, notes={"feed": {"seed": [1, 2]}})
     checkpoints.wait()
     restored = checkpoints.restore(state(2))
@@ -69,12 +69,12 @@ def test_a_state_comes_back_to_the_bit(checkpoints):
     assert restored.metrics["loss"] == 0.5 and np.isnan(restored.metrics["odd"])
 
 
-def test_a_description_of_the_state_is_enough_to_restore(checkpoints):
+def test_an_abstract_state_is_a_target(checkpoints):
     saved(checkpoints, 5)
     assert_restored(checkpoints.restore(jax.eval_shape(state)).tree, state(5))
 
 
-def test_every_dtype_comes_back_to_the_bit(checkpoints):
+def test_every_dtype_round_trips_bitwise(checkpoints):
     draws = np.random.default_rng(0)
     tree = {}
     for name, dtype in DTYPES.items():
@@ -91,7 +91,7 @@ def test_every_dtype_comes_back_to_the_bit(checkpoints):
     assert_restored(checkpoints.restore(narrow).tree, narrow)
 
 
-def test_keys_of_every_algorithm_come_back(checkpoints):
+def test_typed_keys_of_every_algorithm_round_trip(checkpoints):
     tree = {impl: jax.random.split(jax.random.key(7, impl=impl), 3) for impl in ("threefry2x32", "rbg", "unsafe_rbg")}
     tree["one"] = jax.random.key(8)
     checkpoints.save(1, tree)
@@ -108,7 +108,7 @@ def test_weak_types_stay_weak(checkpoints):
     assert_restored(checkpoints.restore(tree).tree, tree)
 
 
-def test_saved_values_are_those_at_the_time_of_saving_though_buffers_are_donated(tmp_path):
+def test_donating_buffers_after_save_does_not_change_what_is_saved(tmp_path):
     optimizer = optim.AdamW(1e-1)
 
     @jax.jit
@@ -122,18 +122,18 @@ def test_saved_values_are_those_at_the_time_of_saving_though_buffers_are_donated
     for number in range(8):
         expected[number] = jax.tree.map(np.array, (trainables, slots))
         checkpoints.save(number, (trainables, slots))
-        trainables, slots = step(trainables, slots)  # writes over what was saved, while it is being written
+        trainables, slots = step(trainables, slots)  # overwrites the buffers while they are being saved
     checkpoints.wait()
     for number, values in expected.items():
         restored = checkpoints.restore((trainables, slots), step=number).tree
         assert jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == y.tobytes(), restored, values))
-    again = step(*restored)  # and what was restored may be donated
+    again = step(*restored)  # restored arrays can be donated
     assert again[0]["bias"].shape == (300,)
 
 
-def test_the_last_steps_are_kept_by_number(checkpoints):
+def test_retention_keeps_the_last_steps_and_the_one_just_saved(checkpoints):
     saved(checkpoints, 900, 1000, 20, 1100, 30)
-    assert checkpoints.steps() == (30, 900, 1000, 1100)  # what was just saved never goes
+    assert checkpoints.steps() == (30, 900, 1000, 1100)  # the step just saved is never deleted
     saved(checkpoints, 1200)
     assert checkpoints.steps() == (1000, 1100, 1200) and checkpoints.latest() == 1200
 
@@ -164,7 +164,7 @@ def test_a_step_that_is_saved_again_is_replaced(checkpoints):
     assert_restored(checkpoints.restore(state()).tree, state(78))
 
 
-def test_large_arrays_are_cut_and_files_are_bounded(tmp_path):
+def test_large_arrays_are_split_over_files_of_bounded_size(tmp_path):
     tree = {"a": np.arange(5000.0).reshape(50, 100), "b": np.arange(3), "c": np.arange(4000.0).reshape(1, 2, 2000)}
     checkpoints = train.Checkpoints(tmp_path, file_bytes=4000)
     checkpoints.save(1, tree)
@@ -174,7 +174,7 @@ def test_large_arrays_are_cut_and_files_are_bounded(tmp_path):
     assert_restored(checkpoints.restore(tree).tree, tree)
 
 
-def test_the_files_are_plain_safetensors_by_the_names_of_the_leaves(checkpoints):
+def test_the_files_are_plain_safetensors_with_the_leaf_names(checkpoints):
     saved(checkpoints, 4)
     folder = os.path.join(checkpoints.folder, "step-00000004")
     assert sorted(os.listdir(folder)) == ["arrays-00001-of-00001.safetensors", "manifest.json"]
@@ -185,7 +185,7 @@ def test_the_files_are_plain_safetensors_by_the_names_of_the_leaves(checkpoints)
     assert manifest["arrays"]["rng"]["key"] == "threefry2x32"
 
 
-def test_a_part_is_restored_and_the_rest_is_as_in_the_target(checkpoints):
+def test_only_some_leaves_are_restored_and_the_rest_come_from_the_target(checkpoints):
     saved(checkpoints, 1)
     restored = checkpoints.restore(state(2), only=("trainables/**",)).tree
     assert_restored((restored.trainables, restored.rng), (state(1).trainables, state(2).rng))
@@ -193,7 +193,7 @@ def test_a_part_is_restored_and_the_rest_is_as_in_the_target(checkpoints):
     assert_restored(checkpoints.restore(only_weights, only=("trainables/**",)).tree["trainables"], state(1).trainables)
 
 
-def test_some_leaves_come_to_the_host_and_no_other_is_read_or_placed(checkpoints, monkeypatch):
+def test_leaves_can_be_restored_to_the_host_without_touching_a_device(checkpoints, monkeypatch):
     saved(checkpoints, 1)
 
     def host(tree):
@@ -203,7 +203,7 @@ def test_some_leaves_come_to_the_host_and_no_other_is_read_or_placed(checkpoints
     slots = described.optimizer._replace(mean=host(described.optimizer.mean))
     target = described._replace(trainables=host(described.trainables), optimizer=slots)
     for name in ("device_put", "make_array_from_callback"):
-        monkeypatch.setattr(jax, name, lambda *_: pytest.fail("something went to a device"))
+        monkeypatch.setattr(jax, name, lambda *_: pytest.fail("something was put on a device"))
     restored = checkpoints.restore(target, only=("*trainables/**", "optimizer/mean/**")).tree
     assert_restored(restored.trainables, jax.tree.map(np.asarray, state(1).trainables))
     assert_restored(restored.optimizer.mean, jax.tree.map(np.asarray, state(1).optimizer.mean))
@@ -223,7 +223,7 @@ def test_leaves_are_restored_under_other_names(checkpoints):
         checkpoints.restore(target, names={"step": "rng"})
 
 
-def test_a_target_that_does_not_fit_is_told_what_to_do(checkpoints):
+def test_the_error_of_a_target_that_does_not_match_says_what_to_do(checkpoints):
     tree = {"a": {"kernel": jnp.ones((2, 3))}, "b": jnp.ones(2)}
     checkpoints.save(1, tree)
     for target, words in (
@@ -249,7 +249,7 @@ def test_an_empty_folder_has_no_steps(checkpoints):
         checkpoints.restore(state())
 
 
-def test_what_cannot_be_saved_is_refused_at_once(checkpoints):
+def test_invalid_arguments_of_save_are_errors_at_once(checkpoints):
     deleted = jnp.ones(3)
     deleted.delete()
     for step, tree, words in (
@@ -281,21 +281,21 @@ def test_what_cannot_be_saved_is_refused_at_once(checkpoints):
     assert checkpoints.steps() == ()
 
 
-def test_a_damaged_step_is_passed_over_aloud_and_the_one_before_it_is_used(checkpoints, words):
+def test_a_damaged_step_is_reported_and_the_step_before_it_is_restored(checkpoints, messages):
     saved(checkpoints, 1, 2)
     path = os.path.join(checkpoints.folder, "step-00000002", "arrays-00001-of-00001.safetensors")
     os.truncate(path, os.path.getsize(path) - 1)
     restored = checkpoints.restore(state())
     assert_restored(restored.tree, state(1))
     assert restored.step == 1
-    assert [step for step, _ in restored.skipped] == [2] and path in words[0] and "step 2 is skipped" in words[0]
+    assert [step for step, _ in restored.skipped] == [2] and path in messages[0] and "step 2 is skipped" in messages[0]
     with pytest.raises(files.InvalidFile, match="bytes, not"):
         checkpoints.restore(state(), step=2)
-    saved(checkpoints, 2)  # training comes by again
+    saved(checkpoints, 2)  # training reaches it again
     assert_restored(checkpoints.restore(state()).tree, state(2))
 
 
-def test_if_no_step_is_whole_that_is_an_error(checkpoints, words):
+def test_restore_raises_if_every_step_is_damaged(checkpoints, messages):
     saved(checkpoints, 1)
     os.unlink(os.path.join(checkpoints.folder, "step-00000001", "manifest.json"))
     assert checkpoints.steps() == ()
@@ -303,7 +303,7 @@ def test_if_no_step_is_whole_that_is_an_error(checkpoints, words):
         checkpoints.restore(state())
 
 
-def test_a_failure_is_given_once_and_never_raised_in_the_loop(checkpoints, words, monkeypatch, capsys):
+def test_a_failed_save_is_reported_once_and_never_raised_by_the_next_save(checkpoints, messages, monkeypatch, capsys):
     saved(checkpoints, 1)
     real = os.fsync
 
@@ -317,7 +317,7 @@ def test_a_failure_is_given_once_and_never_raised_in_the_loop(checkpoints, words
     checkpoints.wait()
     checkpoints.save(3, state())
     checkpoints.save(4, state())
-    assert len(words) == 1 and "the previous save failed with NotEnoughSpace" in words[0]  # nobody looked at step 3's
+    assert len(messages) == 1 and "the previous save failed with NotEnoughSpace" in messages[0]  # of step 3
     assert capsys.readouterr().err == ""
     checkpoints._join()
     assert isinstance(checkpoints.failure(), files.NotEnoughSpace) and checkpoints.failure() is None
@@ -329,22 +329,22 @@ def test_a_failure_is_given_once_and_never_raised_in_the_loop(checkpoints, words
     assert fresh.latest() == 6
 
 
-def test_a_failure_that_nobody_looked_at_is_told_at_the_end(tmp_path, words, monkeypatch):
-    checkpoints = train.Checkpoints(tmp_path, report=words.append)
+def test_an_unchecked_failure_is_reported_when_the_object_is_deleted(tmp_path, messages, monkeypatch):
+    checkpoints = train.Checkpoints(tmp_path, report=messages.append)
     monkeypatch.setattr(os, "mkdir", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
     checkpoints.save(1, {"a": np.ones(3)})
     checkpoints._join()
     del checkpoints
     gc.collect()
-    assert len(words) == 1 and "nothing checked" in words[0]
+    assert len(messages) == 1 and "nothing checked" in messages[0]
 
 
-def test_remains_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
+def test_leftovers_of_dead_processes_are_removed_and_those_of_running_ones_stay(tmp_path):
     saved(train.Checkpoints(tmp_path), 1)
-    mine = train.checkpoints._step_folders.unique_process_id()
-    host, pid, began, word = mine.rsplit("-", 3)
+    mine = unique_process_id()
+    host, pid, start, word = mine.rsplit("-", 3)
     living = [f".saving-00000002-{mine}-1", f".removing-00000001-{mine}-1-0", f".saving-00000002-other{mine}-1"]
-    dead = [f".saving-00000002-{host}-{pid}-{int(began) - 1}-{word}-1"]
+    dead = [f".saving-00000002-{host}-{pid}-{int(start) - 1}-{word}-1"]
     dead += [f".removing-00000001-{host}-999999999-5-{word}-1-0"]
     other = ["notes.txt", ".hidden"]
     for name in (*living, *dead, *other):
@@ -354,7 +354,7 @@ def test_remains_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*living, *other, "step-00000001"])
 
 
-def test_links_and_strange_names_are_no_steps(tmp_path, checkpoints):
+def test_links_and_folders_of_other_names_are_not_steps(tmp_path, checkpoints):
     saved(checkpoints, 1)
     os.symlink(os.path.join(checkpoints.folder, "step-00000001"), os.path.join(checkpoints.folder, "step-00000009"))
     for name in ("step-1", "step-00000008x", "step-00000007"):

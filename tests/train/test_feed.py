@@ -1,4 +1,4 @@
-"""Feed: what is in a batch, in which order, and that the step alone says it."""
+"""Feed: the contents and order of its batches, as a function of the seed and the step."""
 
 import jax
 import numpy as np
@@ -16,14 +16,14 @@ def ids_of(batches):
     return [int(i) for batch in batches for i in np.asarray(batch["digit"])[np.asarray(batch["mask"])]]
 
 
-def test_every_epoch_holds_each_example_once_in_another_order():
+def test_every_epoch_has_each_example_once_in_a_different_order():
     feed = train.Feed(digits(), batch=4, seed=0)
     epochs = [ids_of(feed.batch_at(step) for step in range(e * 6, (e + 1) * 6)) for e in range(4)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_seeds_give_different_orders_and_no_seed_none():
+def test_seeds_give_different_orders_and_none_keeps_the_order():
     orders = {seed: ids_of(train.Feed(digits(), batch=4, seed=seed).epoch()) for seed in (None, 0, 1, 2)}
     assert orders[None] == list(range(23))
     assert len({tuple(order) for order in orders.values()}) == 4
@@ -37,7 +37,7 @@ def test_a_batch_is_a_function_of_the_seed_and_the_step():
         assert np.array_equal(one.indices(step), other.indices(step))
 
 
-def test_the_stream_gives_what_batch_at_gives():
+def test_the_stream_equals_batch_at():
     feed = train.Feed(digits(), batch=4, seed=3, transform=jittered, workers=3, ahead=5)
     with feed.stream(stop=20) as stream:
         batches = list(stream)
@@ -47,7 +47,7 @@ def test_the_stream_gives_what_batch_at_gives():
         assert all(isinstance(leaf, jax.Array) for leaf in batch.values())
 
 
-def test_a_stream_that_is_resumed_goes_on_as_if_unbroken_again_and_again():
+def test_a_stream_resumed_repeatedly_equals_an_uninterrupted_one():
     feed = train.Feed(digits(), batch=4, seed=0)
     unbroken = ids_of(feed.stream(stop=40))
     resumed, position = [], {"step": 0}
@@ -59,7 +59,7 @@ def test_a_stream_that_is_resumed_goes_on_as_if_unbroken_again_and_again():
     assert ids_of(feed.stream(start=15, stop=40)) == unbroken[-len(ids_of(feed.stream(15, 40))) :]
 
 
-def test_the_position_is_that_of_the_batch_handed_out_and_not_of_those_read_ahead():
+def test_the_position_is_that_of_the_last_returned_batch_not_of_prefetched_ones():
     with train.Feed(digits(), batch=4, ahead=4).stream(start=3) as stream:
         assert stream.position() == {"step": 3}
         next(stream)
@@ -72,7 +72,7 @@ def test_a_step_may_be_an_array():
         assert not unequal_leaves(next(stream), feed.batch_at(3)) and stream.position() == {"step": 4}
 
 
-def test_the_last_batch_has_the_shape_of_all_others_and_masks_what_fills_it_up():
+def test_the_last_batch_has_the_same_shape_and_masks_its_padding():
     feed = train.Feed(digits(), batch=4, seed=0)
     assert feed.steps == 6
     last = feed.batch_at(5)
@@ -82,7 +82,7 @@ def test_the_last_batch_has_the_shape_of_all_others_and_masks_what_fills_it_up()
     assert shapes == {"image": {(4, 2, 2)}, "digit": {(4,)}, "mask": {(4,)}}
 
 
-def test_a_batch_is_filled_up_with_other_examples_of_the_epoch():
+def test_a_batch_is_padded_with_other_examples_of_the_epoch():
     feed = train.Feed(digits(17), batch=16, seed=0)
     for epoch in range(3):
         filled = feed.batch_at(2 * epoch + 1)
@@ -95,7 +95,7 @@ def test_a_batch_may_be_larger_than_the_source():
     assert sorted(batch["digit"][:3]) == [0, 1, 2] and batch["mask"].sum() == 3
 
 
-def test_the_example_has_the_shapes_and_dtypes_of_what_comes():
+def test_example_has_the_shapes_and_dtypes_of_the_batches():
     feed = train.Feed(digits(), batch=4, seed=0)
     (batch,) = feed.stream(stop=1)
     assert feed.specs == (feed.example,)
@@ -103,14 +103,14 @@ def test_the_example_has_the_shapes_and_dtypes_of_what_comes():
     assert feed.example["digit"].dtype == np.int32
 
 
-def test_a_mask_of_the_source_is_kept_but_on_padding():
+def test_a_mask_from_the_source_is_kept_except_on_padding():
     mask = np.random.default_rng(0).random((5, 3)) < 0.5
     feed = train.Feed({"x": np.arange(5), "mask": mask}, batch=4)
     assert np.array_equal(feed.batch_at(0)["mask"], mask[:4])
     assert np.array_equal(feed.batch_at(1)["mask"], [mask[4], *[[False] * 3] * 3])
 
 
-def test_stacked_batches_are_consecutive_ones_on_a_new_axis():
+def test_stacked_batches_are_consecutive_along_a_new_axis():
     feed = train.Feed(digits(), batch=4, seed=0)
     with feed.stream(start=2, stop=8, stacked=3) as stream:
         first, second = stream
@@ -119,7 +119,7 @@ def test_stacked_batches_are_consecutive_ones_on_a_new_axis():
         assert not unequal_leaves(stack, {n: np.stack([feed.batch_at(s)[n] for s in steps]) for n in stack})
 
 
-def test_each_draws_by_example_whatever_the_batch_is():
+def test_each_is_seeded_by_example_whatever_the_batch_size():
     def flipped(example, generator):
         return {**example, "drawn": generator.random(2, np.float32)}
 
@@ -135,18 +135,18 @@ def test_each_draws_by_example_whatever_the_batch_is():
     assert len({values[0] for values in drawn.values()}) == 23
 
 
-def test_a_transform_draws_anew_at_every_step():
+def test_transform_is_seeded_differently_at_every_step():
     feed = train.Feed(digits(4), batch=4, transform=jittered)
     assert not np.array_equal(feed.batch_at(0)["image"], feed.batch_at(1)["image"])
 
 
-def test_time_to_the_millionth_step_is_that_to_the_first():
+def test_a_stream_starts_at_the_millionth_step_at_once():
     feed = train.Feed(digits(), batch=4, seed=0)
     with feed.stream(start=10**6) as stream:
         assert not unequal_leaves(next(stream), feed.batch_at(10**6))
 
 
-def test_it_says_what_it_is():
+def test_repr_describes_the_feed():
     feed = train.Feed({"image": np.zeros((1347, 8, 8), np.float32), "digit": np.zeros(1347, int)}, batch=64, seed=0)
     assert repr(feed) == (
         "Feed(1,347 examples of digit int32[], image float32[8, 8]; batches of 64, 22 per epoch, shuffled by seed 0)"
@@ -158,7 +158,7 @@ def test_it_says_what_it_is():
         assert repr(stream) == "BatchIterator(at step 0)"
 
 
-def test_narrow_dtypes_arrive_as_they_are():
+def test_narrow_dtypes_are_kept():
     arrays = {"h": np.zeros(4, jax.numpy.bfloat16), "i": np.zeros(4, np.int8), "u": np.zeros((4, 2), np.uint8)}
     (batch,) = train.Feed(arrays, batch=4).epoch()
     assert {name: str(leaf.dtype) for name, leaf in batch.items() if name != "mask"} == {
@@ -173,7 +173,7 @@ def test_batches_go_to_the_default_device_uncommitted():
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_an_epoch_by_its_number_is_that_part_of_the_stream(number):
+def test_an_epoch_is_the_corresponding_part_of_the_stream(number):
     feed = train.Feed(digits(), batch=4, seed=0)
     assert ids_of(feed.epoch(number)) == ids_of(feed.stream(6 * number, 6 * number + 6))
 

@@ -1,4 +1,4 @@
-"""A Feed over devices and processes: the same examples, each process loading its own rows."""
+"""A Feed over several devices and processes: the same examples, and each process loads only its rows."""
 
 import json
 
@@ -34,21 +34,21 @@ def test_the_examples_are_the_same_on_any_number_of_devices(devices, stacked):
                 assert len(b[name].devices()) == devices and rows == 8 // devices
 
 
-def test_a_sharding_is_cut_to_the_rank_of_each_array():
+def test_a_sharding_is_truncated_to_the_rank_of_each_array():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "time"))
     feed = train.Feed(ARRAYS, batch=8, sharding=NamedSharding(mesh, PartitionSpec("data", "time")))
     (batch,) = feed.stream(stop=1)
     assert batch["x"].sharding.shard_shape((8, 4)) == (2, 2) and batch["id"].sharding.shard_shape((8,)) == (2,)
 
 
-def test_a_device_will_do_for_a_sharding():
+def test_a_device_is_accepted_as_a_sharding():
     device = jax.devices()[5]
     for sharding in (device, SingleDeviceSharding(device)):
         with train.Feed(ARRAYS, batch=8, sharding=sharding).stream(stop=2, stacked=2) as stream:
             assert next(stream)["x"].devices() == {device}
 
 
-def test_iterated_batches_and_buckets_are_placed_too():
+def test_iterable_feeds_and_buckets_are_sharded_too():
     (batch,) = train.IterableFeed([{"x": np.arange(8)}], sharding=over(4)).stream(stop=1)
     assert batch["x"].sharding == over(4) and batch["mask"].sharding == over(4)
     (batch,) = train.Buckets([[1, 2, 3]] * 8, (4,), 8, sharding=over(8)).stream(stop=1)
@@ -96,7 +96,7 @@ jax.distributed.shutdown()
 """
 
 
-def test_two_processes_load_each_its_own_rows_of_the_same_batches(tmp_path):
+def test_each_of_two_processes_loads_only_its_rows_of_the_same_batches(tmp_path):
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     with reserved_port() as port:

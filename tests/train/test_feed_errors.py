@@ -1,4 +1,4 @@
-"""What a Feed refuses, in words."""
+"""Errors of feeds."""
 
 import re
 
@@ -12,17 +12,17 @@ from mlax import place, train
 X = np.zeros((6, 2), np.float32)
 
 
-class Gives:
-    """A source of 8 examples whose batches `made` makes from the ids."""
+class Returns:
+    """A source of 8 examples whose batches are make(ids)."""
 
-    def __init__(self, made):
-        self.made = made
+    def __init__(self, make):
+        self.make = make
 
     def __len__(self):
         return 8
 
     def __getitem__(self, ids):
-        return self.made(ids)
+        return self.make(ids)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ class Gives:
         (range(9), TypeError, "the source is a range, but must be a dict of arrays"),
         (iter([1]), TypeError, "the source is a list_iterator, but must be a dict"),
         (
-            Gives(lambda ids: np.zeros(len(ids))),
+            Returns(lambda ids: np.zeros(len(ids))),
             TypeError,
             "the source returned a ndarray, but a batch is a dict of arrays",
         ),
-        (Gives(lambda ids: {}), TypeError, "the source returned an empty dict"),
-        (Gives(lambda ids: {"x": ids[1:]}), ValueError, "the source returned 3 rows for 4 examples"),
-        (Gives(lambda ids: {"x": ids, "y": ids[1:]}), ValueError, "different lengths: 'x' 4, 'y' 3"),
-        (Gives(lambda ids: {"x": ids, "mask": ids}), TypeError, r'"mask" is int32\[4\], but must be bool.* target'),
+        (Returns(lambda ids: {}), TypeError, "the source returned an empty dict"),
+        (Returns(lambda ids: {"x": ids[1:]}), ValueError, "the source returned 3 rows for 4 examples"),
+        (Returns(lambda ids: {"x": ids, "y": ids[1:]}), ValueError, "different lengths: 'x' 4, 'y' 3"),
+        (Returns(lambda ids: {"x": ids, "mask": ids}), TypeError, r'"mask" is int32\[4\], but must be bool.* target'),
         (
             {"x": np.array([2**40, 0])},
             OverflowError,
@@ -60,12 +60,12 @@ class Gives:
         ),
     ],
 )
-def test_a_source_that_cannot_be_fed_is_refused(source, error, words):
+def test_an_invalid_source_is_an_error(source, error, words):
     with pytest.raises(error, match=words):
         train.Feed(source, batch=4).batch_at(0)
 
 
-def test_a_ragged_list_is_sent_to_buckets():
+def test_the_error_of_a_ragged_list_suggests_buckets():
     with pytest.raises(ValueError, match="inhomogeneous") as caught:
         train.Feed({"x": [[1], [2, 3]]}, batch=4)
     assert "for sequences, use train.Buckets or train.pack_sequences" in caught.value.__notes__[0]
@@ -79,8 +79,8 @@ def test_a_ragged_list_is_sent_to_buckets():
         (lambda ids: {"x": ids[:, None]}, r"x int32\[4, 1\] where the first batch had x int32\[4\]"),
     ],
 )
-def test_a_source_that_changes_what_it_gives_is_refused_by_name(changed, words):
-    feed = train.Feed(Gives(lambda ids: {"x": ids} if ids[0] == 0 else changed(ids)), batch=4)
+def test_the_error_names_what_changed_between_batches(changed, words):
+    feed = train.Feed(Returns(lambda ids: {"x": ids} if ids[0] == 0 else changed(ids)), batch=4)
     with pytest.raises(ValueError, match=words) as caught, feed.stream() as stream:
         list(stream)
     assert caught.value.__notes__ == ["in the batch of step 1, examples 4, 5, 6, 7"]
@@ -97,7 +97,7 @@ def test_counts_are_ints_of_at_least_one(name, value):
     "given, said",
     [({"x": X}, "{x: float32[6, 2]}"), (X, "float32[6, 2]"), (np.int64(-3), "np.int64(-3)"), (None, "None")],
 )
-def test_what_came_instead_of_a_count_is_said_in_short(given, said):
+def test_the_error_of_a_count_describes_the_value_in_short(given, said):
     with pytest.raises(ValueError, match=re.escape(f"Feed: batch is {said}, but must be an int of at least 1.")):
         train.Feed(8, given)
 
@@ -107,7 +107,7 @@ def test_a_seed_is_an_int_of_at_least_zero():
         train.Feed({"x": X}, batch=2, seed=-1)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused():
+def test_a_batch_that_does_not_divide_into_shards_is_an_error():
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model")), PartitionSpec("data"))
     with pytest.raises(ValueError, match="a batch of 30 does not divide evenly into the 4 shards"):
         train.Feed({"x": X}, batch=30, sharding=sharding)
@@ -137,12 +137,12 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         ({"stopped": True}, TypeError, "stopped is True, but must be a function"),
     ],
 )
-def test_a_stream_that_makes_no_sense_is_refused(options, error, words):
+def test_invalid_arguments_of_stream_are_errors(options, error, words):
     with pytest.raises(error, match=words):
         train.Feed({"x": X}, batch=2).stream(**options)
 
 
-def test_a_transform_keeps_the_number_of_rows_and_an_example_the_names():
+def test_transform_must_keep_the_number_of_rows_and_each_the_names():
     with pytest.raises(ValueError, match="transform returned 1 rows for 2 examples"):
         train.Feed({"x": X}, batch=2, transform=lambda batch, g: {"x": batch["x"][:1]}).batch_at(0)
     odd = train.Feed({"x": X}, batch=6, each=lambda example, g: example if g.random() < 0.5 else {**example, "y": 1})
@@ -177,6 +177,6 @@ def test_a_transform_keeps_the_number_of_rows_and_an_example_the_names():
         (lambda: train.pack_sequences({"a": [[1]], "label": np.zeros(1)}, 4), "label: rows hold sequences only"),
     ],
 )
-def test_sequences_that_do_not_fit_are_refused(make, words):
+def test_invalid_sequences_are_errors(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,4 +1,4 @@
-"""Buckets and packed: every entry once, at fixed shapes, under the right masks."""
+"""Buckets and pack_sequences: every entry once, in fixed shapes, with the right masks."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -10,14 +10,14 @@ LENGTHS = st.lists(st.integers(1, 16), min_size=1, max_size=60)
 
 
 def sequences_of(lengths):
-    """Sequences in which no number comes twice, and none is 0."""
+    """Sequences of distinct values, none of them 0."""
     ends = np.cumsum(lengths)
     return [np.arange(end - length + 1, end + 1) for end, length in zip(ends, lengths, strict=True)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 7), st.none() | st.integers(0, 5), st.integers(0, 2))
-def test_buckets_give_every_sequence_once_an_epoch_whole_and_least_padded(lengths, batch, seed, epoch):
+def test_buckets_have_every_sequence_once_per_epoch_with_the_least_padding(lengths, batch, seed, epoch):
     sequences = sequences_of(lengths)
     feed = train.Buckets(sequences, lengths=(4, 9, 16), batch=batch, seed=seed)
     seen = []
@@ -39,14 +39,14 @@ def test_buckets_give_every_sequence_once_an_epoch_whole_and_least_padded(length
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_buckets_shuffle_which_length_comes_when():
+def test_buckets_shuffle_the_order_of_lengths():
     feed = train.Buckets(sequences_of([3] * 40 + [8] * 40), lengths=(4, 9), batch=4, seed=0)
     orders = [[feed.batch_at(e * 20 + s)["tokens"].shape[1] for s in range(20)] for e in range(3)]
     assert all(sorted(order) == [4] * 10 + [9] * 10 for order in orders)
     assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
 
 
-def test_buckets_stream_what_they_give_and_resume():
+def test_a_stream_of_buckets_equals_batch_at():
     feed = train.Buckets(sequences_of([3, 8, 2, 9, 1, 1, 7]), lengths=(4, 9), batch=2, seed=0)
     with feed.stream(start=3, stop=9) as stream:
         for step, batch in enumerate(stream, 3):
@@ -57,7 +57,7 @@ def test_buckets_stream_what_they_give_and_resume():
     )
 
 
-def test_buckets_may_have_a_size_of_batch_for_each_length_and_carry_other_columns():
+def test_buckets_may_have_a_batch_size_for_each_length_and_other_columns():
     tokens = sequences_of([3, 8, 2])
     given = {"tokens": tokens, "tags": [-t for t in tokens], "label": np.array([5, 6, 7])}
     feed = train.Buckets(given, lengths=(4, 9, 20), batch=(4, 2, 1))
@@ -66,7 +66,7 @@ def test_buckets_may_have_a_size_of_batch_for_each_length_and_carry_other_column
     assert np.array_equal(first["tags"], -first["tokens"]) and first["label"].tolist() == [5, 7, 5, 7]
 
 
-def test_buckets_cut_what_is_too_long_if_told_to():
+def test_buckets_truncate_long_sequences_with_cut():
     feed = train.Buckets(sequences_of([3, 12]), lengths=(2, 4), batch=2, cut=True, pad=-1)
     batch = feed.batch_at(0)
     assert batch["tokens"].tolist() == [[1, 2, 3, -1], [4, 5, 6, 7]] and batch["mask"].sum() == 7
@@ -79,7 +79,7 @@ def test_sequences_of_vectors_are_padded_along_time():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 24))
-def test_packed_rows_hold_every_entry_once_with_its_segment_and_position(lengths, length):
+def test_packed_rows_have_every_entry_once_with_its_segment_and_position(lengths, length):
     sequences = sequences_of(lengths)
     rows = train.pack_sequences(sequences, length, split=True)
     made = rows[np.arange(len(rows))]
@@ -99,14 +99,14 @@ def test_packed_rows_hold_every_entry_once_with_its_segment_and_position(lengths
     assert not pieces
 
 
-def test_packed_rows_are_full_and_as_few_as_first_fit_decreasing_makes():
+def test_packed_rows_are_99_percent_full():
     lengths = np.random.default_rng(0).integers(1, 100, 2_000)
     rows = train.pack_sequences(sequences_of(lengths), 128)
     assert rows.fill > 0.99
     assert repr(rows) == f"PackedSequences(2,000 sequences in {len(rows):,} rows of 128, {rows.fill:.1%} full)"
 
 
-def test_packed_rows_are_a_source_like_any_other():
+def test_packed_rows_are_a_source():
     feed = train.Feed(train.pack_sequences(sequences_of([3, 4, 2, 8, 1, 5]), 8), batch=2, seed=0)
     seen = [i for batch in feed.epoch() for i in np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tolist()]
     assert sorted(seen) == list(range(1, 24))

@@ -1,4 +1,4 @@
-"""Sources of a Feed: arrays in memory and on disk, datasets of one example at a time, Hugging Face datasets."""
+"""Sources of a Feed: arrays in memory and on disk, datasets of single examples, Hugging Face datasets."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,30 +7,30 @@ import pytest
 from mlax import train
 
 
-def test_only_the_rows_that_are_asked_for_are_read_of_a_file(tmp_path):
+def test_only_the_requested_rows_of_a_file_are_read(tmp_path):
     path = tmp_path / "images.npy"
-    rows, width = 2_048, 16_384  # 128 MiB, most of it a hole in the file
+    rows, width = 2_048, 16_384  # 128 MiB, in a sparse file
     written = np.lib.format.open_memmap(path, "w+", np.float32, (rows, width))
     written[:, 0] = np.arange(rows)
     written.flush()
     del written
     feed = train.Feed({"image": np.load(path, mmap_mode="r")}, batch=4, seed=0)
-    before = own_memory()
+    before = anonymous_memory()
     for step in range(20):
         batch = feed.batch_at(step)
         assert np.array_equal(batch["image"][:, 0], feed.indices(step))
         assert not isinstance(batch["image"], np.memmap) and batch["image"].base is None
-    assert own_memory() - before < 32 * 2**20
+    assert anonymous_memory() - before < 32 * 2**20
 
 
-def own_memory():
-    """Bytes of memory that this process has taken for itself, and not those of files that it has mapped."""
+def anonymous_memory():
+    """The anonymous memory of this process in bytes, without mapped files."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-class Rising:
-    """Like an array in an HDF5 file: ids must rise, and none may come twice."""
+class IncreasingOnly:
+    """Like an array in an HDF5 file: ids must increase, without duplicates."""
 
     shape, dtype = (10, 2), np.dtype(np.float32)
 
@@ -42,14 +42,14 @@ class Rising:
         return np.stack([ids, ids], 1).astype(np.float32)
 
 
-def test_arrays_that_take_rising_ids_only_are_read_so():
-    feed = train.Feed({"x": Rising()}, batch=4, seed=0)
+def test_arrays_that_require_increasing_ids_are_read_in_order():
+    feed = train.Feed({"x": IncreasingOnly()}, batch=4, seed=0)
     for step in range(feed.steps):
         batch, ids = feed.batch_at(step), feed.indices(step)
         assert np.array_equal(batch["x"][batch["mask"], 0], ids[ids >= 0])
 
 
-def test_lists_and_arrays_of_jax_are_columns_too():
+def test_lists_and_jax_arrays_are_columns_too():
     feed = train.Feed({"a": [1, 2, 3], "b": jnp.arange(3.0)}, batch=3)
     assert feed.batch_at(0)["a"].tolist() == [1, 2, 3] and feed.batch_at(0)["b"].tolist() == [0, 1, 2]
 
@@ -64,7 +64,7 @@ class Examples:
         return {"image": np.full((2, 2), i, np.uint8), "label": i}
 
 
-def test_rows_reads_a_dataset_of_one_example_at_a_time():
+def test_example_source_reads_a_dataset_of_single_examples():
     feed = train.Feed(train.ExampleSource(Examples()), batch=3, seed=0)
     assert repr(feed).startswith("Feed(7 examples of image uint8[2, 2], label int32[]; batches of 3")
     batch = feed.batch_at(1)
@@ -72,7 +72,7 @@ def test_rows_reads_a_dataset_of_one_example_at_a_time():
 
 
 class HuggingFace:
-    """The part of `datasets.Dataset` that a Feed uses: lists unless a format is asked for."""
+    """The part of `datasets.Dataset` that a Feed uses: lists unless a format is set."""
 
     column_names = ("text", "label")
 
@@ -86,8 +86,8 @@ class HuggingFace:
         return len(self.columns["label"])
 
     def __getitem__(self, ids):
-        taken = {name: [column[i] for i in ids] for name, column in self.columns.items()}
-        return {n: np.array(column) for n, column in taken.items()} if self.kind == "numpy" else taken
+        rows = {name: [column[i] for i in ids] for name, column in self.columns.items()}
+        return {n: np.array(column) for n, column in rows.items()} if self.kind == "numpy" else rows
 
 
 def test_a_hugging_face_dataset_is_read_in_numpy_format():
@@ -96,6 +96,6 @@ def test_a_hugging_face_dataset_is_read_in_numpy_format():
     assert sorted(labels) == list(range(9)) and feed.example["pixels"].shape == (4, 2)
 
 
-def test_text_in_a_hugging_face_dataset_is_refused_by_name():
+def test_the_error_names_a_text_column_of_a_hugging_face_dataset():
     with pytest.raises(TypeError, match="'text' is an array of <U1, but must be numeric; encode or drop it"):
         train.Feed(HuggingFace({"text": ["a", "b"], "label": [0, 1]}), batch=2).batch_at(0)

@@ -1,4 +1,4 @@
-"""Threads of a stream: none outlives it, errors pass through them, none runs too far ahead."""
+"""The threads of a stream: none outlives it, their errors are raised, and they respect `ahead`."""
 
 import gc
 import subprocess
@@ -14,7 +14,7 @@ from mlax import train
 
 
 class Numbers:
-    """A source of the numbers 0 to n - 1 that calls `on_read` with the ids first."""
+    """A source of the ids themselves, which calls `on_read(ids)` first."""
 
     def __init__(self, n=64, on_read=lambda ids: None):
         self.n, self.on_read = n, on_read
@@ -47,14 +47,14 @@ def test_no_thread_outlives_a_closed_stream():
     assert list(stream) == []
 
 
-def test_no_thread_outlives_its_context():
+def test_no_thread_outlives_its_with_block():
     with train.Feed(Numbers(), batch=4).stream() as stream:
         next(stream)
         assert threads()
     assert not threads()
 
 
-def test_python_ends_in_peace_while_a_stream_is_open_and_its_source_stalls():
+def test_the_interpreter_exits_while_a_stream_is_open_and_its_source_blocks():
     program = """
 import time
 import numpy as np
@@ -80,7 +80,7 @@ def test_no_thread_outlives_an_exhausted_stream():
     assert list(stream) == []
 
 
-def test_no_thread_outlives_a_stream_that_is_forgotten():
+def test_no_thread_outlives_a_garbage_collected_stream():
     stream = train.Feed(Numbers(), batch=4).stream()
     next(stream)
     del stream
@@ -88,7 +88,7 @@ def test_no_thread_outlives_a_stream_that_is_forgotten():
     assert not threads()
 
 
-def test_no_thread_outlives_a_loop_that_is_left():
+def test_no_thread_outlives_a_loop_that_breaks():
     for _ in train.Feed(Numbers(), batch=4).stream():
         break
     gc.collect()
@@ -100,7 +100,7 @@ def test_an_empty_stream_is_empty():
     assert list(train.Feed(Numbers(), batch=4).stream(start=7, stop=5)) == []
 
 
-def test_an_error_of_the_source_names_the_step_and_the_ids_after_the_batches_before_it():
+def test_an_error_of_the_source_follows_the_earlier_batches_and_names_the_step_and_ids():
     def fails(ids):
         if 41 in ids:
             raise OSError("the disk is gone")
@@ -115,7 +115,7 @@ def test_an_error_of_the_source_names_the_step_and_the_ids_after_the_batches_bef
     assert list(stream) == [] and not threads()
 
 
-def test_a_stop_iteration_in_the_source_does_not_end_the_loop_in_silence():
+def test_a_stop_iteration_in_the_source_does_not_silently_end_the_loop():
     def fails(ids):
         if 9 in ids:
             next(iter(()))
@@ -124,7 +124,7 @@ def test_a_stop_iteration_in_the_source_does_not_end_the_loop_in_silence():
         list(train.Feed(Numbers(on_read=fails), batch=4).stream(stop=10))
 
 
-def test_the_ids_of_a_large_batch_are_named_in_short():
+def test_the_ids_of_a_large_batch_are_abbreviated():
     feed = train.Feed(Numbers(), batch=30, transform=lambda batch, generator: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         feed.batch_at(0)
@@ -132,7 +132,7 @@ def test_the_ids_of_a_large_batch_are_named_in_short():
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_stalled_source_ends_when_stopped_says_so(at):
+def test_a_stream_of_a_blocked_source_ends_when_stopped_returns_true(at):
     release, stopping = threading.Event(), threading.Event()
     stalls = Numbers(on_read=lambda ids: release.wait(20) if ids[-1] >= 4 * at else None)
     stream = train.Feed(stalls, batch=4).stream(stopped=stopping.is_set)
@@ -147,14 +147,14 @@ def test_a_stalled_source_ends_when_stopped_says_so(at):
         time.sleep(0.01)
 
 
-def test_a_stream_that_is_fed_does_not_ask_whether_to_stop():
+def test_stopped_is_not_called_while_batches_are_ready():
     with train.Feed(Numbers(), batch=4).stream(stopped=lambda: True) as stream:
         time.sleep(0.3)
         assert len(next(stream)["x"]) == 4
 
 
 @pytest.mark.parametrize("ahead, workers", [(1, 1), (2, 2), (2, 8), (5, 2)])
-def test_no_more_batches_are_made_ahead_than_were_asked_for(ahead, workers):
+def test_no_more_than_ahead_batches_are_prefetched(ahead, workers):
     begun, lock = [], threading.Lock()
 
     def counts(ids):
@@ -175,7 +175,7 @@ def test_no_more_batches_are_made_ahead_than_were_asked_for(ahead, workers):
         assert len(begun) == taken + ahead
 
 
-def test_a_batch_that_was_handed_out_is_not_kept():
+def test_a_returned_batch_is_not_kept_alive():
     feed = train.Feed(Numbers(400), batch=4, ahead=2)
     stream = feed.stream(stop=3)
     first = weakref.ref(next(stream)["x"])
@@ -185,7 +185,7 @@ def test_a_batch_that_was_handed_out_is_not_kept():
     stream.close()
 
 
-def test_a_consumer_that_works_waits_for_nothing():
+def test_a_busy_consumer_does_not_wait():
     feed = train.Feed(Numbers(400, lambda ids: time.sleep(0.02)), batch=4)
     with feed.stream() as stream:
         next(stream)
@@ -193,10 +193,10 @@ def test_a_consumer_that_works_waits_for_nothing():
         for _ in range(20):
             time.sleep(0.03)
             next(stream)
-        assert stream.waited - before < 0.2  # and not the 0.4 s that loading takes
+        assert stream.waited - before < 0.2  # loading takes 0.4 s
 
 
-def test_batches_come_in_order_from_workers_of_uneven_speed():
+def test_workers_of_uneven_speed_return_batches_in_order():
     uneven = Numbers(400, lambda ids: time.sleep(0.01 * (int(ids[0]) % 3 == 0)))
     got = [int(batch["x"][0]) for batch in train.Feed(uneven, batch=4, workers=8, ahead=8).stream(stop=30)]
     assert got == list(range(0, 120, 4))

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: written for others, and read from others."""
+"""to_orbax and from_orbax."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def state(seed):
     return {"w": trainables, "optimizer": optim.AdamW(1e-3).init(trainables), "rng": jax.random.key(seed)}
 
 
-def test_a_state_goes_to_orbax_and_back(tmp_path):
+def test_a_state_round_trips_through_orbax(tmp_path):
     train.to_orbax(tmp_path / "there", state(1))
     restored = train.from_orbax(tmp_path / "there", state(2))
     assert jax.tree.structure(restored) == jax.tree.structure(state(1))
@@ -26,7 +26,7 @@ def test_a_state_goes_to_orbax_and_back(tmp_path):
             assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def test_a_tree_that_others_saved_is_read_by_its_names(tmp_path):
+def test_a_tree_that_orbax_saved_is_restored_by_leaf_names(tmp_path):
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "theirs", {"layers": [jnp.ones(3), (jnp.zeros(2),)], "x": np.arange(3)})
     target = {"layers": {"0": jnp.zeros(3), "1": {"0": np.ones(2, np.float32)}}, "x": np.zeros(3, np.int64)}
@@ -34,7 +34,7 @@ def test_a_tree_that_others_saved_is_read_by_its_names(tmp_path):
     assert (np.asarray(restored["layers"]["0"]) == 1).all() and (restored["x"] == np.arange(3)).all()
 
 
-def test_a_target_that_does_not_fit_is_named(tmp_path):
+def test_the_error_names_the_leaf_that_does_not_match(tmp_path):
     train.to_orbax(tmp_path / "there", {"a": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"'a' was saved as float32\[3\]"):
         train.from_orbax(tmp_path / "there", {"a": jnp.ones(4)})

@@ -52,7 +52,7 @@ def test_an_array_that_is_in_pieces_is_saved_once_and_read_where_it_is_needed(tm
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(1, placed(8))
     checkpoints.wait()
-    manifest = train.checkpoints._manifest.read_manifest(str(tmp_path / "step-00000001" / "manifest.json"))
+    manifest = train.checkpoints.read_manifest(str(tmp_path / "step-00000001" / "manifest.json"))
     assert len(manifest.arrays["kernel"].pieces) == 8 and len(manifest.arrays["scale"].pieces) == 1
     described = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in placed(4).items()
@@ -168,7 +168,7 @@ def test_two_processes_write_their_pieces_and_any_number_reads_them(tmp_path):
 @pytest.mark.parametrize("missing", [0, 7])
 def test_pieces_that_are_not_the_whole_array_are_refused(missing):
     blocks = [((row, column), (2, 4)) for row in (0, 2, 4, 6) for column in (0, 4)]
-    assert train.checkpoints._manifest.is_partition((8, 8), blocks)
-    assert not train.checkpoints._manifest.is_partition((8, 8), blocks[:missing] + blocks[missing + 1 :])
-    assert not train.checkpoints._manifest.is_partition((8, 8), [*blocks, blocks[missing]])
-    assert not train.checkpoints._manifest.is_partition((8, 8), [*blocks[1:], ((1, 0), (2, 4))])
+    assert train.checkpoints.is_partition((8, 8), blocks)
+    assert not train.checkpoints.is_partition((8, 8), blocks[:missing] + blocks[missing + 1 :])
+    assert not train.checkpoints.is_partition((8, 8), [*blocks, blocks[missing]])
+    assert not train.checkpoints.is_partition((8, 8), [*blocks[1:], ((1, 0), (2, 4))])

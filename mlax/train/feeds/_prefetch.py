@@ -12,7 +12,7 @@ import jax
 from mlax.train.feeds._batch import Batch, BatchSpec, int_at_least
 from mlax.train.feeds._device_put import BatchPlacer, RowIndex
 
-Position = dict[str, Any]  # JSON-serializable
+Position = dict[str, Any]  # where a stream is in its data; JSON-serializable
 
 _POLL_SECONDS = 0.05  # between two calls of `stopped`
 _JOIN_SECONDS = 2.0  # that closing waits for items in progress

@@ -116,7 +116,7 @@ def pack_sequences(sequences: Any, length: int, *, split: bool = False, pad: Any
 
 
 class PackedSequences:
-    """The Source that `pack_sequences` returns. `fill` is the fraction of entries that are not padding."""
+    """A Source of packed rows, from `pack_sequences`; `fill` is the fraction of entries that are not padding."""
 
     def __init__(self, sequences: Sequences, length: int, split: bool, pad: Any):
         if sequences.fixed:

@@ -1,4 +1,4 @@
-"""IterableFeed: batches that somebody else makes, and the way back to a place among them."""
+"""IterableFeed: batches of an iterator, and resuming at a position in it."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def rows(batch):
     return np.asarray(batch["x"])[np.asarray(batch["mask"])].tolist()
 
 
-def test_a_pass_holds_what_the_iterator_gives_at_one_shape():
+def test_a_pass_has_the_batches_of_the_iterator_padded_to_one_shape():
     feed = train.IterableFeed(tens)
     batches = list(feed.epoch())
     assert [rows(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -33,18 +33,18 @@ def test_a_pass_holds_what_the_iterator_gives_at_one_shape():
     assert repr(train.IterableFeed(tens, steps=3)) == "IterableFeed(x int32[]; batches of 4, 3 per pass)"
 
 
-def test_the_iterator_is_made_again_at_its_end():
+def test_the_iterator_is_made_again_after_each_pass():
     got = [rows(batch) for batch in train.IterableFeed(tens).stream(stop=7)]
     assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2 + [[0, 1, 2, 3]]
 
 
-def test_anything_that_can_be_iterated_over_again_will_do():
+def test_an_iterable_is_accepted_in_place_of_a_function():
     listed, made = ([rows(batch) for batch in train.IterableFeed(make).stream(stop=4)] for make in (list(tens()), tens))
     assert listed == made
 
 
-def broken_and_whole(make, stop=9, lengths=(2, 1, 3, 3)):
-    """The rows of a stream that is broken and resumed by its position, and of one that is not."""
+def resumed_and_uninterrupted(make, stop=9, lengths=(2, 1, 3, 3)):
+    """The rows of a stream that is closed and resumed by its position, and of an uninterrupted one."""
     whole = [rows(batch) for batch in train.IterableFeed(make()).stream(stop=stop)]
     parts, position = [], None
     for length in lengths:
@@ -55,8 +55,8 @@ def broken_and_whole(make, stop=9, lengths=(2, 1, 3, 3)):
     return parts, whole
 
 
-def test_a_resumed_stream_goes_on_as_if_unbroken():
-    parts, whole = broken_and_whole(lambda: tens)
+def test_a_resumed_stream_equals_an_uninterrupted_one():
+    parts, whole = resumed_and_uninterrupted(lambda: tens)
     assert parts == whole
     with train.IterableFeed(tens).stream(start=4, stop=9) as stream:
         assert [rows(batch) for batch in stream] == whole[4:]
@@ -64,11 +64,11 @@ def test_a_resumed_stream_goes_on_as_if_unbroken():
 
 @pytest.mark.parametrize("make", [lambda: tens, lambda: Stateful, lambda: Loader()])
 @pytest.mark.parametrize("start", [0, 2, 4, 7])
-def test_the_position_before_the_first_batch_leads_to_that_batch(make, start):
+def test_the_position_before_the_first_batch_resumes_at_that_batch(make, start):
     with train.IterableFeed(make()).stream(start=start) as stream:
         position = json.loads(json.dumps(stream.position()))
         first = rows(next(stream))
-    for _ in range(2):  # also the position of a stream that was resumed and left at once
+    for _ in range(2):  # also from the position of a stream that was resumed and closed at once
         with train.IterableFeed(make()).stream(position=position) as stream:
             position = stream.position()
     with train.IterableFeed(make()).stream(position=position) as stream:
@@ -83,7 +83,7 @@ def test_stacked_batches_are_consecutive():
 
 
 class Stateful:
-    """Keeps its place as Grain's iterators do (and gives one buffer again and again, as some do)."""
+    """Has a state as Grain's iterators do (and reuses one buffer, as some do)."""
 
     opened = 0
 
@@ -108,8 +108,8 @@ class Stateful:
         self.at = json.loads(state)["at"]
 
 
-def test_an_iterator_that_says_its_state_is_set_to_it():
-    parts, whole = broken_and_whole(lambda: Stateful)
+def test_an_iterator_with_get_state_is_restored_by_set_state():
+    parts, whole = resumed_and_uninterrupted(lambda: Stateful)
     assert parts == whole == [[i % 5, i % 5 + 10] for i in range(9)]
     with train.IterableFeed(Stateful).stream(stop=3) as stream:
         list(stream)
@@ -117,7 +117,7 @@ def test_an_iterator_that_says_its_state_is_set_to_it():
 
 
 class Loader:
-    """Keeps the place of its iterator as Hugging Face's IterableDataset does, which goes back to it in its epoch."""
+    """Has the state of its iterator as Hugging Face's IterableDataset does, which restores it within its epoch."""
 
     def __init__(self):
         self.state, self.loaded = {"epoch": 0, "at": 0}, None
@@ -140,12 +140,12 @@ class Loader:
 
 
 @pytest.mark.parametrize("lengths", [(2, 1, 3, 3), (5, 4), (7, 2)])
-def test_a_loader_that_says_the_state_of_its_iterator_is_set_to_it_and_told_the_pass(lengths):
-    parts, whole = broken_and_whole(Loader, lengths=lengths)
+def test_a_loader_with_state_dict_is_restored_and_gets_the_epoch(lengths):
+    parts, whole = resumed_and_uninterrupted(Loader, lengths=lengths)
     assert parts == whole == [[i // 5, i % 5 + 1] for i in range(9)]
 
 
-def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
+def test_the_thread_that_read_the_iterator_closes_it_and_ends():
     closed = []
     feed = train.IterableFeed(lambda: tens(closed=closed))
     feed.example  # noqa: B018
@@ -167,7 +167,7 @@ def test_the_iterator_is_closed_by_the_thread_that_read_it_which_then_ends():
         (lambda: [{"x": np.zeros(3)}, {"y": np.zeros(3)}], ValueError, r"no x, y float32\[3\] where the first"),
     ],
 )
-def test_what_cannot_be_fed_is_refused(make, error, words):
+def test_invalid_iterators_are_errors(make, error, words):
     with pytest.raises(error, match=words):
         list(train.IterableFeed(make).stream(stop=3))
 
@@ -188,7 +188,7 @@ def test_a_grain_dataset_resumes_from_its_own_state():
     def dataset():
         return grain.MapDataset.range(11).shuffle(seed=1).map(lambda i: {"x": np.int32(i)}).batch(4).to_iter_dataset()
 
-    parts, whole = broken_and_whole(dataset)
+    parts, whole = resumed_and_uninterrupted(dataset)
     assert parts == whole and sorted(itertools.chain(*whole[:3])) == list(range(11))
     with train.IterableFeed(dataset()).stream(stop=2) as stream:
         list(stream)
@@ -212,5 +212,5 @@ def test_a_grain_loader_resumes_from_its_own_state():
         sampler = python.IndexSampler(11, shuffle=True, seed=0, shard_options=python.NoSharding(), num_epochs=1)
         return python.DataLoader(data_source=Squares(), sampler=sampler, operations=[python.Batch(4)], worker_count=0)
 
-    parts, whole = broken_and_whole(loader)
+    parts, whole = resumed_and_uninterrupted(loader)
     assert parts == whole and sorted(itertools.chain(*whole[:3])) == list(range(11))

@@ -1,11 +1,11 @@
-"""The shuffled order: a permutation for every n, random to look at, and the same for ever."""
+"""Shuffling: a permutation for every n, statistically random, and the same in every version."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from mlax.train.feeds._shuffle import BLOCK, epoch_ids, permute
+from mlax.train.feeds import BLOCK, epoch_ids, permute
 
 
 def test_it_is_a_permutation_of_every_small_n():
@@ -19,13 +19,13 @@ def test_it_is_a_permutation_of_a_large_n(n):
 
 
 @pytest.mark.parametrize("n", [10**9, 2**31 + 1, 10**12])
-def test_a_billion_examples_cost_only_the_positions_asked_for(n):
+def test_a_billion_examples_cost_only_the_requested_positions(n):
     ids = permute(np.arange(n - 5_000, n), n, seed=0, epoch=0)
     assert len(set(ids.tolist())) == 5_000 and ids.min() >= 0 and ids.max() < n
     assert abs(ids.mean() / n - 0.5) < 0.02
 
 
-def test_pieces_of_an_epoch_are_cut_from_one_order():
+def test_slices_of_an_epoch_come_from_one_permutation():
     n = 3 * BLOCK + 17
     whole = permute(np.arange(n), n, seed=5, epoch=2)
     for start, stop in ((0, 1), (BLOCK - 3, BLOCK + 3), (0, n), (2 * BLOCK, n), (n - 1, n), (7, 7)):
@@ -34,7 +34,7 @@ def test_pieces_of_an_epoch_are_cut_from_one_order():
 
 
 @pytest.mark.parametrize("n", [3, 5, 11, 16])
-def test_every_id_is_as_likely_at_every_position(n):
+def test_every_id_is_equally_likely_at_every_position(n):
     epochs = 50 * n
     counts = np.zeros((n, n))
     for epoch in range(epochs):
@@ -45,7 +45,7 @@ def test_every_id_is_as_likely_at_every_position(n):
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-def test_every_permutation_of_four_is_as_likely():
+def test_every_permutation_of_four_is_equally_likely():
     seen = dict.fromkeys(itertools.permutations(range(4)), 0)
     for epoch in range(2_400):
         seen[tuple(permute(np.arange(4), 4, seed=0, epoch=epoch).tolist())] += 1
@@ -69,6 +69,6 @@ def test_seeds_epochs_and_parts_differ():
         assert not np.array_equal(a, b)
 
 
-def test_the_order_is_the_one_that_old_checkpoints_were_made_with():
+def test_the_order_never_changes_between_versions():
     assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [8, 7, 4, 9, 3, 2, 6, 0, 1, 5]
     assert permute(np.arange(3), 10**9, seed=7, epoch=2).tolist() == [248573524, 539153723, 935781170]
