@@ -61,7 +61,7 @@ def main(config: Config):
     for number, batch in enumerate(feed.stream(start, steps), start + 1):
         state, metrics = step(state, batch)  # asynchronous: the device is still computing
         if number % feed.steps == 0:
-            loss, scores = metrics.numbers()["loss"], step.evaluation(state, test.epoch())
+            loss, scores = metrics.to_numpy()["loss"], step.evaluation(state, test.epoch())
             checkpoints.save(number, state, metrics=scores)  # written by a thread while training continues
             print(f"{number}/{steps}  loss {loss:.3f}  accuracy {scores['accuracy']:.1%}", flush=True)
     checkpoints.wait()  # until the last one is on disk

@@ -1,4 +1,4 @@
-"""The command `mlax`: run an example, train, launch several processes, check this machine, compare runs."""
+"""The command `mlax`: run examples and training scripts, launch several processes, check this machine, compare runs."""
 
 from mlax.cli._commands import examples as examples
 from mlax.cli._commands import free_folder as free_folder
@@ -6,7 +6,7 @@ from mlax.cli._doctor import Finding as Finding
 from mlax.cli._main import main
 from mlax.cli._process import HangDetector as HangDetector
 from mlax.cli._process import Heartbeat as Heartbeat
-from mlax.cli._process import HeartbeatFile as HeartbeatFile
+from mlax.cli._process import WorkerProcess as WorkerProcess
 from mlax.cli._supervisor import Supervisor as Supervisor
 
 __all__ = ["main"]

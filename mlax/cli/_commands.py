@@ -13,11 +13,12 @@ from typing import Any
 import mlax
 from mlax.cli._script import config_type, enable_compilation_cache, load_script, parse_config, run_script, takes_config
 
-FOLDER_FIELDS = ("run", "out")  # what examples call the folder that they fill
+FOLDER_FIELDS = ("run", "out")  # the names that examples give to their output folder
+_STEP_FOLDER = re.compile(r"step-(\d{8,18})(-\d+)?")
 
 
 def demo(name: str, list: bool, args: Sequence[str]) -> int:
-    """Run an example in a folder where nothing is lost, or list all examples."""
+    """Run an example in a folder where it overwrites nothing, or list all examples."""
     found = examples()
     if list:
         width = max(map(len, found), default=0) + 2
@@ -36,7 +37,7 @@ def demo(name: str, list: bool, args: Sequence[str]) -> int:
 
 
 def examples() -> dict[str, Path]:
-    """The examples by name: in the wheel they lie in the package, in the repository beside it."""
+    """The examples by name: inside the package in a wheel, beside it in the repository."""
     package = Path(mlax.__file__).parent
     folder = next((each for each in (package / "examples", package.parent / "examples") if each.is_dir()), None)
     files = sorted(folder.glob("*.py")) if folder else []
@@ -44,59 +45,92 @@ def examples() -> dict[str, Path]:
 
 
 def _default_folder(kind: Any, args: Sequence[str]) -> dict[str, Any]:
-    """The field for the folder with a folder that may be filled, unless the user has said which one."""
-    given = [
-        arg for arg in args if arg in ("-h", "--help") or arg.split("=")[0] in [f"--{name}" for name in FOLDER_FIELDS]
-    ]
-    for field in () if given else dataclasses.fields(kind):
+    """The config field of the output folder, set to a free folder, unless the user has chosen one."""
+    options = ("-h", "--help", *(f"--{name}" for name in FOLDER_FIELDS))
+    if any(arg.split("=")[0] in options for arg in args):
+        return {}
+    for field in dataclasses.fields(kind):
         if field.name in FOLDER_FIELDS and isinstance(field.default, str | Path):
-            folder, words = free_folder(Path(field.default))
-            if words:
-                print(words, flush=True)
+            folder, message = free_folder(Path(field.default))
+            if message:
+                print(message, flush=True)
             return {field.name: type(field.default)(folder)}
     return {}
 
 
 def _first_sentence(path: Path) -> str:
-    words = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-    return " ".join(words.split(". ")[0].split("\n\n")[0].split()).rstrip(".:") + "."
+    docstring = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+    return " ".join(docstring.split(". ")[0].split("\n\n")[0].split()).rstrip(".:") + "."
+
+
+def free_folder(folder: Path) -> tuple[Path, str]:
+    """The folder, if it is new or holds an unfinished run, else a new one beside it; and a message about it."""
+    for number in itertools.count(1):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if not candidate.exists() or not any(candidate.iterdir()):
+            return candidate, f"{folder} holds a finished run; this one is saved in {candidate}" * (number > 1)
+        runs = [each for each in (candidate, *sorted(candidate.iterdir())) if planned_steps(each) is not None]
+        for run in runs:
+            reached, steps = last_saved_step(run) or 0, planned_steps(run) or 0
+            if reached < steps:
+                start = (
+                    f"resuming from step {reached} of {steps}" if reached else "starting again, as nothing was saved"
+                )
+                return candidate, f"{run} holds an unfinished run: {start}"
+        if not runs and (candidate / "checkpoints").is_dir():
+            return candidate, f"resuming from the checkpoints in {candidate}"
+    raise AssertionError("there is always another number")
+
+
+def last_saved_step(run: Path) -> int | None:
+    """The last step saved in the folder of a run."""
+    names = [each.parent.name for each in run.glob("checkpoints/step-*/manifest.json")]
+    return max((int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name))), default=None)
+
+
+def planned_steps(run: Path) -> int | None:
+    """How many steps the run in a folder was configured for; None if that is unknown."""
+    try:
+        steps = json.loads((run / "config.json").read_text())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
 
 
 def train(script: str, args: Sequence[str]) -> int:
-    """Run the script."""
+    """Run a script in this process."""
     enable_compilation_cache()
     run_script(script, args)
     return 0
 
 
 def plot(runs: Sequence[str], output: str) -> int:
-    """Print the last and best scores of each run; draw the curves of all."""
-    from mlax import train
-    from mlax.train import read_records
+    """Print the last and best scores of each run, and plot the curves of all."""
+    from mlax.train import plot_curves, read_records
 
     found = {folder: read_records(Path(folder) / "metrics.jsonl") for folder in map(_strip_file_name, runs)}
     empty = [folder for folder, records in found.items() if not records]
     if empty:
-        print(f"left out, since there is no metrics.jsonl with records: {', '.join(empty)}")
+        print(f"left out, as they have no metrics.jsonl with records: {', '.join(empty)}")
     found = {folder: records for folder, records in found.items() if records}
     if not found:
         raise SystemExit("mlax plot: none of these is the folder of a run.")
     print(score_table(found))
     if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("mlax plot: the picture needs Matplotlib: pip install matplotlib.")
-    train.plot_curves(Path(output), found)
-    print(f"drawn: {output}")
+        raise SystemExit("mlax plot: the curves need Matplotlib: pip install matplotlib.")
+    plot_curves(Path(output), found)
+    print(f"curves: {output}")
     return 0
 
 
 def score_table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each run: its last step, and the last and best of each score; losses are best when low."""
+    """A row for each run: its last step, and the last and best value of each score; losses are best when low."""
     scores = {run: [r["evaluation"] for r in records if "evaluation" in r] for run, records in runs.items()}
     names = list(dict.fromkeys(name for each in scores.values() for score in each for name in score)) or ["loss"]
-    heads = ["run", "step", *(f"{name} ({which})" for name in names for which in ("last", "best"))]
-    rows = [heads]
+    header = ["run", "step", *(f"{name} ({which})" for name in names for which in ("last", "best"))]
+    rows = [header]
     for run, records in runs.items():
-        source = scores[run] or records  # a run without evaluations is compared by its training
+        source = scores[run] or records  # a run without evaluations is compared by its training metrics
         values = {name: [r[name] for r in source if r.get(name) is not None] for name in names}
         cells = [cell for name in names for cell in _last_and_best(name, values[name])]
         rows.append([run, f"{records[-1]['step']:,}", *cells])
@@ -115,38 +149,3 @@ def _last_and_best(name: str, values: list[float]) -> tuple[str, str]:
 
 def _strip_file_name(folder: str) -> str:
     return folder.rstrip("/").removesuffix("/metrics.jsonl")
-
-
-_STEP = re.compile(r"step-(\d{8,18})(-\d+)?")
-
-
-def free_folder(folder: Path) -> tuple[Path, str]:
-    """The folder, if it is new or what is in it can go on, else one beside it; and what is to be said about that."""
-    for number in itertools.count(1):
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        if not candidate.exists() or not any(candidate.iterdir()):
-            return candidate, f"{folder} is finished and stays as it is; this run goes to {candidate}" * (number > 1)
-        runs = [each for each in (candidate, *sorted(candidate.iterdir())) if planned_steps(each) is not None]
-        for run in runs:
-            reached, steps = last_saved_step(run) or 0, planned_steps(run) or 0
-            if reached < steps:
-                at = f"step {reached} of {steps}" if reached else "the beginning, since nothing of it was saved"
-                return candidate, f"{run} is unfinished: going on from {at}"
-        if not runs and (candidate / "checkpoints").is_dir():
-            return candidate, f"going on in {candidate}, where checkpoints are"
-    raise AssertionError("there is always another number")
-
-
-def last_saved_step(folder: Path) -> int | None:
-    """The last step that is saved in the folder of a run."""
-    names = [each.parent.name for each in folder.glob("checkpoints/step-*/manifest.json")]
-    return max((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), default=None)
-
-
-def planned_steps(folder: Path) -> int | None:
-    """The steps that the run in a folder was to have, if that is known."""
-    try:
-        steps = json.loads((folder / "config.json").read_text())["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return steps if isinstance(steps, int) else None

@@ -1,4 +1,4 @@
-"""`mlax doctor`: what works on this machine, a line for each thing, and what to do where something does not."""
+"""`mlax doctor`: what works on this machine, a line each, and what to do about what does not."""
 
 import importlib.metadata
 import os
@@ -15,15 +15,15 @@ import mlax
 from mlax.cli._script import compilation_cache_folder
 
 EXTRAS = {
-    "optax": "losses, and other optimizers",
-    "rich": "progress",
-    "tyro": "options from a dataclass",
-    "matplotlib": "curves",
+    "optax": "losses and further optimizers",
+    "rich": "progress bars",
+    "tyro": "command-line options from a dataclass",
+    "matplotlib": "plots",
     "tensorboardX": "TensorBoard",
-    "grain": "its data loaders",
+    "grain": "Grain data loaders",
     "datasets": "Hugging Face datasets",
-    "orbax-checkpoint": "its checkpoints",
-    "scikit-learn": "the data of the examples",
+    "orbax-checkpoint": "Orbax checkpoints",
+    "scikit-learn": "the datasets of the examples",
 }
 
 
@@ -32,20 +32,20 @@ class Finding(NamedTuple):
 
     ok: bool
     what: str
-    words: str
-    needed: bool = True  # whether the machine is unwell without it
+    details: str
+    needed: bool = True  # whether mlax needs it
 
     def __str__(self) -> str:
-        return f"{'ok' if self.ok else 'no':4}{self.what:28}{self.words}"
+        return f"{'ok' if self.ok else 'no':4}{self.what:28}{self.details}"
 
 
 def doctor() -> int:
-    """Print all findings; the status is 1 if something that mlax needs does not work."""
-    well = True
+    """Print all findings; the exit status is 1 if something that mlax needs does not work."""
+    healthy = True
     for finding in _check_all():
         print(finding, flush=True)
-        well = well and (finding.ok or not finding.needed)
-    return 0 if well else 1
+        healthy = healthy and (finding.ok or not finding.needed)
+    return 0 if healthy else 1
 
 
 def _check_all() -> Iterator[Finding]:
@@ -61,16 +61,16 @@ def _check_all() -> Iterator[Finding]:
 
         devices = jax.devices()
     except Exception as error:
-        words = str(error).splitlines()[0]
-        yield Finding(
-            False, "devices", f"{words}; install the JAX of your accelerator: https://docs.jax.dev/installation"
-        )
+        details = f"{str(error).splitlines()[0]}; install JAX for your accelerator: https://docs.jax.dev/installation"
+        yield Finding(False, "devices", details)
         return
     for device in devices:
         yield _check_device(device)
     yield from _check_dtypes(devices[0])
     yield _attempt(
-        "pinned_host memory", lambda: _check_pinned_host(devices[0]), "weights and slots cannot be kept on the host"
+        "pinned_host memory",
+        lambda: _check_pinned_host(devices[0]),
+        "weights and optimizer state cannot be kept on the host",
     )
     yield _check_cudnn(devices[0])
     yield _check_cache()
@@ -81,11 +81,11 @@ def _check_version(name: str, purpose: str, *, needed: bool) -> Finding:
     try:
         return Finding(True, f"{name} {importlib.metadata.version(name)}", purpose, needed)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(False, name, f"not installed; for {purpose}: pip install {name}", needed)
+        return Finding(False, name, f"not installed; needed for {purpose}: pip install {name}", needed)
 
 
 def _check_device(device: Any) -> Finding:
-    """A product of matrices on this device: that it is right, and how long it takes."""
+    """Multiply matrices on this device: check the result and the time."""
     import jax
     import jax.numpy as jnp
 
@@ -95,20 +95,20 @@ def _check_device(device: Any) -> Finding:
     try:
         x = jax.device_put(jnp.ones((512, 512), jnp.float32), device)
         product = jax.jit(lambda x: x @ x)
-        right = bool((product(x) == 512).all())
-        began = time.perf_counter()
+        correct = bool((product(x) == 512).all())
+        start = time.perf_counter()
         product(x).block_until_ready()
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     except Exception as error:
         return Finding(False, what, str(error).splitlines()[0])
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     memory = "" if limit is None else f"{format_bytes(limit)}, {format_bytes(stats.get('bytes_in_use', 0))} in use, "
-    return Finding(right, what, f"{device.device_kind}, {memory}512 x 512 product in {1e3 * took:.2f} ms")
+    return Finding(correct, what, f"{device.device_kind}, {memory}512 x 512 matrix product in {1e3 * seconds:.2f} ms")
 
 
 def _check_dtypes(device: Any) -> Iterator[Finding]:
-    """Whether a product of each dtype is computed; float64 is behind a switch of JAX."""
+    """Multiply matrices of each dtype; float64 has to be enabled in JAX."""
     import jax
     import jax.numpy as jnp
 
@@ -119,8 +119,8 @@ def _check_dtypes(device: Any) -> Iterator[Finding]:
                 x = jax.device_put(jnp.ones((32, 32), name), device)
                 y = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32 if "8_" in name else None))(x)
                 if not bool((y.astype(jnp.float32) == 32).all()):
-                    raise ArithmeticError("a product is wrong")
-            return "by jax.config.update('jax_enable_x64', True)" if name == "float64" else ""
+                    raise ArithmeticError("the matrix product is wrong")
+            return "enabled by jax.config.update('jax_enable_x64', True)" if name == "float64" else ""
 
         yield _attempt(name, product, "use another dtype on this device")
 
@@ -133,8 +133,8 @@ def _check_pinned_host(device: Any) -> str:
     there = jax.device_put(jnp.arange(8), SingleDeviceSharding(device, memory_kind="pinned_host"))
     back = jax.device_put(there, SingleDeviceSharding(device, memory_kind=device.default_memory().kind))
     if not bool((back == jnp.arange(8)).all()):
-        raise ArithmeticError("what was put there did not come back")
-    return "weights and slots can be kept on the host"
+        raise ArithmeticError("the values that were read back differ")
+    return "weights and optimizer state can be kept on the host"
 
 
 def _check_cudnn(device: Any) -> Finding:
@@ -143,19 +143,19 @@ def _check_cudnn(device: Any) -> Finding:
 
     what = "cuDNN attention"
     if device.platform != "gpu":
-        return Finding(False, what, "only on NVIDIA GPUs; attention uses XLA's own", needed=False)
+        return Finding(False, what, "only on NVIDIA GPUs; attention uses XLA instead", needed=False)
 
     def attention() -> str:
         x = jax.device_put(jnp.ones((1, 64, 2, 64), jnp.bfloat16), device)
         jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(x).block_until_ready()
-        return "attention in bfloat16 and float16 uses it"
+        return "used for attention in bfloat16 and float16"
 
-    return _attempt(what, attention, "attention uses XLA's own, which is slower")
+    return _attempt(what, attention, "attention uses XLA instead, which is slower")
 
 
-def _attempt(what: str, attempt: Callable[[], str], otherwise: str) -> Finding:
+def _attempt(what: str, check: Callable[[], str], otherwise: str) -> Finding:
     try:
-        return Finding(True, what, attempt(), needed=False)
+        return Finding(True, what, check(), needed=False)
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0][:100]
         return Finding(False, what, f"{otherwise} ({first})", needed=False)
@@ -170,11 +170,9 @@ def _check_cache() -> Finding:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Finding(
-            False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a folder that can be written", False
-        )
+        return Finding(False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a writable folder", False)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Finding(True, "compilation cache", f"{folder}, {format_bytes(size)}; it may be deleted at any time", False)
+    return Finding(True, "compilation cache", f"{folder}, {format_bytes(size)}; safe to delete", False)
 
 
 _SCRIPT = """
@@ -186,19 +184,19 @@ assert found.sum() == 3, found
 
 
 def _check_two_processes() -> Finding:
-    """Two processes of this machine that add two numbers."""
+    """Launch two processes on this machine that compute a sum together."""
     what = "two processes"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "two.py"
         script.write_text(_SCRIPT)
         command = [sys.executable, "-m", "mlax", "launch", "-n", "2", "--restarts", "0", str(script)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # two processes cannot share one GPU
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
         except subprocess.TimeoutExpired:
             return Finding(False, what, "no answer within 120 s; does a firewall block localhost?", needed=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
         return Finding(False, what, f"`mlax launch` failed: {last[:200]}", needed=False)
-    return Finding(True, what, f"started, added and ended in {time.monotonic() - began:.1f} s", needed=False)
+    return Finding(True, what, f"started, exchanged data and exited in {time.monotonic() - start:.1f} s", needed=False)

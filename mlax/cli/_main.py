@@ -12,7 +12,7 @@ REST = argparse.REMAINDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out a command line; gives the exit status."""
+    """Run a command line, by default that of this process; returns the exit status."""
     options = vars(_parser().parse_args(argv))
     return options.pop("run")(**options)
 
@@ -22,30 +22,46 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mlax {mlax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    demo = commands.add_parser("demo", help="run an example", description="Run an example that comes with mlax.")
-    demo.add_argument("name", nargs="?", default="digits", help="which one (digits)")
-    demo.add_argument("--list", action="store_true", help="list them instead")
-    demo.add_argument("args", nargs=REST, help="options of the example; --help after its name lists them")
+    demo = commands.add_parser(
+        "demo",
+        help="run an example",
+        description="Run an example that comes with mlax. A finished run is kept, and the next one is saved in a new "
+        "folder beside it; an unfinished one is resumed.",
+    )
+    demo.add_argument("name", nargs="?", default="digits", help="the example to run (default: digits)")
+    demo.add_argument("--list", action="store_true", help="list the examples and exit")
+    demo.add_argument("args", nargs=REST, help="options of the example; NAME --help lists them")
     demo.set_defaults(run=_commands.demo)
 
     train = commands.add_parser(
         "train",
         help="run a training script",
-        description="Run a script. If it defines main(config: SomeDataclass), the fields of the dataclass are options; "
-        "otherwise it is run as Python would. What was compiled once is found again on disk.",
+        description="Run a training script. If it defines main(config: SomeDataclass), the fields of the dataclass "
+        "become command-line options; otherwise the script runs as it would under python. Compiled programs are cached "
+        "on disk, so the next run starts faster.",
     )
-    train.add_argument("script", help="a Python file")
-    train.add_argument("args", nargs=REST, help="options of the script; --help after its name lists them")
+    train.add_argument("script", help="path of a Python file")
+    train.add_argument("args", nargs=REST, help="options of the script; SCRIPT --help lists them")
     train.set_defaults(run=_commands.train)
 
     _add_launch(commands)
 
-    check = commands.add_parser("doctor", help="check what works on this machine", description="Check this machine.")
+    check = commands.add_parser(
+        "doctor",
+        help="check what works on this machine",
+        description="Check versions, devices, dtypes, host memory, attention kernels, the compilation cache and "
+        "multi-process training, and say what to do about what does not work. The exit status is 1 if something that "
+        "mlax needs does not.",
+    )
     check.set_defaults(run=doctor)
 
-    plot = commands.add_parser("plot", help="compare runs", description="Compare runs: a table, and a picture.")
-    plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, as runs/*")
-    plot.add_argument("-o", "--output", default="curves.png", help="the picture to write (curves.png)")
+    plot = commands.add_parser(
+        "plot",
+        help="compare runs",
+        description="Print a table of the last and best scores of several runs, and plot their curves.",
+    )
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/*")
+    plot.add_argument("-o", "--output", default="curves.png", help="the image to write (default: curves.png)")
     plot.set_defaults(run=_commands.plot)
     return parser
 
@@ -53,27 +69,31 @@ def _parser() -> argparse.ArgumentParser:
 def _add_launch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "launch",
-        help="run a script in several processes of this machine",
-        description="Run a script in several processes that train together, and watch over them: if one dies or "
-        "hangs it is named, all are ended, and all begin again from the last checkpoint. SIGTERM and Ctrl-C have them "
-        "save and end. On a cluster, Slurm or Kubernetes start the processes: see the guide.",
+        help="run a training script in several processes on this machine",
+        description="Run a script in several processes that train together, and supervise them: if one dies or hangs, "
+        "report which, terminate all and restart them from the last checkpoint. SIGTERM and Ctrl-C make them save and "
+        "exit. On a cluster, Slurm or Kubernetes starts the processes instead: see the guide to clusters.",
     )
-    parser.add_argument("-n", "--processes", type=_count, required=True, help="how many processes")
+    parser.add_argument("-n", "--processes", type=_positive_int, required=True, help="number of processes")
     parser.add_argument(
-        "--devices", type=_count, help="devices of each process: its share of the GPUs, or simulated ones"
+        "--devices", type=_positive_int, help="devices per process: its share of the GPUs, or simulated CPU devices"
     )
-    parser.add_argument("--restarts", type=int, default=3, help="how often to begin again, at most (3)")
-    parser.add_argument("--hang", type=float, default=20.0, help="seconds without a step that are too many (20)")
+    parser.add_argument("--restarts", type=int, default=3, help="maximum number of restarts (default: 3)")
     parser.add_argument(
-        "--patience", type=float, default=1800.0, help="the same while compiling, saving and ending (1800)"
+        "--hang", type=float, default=20.0, help="seconds without a heartbeat after which a process hangs (default: 20)"
     )
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds to save and end after SIGTERM (30)")
-    parser.add_argument("script", help="a Python file")
+    parser.add_argument(
+        "--patience", type=float, default=1800.0, help="the same while compiling, saving and exiting (default: 1800)"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=30.0, help="seconds to save and exit after SIGTERM (default: 30)"
+    )
+    parser.add_argument("script", help="path of a Python file")
     parser.add_argument("args", nargs=REST, help="options of the script")
     parser.set_defaults(run=launch)
 
 
-def _count(text: str) -> int:
+def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

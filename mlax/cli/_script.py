@@ -13,24 +13,24 @@ from types import ModuleType
 from typing import Any
 
 
-def run_script(path: str | os.PathLike[str], args: Sequence[str], defaults: dict[str, Any] | None = None) -> None:
-    """Run a script with these arguments. `defaults` stand for those of fields that the arguments do not give."""
+def run_script(path: str | os.PathLike[str], args: Sequence[str]) -> None:
+    """Run a script with these arguments."""
     path = Path(path)
     if not path.is_file():
         raise SystemExit(f"mlax: there is no script {path}.")
     if not faulthandler.is_enabled():
         faulthandler.enable()
     sys.path.insert(0, str(path.resolve().parent))
-    if not takes_config(path):
+    if takes_config(path):
+        module = load_script(path)
+        module.main(parse_config(module, path, args))
+    else:
         sys.argv = [str(path), *args]
         runpy.run_path(str(path), run_name="__main__")
-        return
-    module = load_script(path)
-    module.main(parse_config(module, path, args, defaults or {}))
 
 
 def takes_config(path: Path) -> bool:
-    """Whether the script has a function main of one argument with a type. It is read, not run."""
+    """Whether the script defines main with one annotated argument. The script is parsed, not run."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError:
@@ -40,11 +40,11 @@ def takes_config(path: Path) -> bool:
 
 
 def load_script(path: Path) -> ModuleType:
-    """The script as a module, so that what it does under `__name__ == "__main__"` is left out."""
+    """Import the script as a module, so that its `if __name__ == "__main__"` does not run."""
     name = f"script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SystemExit(f"mlax: {path} is no Python file.")
+        raise SystemExit(f"mlax: {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look up their types
     spec.loader.exec_module(module)
@@ -57,35 +57,35 @@ def config_type(module: ModuleType) -> Any:
     return kind
 
 
-def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any]) -> Any:
-    """The configuration that the arguments spell."""
+def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any] | None = None) -> Any:
+    """The configuration from command-line arguments; `defaults` override those of the dataclass."""
     try:
         import tyro
     except ImportError:
         raise SystemExit("mlax: options from a dataclass need tyro: pip install 'mlax[train]'.") from None
     kind = config_type(module)
-    words = (module.__doc__ or "").strip()
-    given = {"default": kind(**defaults)} if defaults else {}
-    return tyro.cli(kind, args=list(args), prog=f"mlax train {path}", description=words, **given)
-
-
-CACHE_OPTIONS = {
-    "jax_compilation_cache_dir": None,  # filled in below
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
+    description = (module.__doc__ or "").strip()
+    options = {"default": kind(**defaults)} if defaults else {}
+    return tyro.cli(kind, args=list(args), prog=f"mlax train {path}", description=description, **options)
 
 
 def compilation_cache_folder() -> Path:
-    """Where compiled programs are kept."""
+    """Where JAX's persistent compilation cache is, unless JAX_COMPILATION_CACHE_DIR says otherwise."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlax" / "compiled"
 
 
 def enable_compilation_cache() -> None:
-    """Switch JAX's cache on, unless the user has set it: by JAX's own variables, so that JAX need not be loaded yet."""
+    """Enable JAX's persistent compilation cache, unless the user has configured one.
+
+    By JAX's environment variables, so that JAX need not be imported yet.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    options = CACHE_OPTIONS | {"jax_compilation_cache_dir": str(compilation_cache_folder())}
+    options = {
+        "jax_compilation_cache_dir": str(compilation_cache_folder()),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
     os.environ |= {name.upper(): str(value) for name, value in options.items()}
     if "jax" in sys.modules:
         import jax

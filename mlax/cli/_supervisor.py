@@ -9,12 +9,26 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
 from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit
+
+POLL = 0.05  # seconds between two checks
+SETTLE = 0.5  # seconds in which the deaths that follow from a first one are observed too
+FAREWELL = 3.0  # seconds between SIGTERM and SIGKILL for processes that lost one of their peers
+QUICK = 2.0  # the same while compiling, when nothing can be lost
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended."""
+
+    why: str  # which process failed, and how; empty on success
+    status: int  # the exit status; negative for a signal
+    retry: bool = True  # whether another attempt makes sense
 
 
 def launch(
@@ -27,47 +41,32 @@ def launch(
     script: str,
     args: Sequence[str],
 ) -> int:
-    """Run the script in several processes until it ends well, is told to end, or has failed too often."""
+    """Run a script in several processes until it succeeds, is told to stop, or has failed too often."""
     if not Path(script).is_file():
         raise SystemExit(f"mlax launch: there is no script {script}.")
-    ended = Outcome("", 0)
+    outcome = Outcome("", 0)
     with Supervisor(processes, devices, hang, patience, grace, script, args) as supervisor:
         for restart in range(1, restarts + 2):
-            ended = supervisor.attempt()
-            if ended.why:
-                _say(ended.why)
-            if not ended.why or not ended.again or supervisor.asked:
+            outcome = supervisor.attempt()
+            if outcome.why:
+                _report(outcome.why)
+            if not outcome.why or not outcome.retry or supervisor.signals:
                 break
             if restart <= restarts:
-                _say(f"beginning again from the last checkpoint: restart {restart} of at most {restarts}")
+                _report(f"restarting from the last checkpoint: restart {restart} of at most {restarts}")
         else:
-            _say(f"given up after {restarts} restarts; go on with: {shlex.join(sys.orig_argv)}")
-    return 128 - ended.status if ended.status < 0 else ended.status
+            _report(f"giving up after {restarts} restarts; resume with: {shlex.join(sys.orig_argv)}")
+    return 128 - outcome.status if outcome.status < 0 else outcome.status
 
 
-def _say(words: str) -> None:
-    print(f"mlax launch: {words}", file=sys.stderr, flush=True)
-
-
-POLL = 0.05  # seconds between two looks
-SETTLE = 0.5  # seconds in which the deaths that follow from a first one are seen too
-FAREWELL = 3.0  # seconds between SIGTERM and SIGKILL for processes that have lost one of theirs
-QUICK = 2.0  # the same while compiling, where nothing can be lost
-TERMINATED = 128 + signal.SIGTERM
-
-
-class Outcome(NamedTuple):
-    """How an attempt ended."""
-
-    why: str  # what went wrong, with the name of who did it; nothing if all went well
-    status: int  # the exit status; negative for a signal
-    again: bool = True  # whether it is worth another attempt
+def _report(message: str) -> None:
+    print(f"mlax launch: {message}", file=sys.stderr, flush=True)
 
 
 class Supervisor:
-    """Runs a script in several processes; one that dies or hangs ends them all, and is named.
+    """Runs a script in several processes; if one dies or hangs, it reports which, and terminates them all.
 
-    While it is entered, SIGTERM and Ctrl-C are passed on to the processes as SIGTERM; the second of them kills.
+    While it is entered, SIGTERM and Ctrl-C are forwarded to the processes as SIGTERM; a second signal kills them.
     """
 
     def __init__(
@@ -83,111 +82,107 @@ class Supervisor:
     ):
         self.count, self.devices, self.hang, self.patience, self.grace = count, devices, hang, patience, grace
         self.script, self.args, self.clock = script, args, clock
-        self.asked: list[int] = []  # signals that came
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self.signals: list[int] = []  # that were received
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # handlers
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, lambda number, frame: self.asked.append(number))
+            self._previous[number] = signal.signal(number, lambda number, frame: self.signals.append(number))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def attempt(self) -> Outcome:
-        """Start all processes, and give how they ended. When this returns none of them is left."""
+        """Start all processes and wait until all of them have ended."""
         processes: list[WorkerProcess] = []
-        with tempfile.TemporaryDirectory(prefix="mlax-launch-") as folder, _reserved_port() as port:
+        with tempfile.TemporaryDirectory(prefix="mlax-launch-") as folder, _reserve_port() as port:
             try:
-                processes += [self._start(index, port, Path(folder)) for index in range(self.count)]
-                return self._watched(processes)
+                for index in range(self.count):
+                    command = [sys.executable, "-u", *self.worker_args(index, port)]
+                    processes.append(WorkerProcess(index, Path(folder) / f"heartbeat-{index}", command))
+                return self._supervise(processes)
             finally:
                 for process in processes:
                     process.send(signal.SIGKILL)
                 for process in processes:
                     process.reap()
-                    process.drained()
+                    process.drain()
 
-    def _start(self, index: int, port: int, folder: Path) -> WorkerProcess:
-        beats = folder / f"beats-{index}"
-        return WorkerProcess(index, beats, [sys.executable, "-u", *self.worker(index, port, beats)])
-
-    def worker(self, index: int, port: int, beats: Path) -> list[str]:
-        """What Python is to run as the process of this number."""
+    def worker_args(self, index: int, port: int) -> list[str]:
+        """The arguments of Python for the process of this index."""
         task = {
             "index": index,
             "count": self.count,
             "port": port,
             "devices": self.devices,
-            "beats": str(beats),
-            "heartbeat": int(self.hang) + 30,  # JAX ends processes without naming one; the supervisor comes first
+            "heartbeat_timeout": int(self.hang) + 30,  # JAX's own; longer, since JAX does not say which process hangs
             "supervisor": os.getpid(),
             "command": sys.orig_argv,
         }
         return ["-m", "mlax.cli._worker", json.dumps(task), self.script, *self.args]
 
-    def _watched(self, processes: list[WorkerProcess]) -> Outcome:
-        hanging = HangDetector(processes, self.hang, self.patience, self.clock)
-        while not self.asked:
+    def _supervise(self, processes: list[WorkerProcess]) -> Outcome:
+        detector = HangDetector(processes, self.hang, self.patience, self.clock)
+        while not self.signals:
             statuses = [process.status for process in processes]
             if all(status == 0 for status in statuses):
                 return Outcome("", 0)
             if any(statuses):
-                return self._dead(processes)
-            if hung := hanging.look():
-                return self._hung(processes, hung)
+                return self._handle_death(processes)
+            if hang := detector.check():
+                return self._handle_hang(processes, hang)
             time.sleep(POLL)
-        return self._told(processes)
+        return self._handle_signal(processes)
 
-    def _dead(self, processes: list[WorkerProcess]) -> Outcome:
-        """One has died; others may have died of that, and are not to blame."""
+    def _handle_death(self, processes: list[WorkerProcess]) -> Outcome:
+        """Find the process that died first: others may have died because of it."""
         self._wait(processes, SETTLE)
         stopped = [process for process in processes if process.state in ("T", "t")]
         dead = [(process, process.status) for process in processes if process.status]
         if all(status == TERMINATED for _, status in dead) and not stopped:
-            self._wait(processes, self.grace)  # somebody else told them to end, and they do
+            self._wait(processes, self.grace)  # somebody else sent SIGTERM, and they are saving
             return Outcome("", TERMINATED)
-        # a process that has lost another one is aborted by JAX or fails; no other signal comes from that
-        process, status = min(dead, key=lambda pair: (_may_be_consequence(pair[1] or 0), pair[0].died))
+        # a process that has lost a peer fails or is aborted by JAX; any other signal is a cause of its own
+        process, status = min(dead, key=lambda pair: (_may_be_consequence(pair[1] or 0), pair[0].died_at))
         why = f"{process} {describe_exit(status or 0)}{_describe_position(process)}"
         if stopped:
             why = f"{stopped[0]} is stopped, as by SIGSTOP, and {process} gave up waiting for it"
-        begun = (status or 0) < 0 or bool(stopped) or any(map(_has_trained, processes))
-        self._end(processes)
-        return Outcome(
-            why if begun else f"{why}, before training began: it would do so again", status or 1, again=begun
-        )
+        retry = (status or 0) < 0 or bool(stopped) or any(map(_has_trained, processes))
+        self._terminate(processes)
+        return Outcome(why if retry else f"{why}, before training started: not restarted", status or 1, retry)
 
-    def _hung(self, processes: list[WorkerProcess], hung: Hang) -> Outcome:
+    def _handle_hang(self, processes: list[WorkerProcess], hang: Hang) -> Outcome:
         for process in processes:
-            process.send(signal.SIGUSR1)  # each prints where its threads are
+            process.send(signal.SIGUSR1)  # each prints the stacks of its threads
         time.sleep(SETTLE)
-        self._end(processes)
-        return Outcome(f"{hung.process} {hung.why}", 124)
+        self._terminate(processes)
+        return Outcome(f"{hang.process} {hang.why}", 124)
 
-    def _told(self, processes: list[WorkerProcess]) -> Outcome:
-        """A signal came: have all of them save and end, within the grace."""
-        told, came = self.clock(), self.asked[0]
+    def _handle_signal(self, processes: list[WorkerProcess]) -> Outcome:
+        """Let all processes save and exit within the grace period."""
+        started, received = self.clock(), self.signals[0]
         for process in processes:
             process.send(signal.SIGTERM)
-        lost: float | None = None  # since when one of them is dead that the others may wait for
+        lost_at: float | None = None  # when a process died for which the others may wait
         while any(process.status is None for process in processes):
             now = self.clock()
             if any(process.status not in (None, 0, TERMINATED, -signal.SIGTERM) for process in processes):
-                lost = lost or now
-            over = now - told > (QUICK if any(map(_is_compiling, processes)) else self.grace)
-            if over or len(self.asked) > 1 or (lost is not None and now - lost > FAREWELL):
-                self._end(processes, farewell=0)
-                return Outcome("ended before all processes had saved; the last checkpoint is whole", -came, again=False)
+                lost_at = lost_at or now
+            expired = now - started > (QUICK if any(map(_is_compiling, processes)) else self.grace)
+            if expired or len(self.signals) > 1 or (lost_at is not None and now - lost_at > FAREWELL):
+                self._terminate(processes, farewell=0)
+                why = "killed before all processes had saved; the last checkpoint is complete"
+                return Outcome(why, -received, retry=False)
             time.sleep(POLL)
         if all(process.status == 0 for process in processes):
             return Outcome("", 0)
-        bad = [p for p in processes if p.status not in (0, TERMINATED, -signal.SIGTERM)]
-        why = f"{bad[0]} {describe_exit(bad[0].status or 0)} while it was told to end" if bad else ""
-        return Outcome(why, -came)
+        failed = [p for p in processes if p.status not in (0, TERMINATED, -signal.SIGTERM)]
+        why = f"{failed[0]} {describe_exit(failed[0].status or 0)} while it was saving to exit" if failed else ""
+        return Outcome(why, -received)
 
-    def _end(self, processes: list[WorkerProcess], farewell: float = FAREWELL) -> None:
+    def _terminate(self, processes: list[WorkerProcess], farewell: float = FAREWELL) -> None:
         for process in processes:
             process.send(signal.SIGTERM)
         self._wait(processes, farewell)
@@ -195,34 +190,34 @@ class Supervisor:
             process.send(signal.SIGKILL)
 
     def _wait(self, processes: list[WorkerProcess], seconds: float) -> None:
-        until = self.clock() + seconds
-        while self.clock() < until and any(process.status is None for process in processes):
+        deadline = self.clock() + seconds
+        while self.clock() < deadline and any(process.status is None for process in processes):
             time.sleep(POLL)
 
 
 def _may_be_consequence(status: int) -> bool:
-    """Whether a process may end so because another one did."""
+    """Whether a process may end like this because another one did."""
     return status >= 0 or status in (-signal.SIGABRT, -signal.SIGTERM)
 
 
 def _is_compiling(process: WorkerProcess) -> bool:
-    beat = process.beats.read()
+    beat = process.heartbeat()
     return beat is not None and beat.phase == "compiling"
 
 
 def _has_trained(process: WorkerProcess) -> bool:
-    return process.beats.read() is not None and not _is_compiling(process)
+    return process.heartbeat() is not None and not _is_compiling(process)
 
 
 def _describe_position(process: WorkerProcess) -> str:
-    beat = process.beats.read()
+    beat = process.heartbeat()
     return "" if beat is None else f", at {beat}"
 
 
 @contextlib.contextmanager
-def _reserved_port():
-    """A port that nobody else is given. The coordinator can have it all the same: both ask for a shared one."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("localhost", 0))
-        yield taken.getsockname()[1]
+def _reserve_port() -> Iterator[int]:
+    """A port that no other process is given; the coordinator can still bind it, since both set SO_REUSEPORT."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("localhost", 0))
+        yield reserved.getsockname()[1]

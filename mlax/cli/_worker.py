@@ -1,4 +1,4 @@
-"""One process of `mlax launch`: joins the others, runs the script, and ends so that nobody waits for it in vain.
+"""One process of `mlax launch`: connects to the others, runs the script, and exits so that none of them hangs.
 
 python -m mlax.cli._worker '{"index": 0, "count": 2, "port": 5000, ...}' script.py [options]
 """
@@ -11,31 +11,26 @@ import os
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import Any, NoReturn
 
-from mlax.cli._process import HeartbeatFile
 from mlax.cli._script import enable_compilation_cache, run_script
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(task: dict[str, Any], script: str, args: list[str]) -> int:
-    """Run the script as process `index` of `count`; gives the exit status."""
+    """Run the script as process `index` of `count`; returns the exit status."""
     _terminate_with(task["supervisor"])
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(_UnbrokenPipe(number, "w"), encoding="utf-8", errors="replace", write_through=True)
         for number in (1, 2)
     )
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hung process where it is
-    sys.orig_argv[:] = task["command"]  # what the user typed, and would type again
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # which the supervisor sends if a process hangs
+    sys.orig_argv[:] = task["command"]  # what the user typed, for messages that say how to resume
     enable_compilation_cache()
     import jax
 
-    from mlax.train import add_heartbeat_listener
-
-    add_heartbeat_listener(HeartbeatFile(Path(task["beats"])).write)
     index, devices = task["index"], task["devices"]
     if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
@@ -44,7 +39,7 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
         task["count"],
         index,
         local_device_ids=None if devices is None else list(range(index * devices, (index + 1) * devices)),
-        heartbeat_timeout_seconds=task["heartbeat"],
+        heartbeat_timeout_seconds=task["heartbeat_timeout"],
         shutdown_timeout_seconds=60,
     )
     status = 0
@@ -57,12 +52,12 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
         _exit_now(1)
     if status not in (0, 128 + signal.SIGTERM):
         _exit_now(status)
-    jax.distributed.shutdown()  # waits for the others: they may still be writing
+    jax.distributed.shutdown()  # waits for the others, which may still be writing
     return status
 
 
 class _UnbrokenPipe(io.FileIO):
-    """What is printed after the supervisor has gone is lost, and breaks nothing: there is still a step to be saved."""
+    """A pipe that drops output once the supervisor has gone, since this process may still have to save."""
 
     def write(self, data: Any) -> int:
         try:
@@ -72,7 +67,7 @@ class _UnbrokenPipe(io.FileIO):
 
 
 def _exit_now(status: int) -> NoReturn:
-    """End at once. The usual way out would wait for processes that wait for this one."""
+    """Exit without cleanup, which would wait for processes that wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -86,7 +81,7 @@ def _exit_status(exit: SystemExit) -> int:
 
 
 def _terminate_with(supervisor: int) -> None:
-    """Be sent SIGTERM if the supervisor is gone; only Linux can do that."""
+    """Have SIGTERM sent to this process when the supervisor dies; only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != supervisor:

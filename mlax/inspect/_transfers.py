@@ -99,11 +99,11 @@ def summarize_events(events: Iterable[Event]) -> Transfers:
 
 def _trace_and_compile(function: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """(what was traced, if that is known, and what was compiled)."""
-    once = getattr(function, "once", None)
-    if once is not None:
-        if not args and not once.compiled:
+    aot = getattr(function, "aot", None)
+    if aot is not None:
+        if not args and not aot.compiled:
             raise ValueError(f"transfers: {function} is not compiled yet; pass its arguments too: a state and a batch.")
-        return once.program(*args)
+        return aot.stages(*args)
     if hasattr(function, "as_text"):
         if args:
             raise TypeError("transfers: what is compiled already takes no arguments; pass it alone.")

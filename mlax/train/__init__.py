@@ -5,7 +5,7 @@ from mlax.train._curves import plot_curves, read_records
 from mlax.train._divergence import Diverged
 from mlax.train._evaluation import Evaluation
 from mlax.train._fit import Fitted, fit
-from mlax.train._heartbeat import add_heartbeat_listener, heartbeat
+from mlax.train._heartbeat import heartbeat
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
 from mlax.train._state import TrainState

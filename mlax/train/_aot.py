@@ -9,43 +9,26 @@ import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
 from mlax.core import signature
-from mlax.inspect import format_bytes, free_bytes
+from mlax.inspect import flops, format_bytes, free_bytes
 from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
 
 MEMORY_ADVICE = (
-    "To need less, take smaller batches, or the same in parts (accumulate=4), recompute activations (mlax.Remat, "
-    "Repeat(mode='remat')), compute in bfloat16 (mlax.dtypes.mixed_bfloat16), or spread the state over more devices."
+    "To need less memory, use smaller batches or gradient accumulation (accumulate=4), rematerialize activations "
+    "(mlax.Remat, Repeat(mode='remat')), compute in bfloat16 (mlax.dtypes.mixed_bfloat16), or shard the state over "
+    "more devices."
 )
 
 
-def check_memory(compiled: Any, leaves: Iterable[Any]) -> None:
-    """Raise before the first run if it cannot succeed: a run that fails has already given up what was donated."""
-    analysis = compiled.memory_analysis()
-    here = jax.local_devices()  # a device of another process says nothing
-    device = next((each for leaf in leaves for each in getattr(leaf, "devices", tuple)() if each in here), here[0])
-    free = free_bytes(device)
-    if analysis is None or free is None:
-        return
-    needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    if needed > free:
-        raise NotEnoughMemory(
-            f"the step needs {format_bytes(needed)} more on {device}, of which "
-            f"{format_bytes(analysis.temp_size_in_bytes)} for intermediate results, but {format_bytes(free)} are free; "
-            f"nothing was run and the state is as it was. {MEMORY_ADVICE}"
-        )
-
-
 class RetraceError(TypeError):
-    """Arguments came for which a function would have to be compiled again."""
+    """A function that is already compiled would have to be compiled again for these arguments."""
 
 
 class CompiledFunction:
-    """`function` compiled ahead of time, at most `compilations` times, the first of its arguments donated, or none.
+    """A function compiled ahead of time for at most `compilations` signatures; its first argument may be donated.
 
-    With a `plan` it is compiled for its mesh, and the last argument is a batch that lies where the plan says.
-
-    What is compiled is called as fast as under `jax.jit`. An argument of another shape, dtype, structure or placement
-    is an error that names it, where `jax.jit` would compile anew without a word.
+    Calls are as fast as under `jax.jit`. An argument of another shape, dtype, structure or sharding raises an error
+    that names it, where `jax.jit` would silently recompile. With a `plan`, the function is traced over the plan's mesh,
+    and its last argument is a batch sharded as the plan says.
     """
 
     def __init__(
@@ -53,23 +36,23 @@ class CompiledFunction:
         function: Callable[..., Any],
         names: tuple[str, ...],
         *,
-        donate: bool = True,
-        compilations: int = 1,
+        donate: bool,
+        compilations: int,
         plan: Plan | None = None,
         stacked: bool = False,
     ):
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
         self.function = function
-        self.names = names
+        self.names = names  # of the arguments
         self.donate = donate
         self.compilations = compilations
         self.plan = plan
-        self.stacked = stacked  # batches have one more axis than the plan says
-        self.compiled: dict[Any, Any] = {}
-        self._traces: dict[Any, Any] = {}  # as jax.jit(...).trace gives them
-        self._seen: list[dict[str, Any]] = []
-        self._only: Any = None
+        self.stacked = stacked  # batches have a leading axis that the plan does not know of
+        self.compiled: dict[Any, jax.stages.Compiled] = {}
+        self._traced: dict[Any, jax.stages.Traced] = {}
+        self._signatures: list[dict[str, str]] = []
+        self._only: jax.stages.Compiled | None = None
 
     def __call__(self, *args: Any) -> Any:
         run = self.compile(*args) if self._only is None else self._only
@@ -79,94 +62,115 @@ class CompiledFunction:
             if "Disallowed" in str(error):  # by jax.transfer_guard, which does not know the path of the leaf
                 shardings, _ = run.input_shardings
                 check_shardings(dict(zip(self.names, args, strict=True)), dict(zip(self.names, shardings, strict=True)))
-            if isinstance(error, RetraceError) or "Disallowed" in str(error):
+                raise
+            if isinstance(error, RetraceError):
                 raise
             if "RESOURCE_EXHAUSTED" in str(error):
-                error.add_note(f"What was donated is lost: go on from the last checkpoint. {MEMORY_ADVICE}")
+                error.add_note(f"What was donated is lost: resume from the last checkpoint. {MEMORY_ADVICE}")
                 raise
             _check_donated(self.names, args)
-            if words := self._differences(args) if self._seen else "":
-                raise RetraceError(words) from None
+            if message := self._describe_change(args) if self._signatures else "":
+                raise RetraceError(message) from None
             raise
 
-    def compile(self, *args: Any) -> Any:
-        """The compiled function for these arguments, which may be `jax.ShapeDtypeStruct`s, made if it is not there."""
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """The executable for these arguments, which may be `jax.ShapeDtypeStruct`s; compiled if it is not yet."""
         key = _batch_signature(args)
         if key not in self.compiled:
             if len(self.compiled) == self.compilations:
-                raise RetraceError(self._differences(args))
+                raise RetraceError(self._describe_change(args))
             with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
-                traced = self._jitted(args).trace(*args)
+                traced = self._jit(args).trace(*args)
                 compiled = traced.lower().compile()
             if self.plan is not None:
                 warn_unless_parallelized(self.plan, args[0], traced.jaxpr)
-            check_memory(compiled, jax.tree.leaves(args))
-            self.compiled[key], self._traces[key] = compiled, traced
-            self._seen.append(_describe_leaves(self.names, args))
+            _check_memory(compiled, jax.tree.leaves(args))
+            self.compiled[key], self._traced[key] = compiled, traced
+            self._signatures.append(_describe_leaves(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]
 
-    def program(self, *args: Any) -> tuple[Any, Any]:
-        """(what was traced, what was compiled) for these arguments; without any, the last time."""
+    def stages(self, *args: Any) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
+        """The function traced and compiled for these arguments; without any, that of the last compilation."""
         if args:
             self.compile(*args)
         key = _batch_signature(args) if args else next(reversed(self.compiled))
-        return self._traces[key], self.compiled[key]
+        return self._traced[key], self.compiled[key]
 
-    def _jitted(self, args: Any) -> Any:
-        results = self._placements(args)
+    def flops(self) -> int:
+        """FLOPs of a call over all devices, by the jaxpr of the last compilation."""
+        traced, _ = self.stages()
+        return flops(traced.jaxpr)
+
+    def _jit(self, args: Any) -> Any:
         donated = 0 if self.donate else ()
+        out = self._out_shardings(args)
         if self.plan is None:
-            return jax.jit(self.function, donate_argnums=donated, out_shardings=results)
+            return jax.jit(self.function, donate_argnums=donated, out_shardings=out)
         *others, batch = args
-        here = [jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), other) for other in others]
-        places = (*here, self.plan.batch_shardings(batch, stacked=self.stacked))
-        return jax.jit(self.function, donate_argnums=donated, in_shardings=places, out_shardings=results)
+        shardings = [jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), other) for other in others]
+        batch_shardings = self.plan.batch_shardings(batch, stacked=self.stacked)
+        return jax.jit(
+            self.function, donate_argnums=donated, in_shardings=(*shardings, batch_shardings), out_shardings=out
+        )
 
-    def _placements(self, args: Any) -> Any:
-        """Where the first result goes: where the argument that is donated is, if that was placed on purpose."""
+    def _out_shardings(self, args: Any) -> Any:
+        """The first result is sharded like the donated argument, if that was placed explicitly."""
         if not self.donate or not any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(args[0])):
             return None
         return jax.tree.map(lambda leaf: leaf.sharding, args[0]), None
 
-    def _differences(self, args: Any) -> str:
-        """What is different from every signature compiled so far, in words; nothing if nothing is."""
+    def _describe_change(self, args: Any) -> str:
+        """How these arguments differ from the closest signature that was compiled; empty if they do not."""
         now = _describe_leaves(self.names, args)
-        before = min(self._seen, key=lambda seen: sum(seen.get(path) != got for path, got in now.items()), default={})
+        before = min(self._signatures, key=lambda old: sum(old.get(path) != leaf for path, leaf in now.items()))
         changed = [
-            f"{path} was {before.get(path, 'not there')} and is now {now.get(path, 'not there')}"
+            f"{path} was {before.get(path, 'missing')} and is now {now.get(path, 'missing')}"
             for path in dict.fromkeys([*before, *now])
             if before.get(path) != now.get(path)
         ]
         if not changed:
             return ""
         more = f" (and {len(changed) - 4} more)" if len(changed) > 4 else ""
-        often = "once" if self.compilations == 1 else f"{self.compilations} times"
         return (
-            f"{'; '.join(changed[:4])}{more}. It compiles {often} and will not do so again unasked: keep shapes and "
-            "dtypes fixed (a train.Feed pads its last batch), or allow more by `compilations`."
+            f"{'; '.join(changed[:4])}{more}. This would recompile, beyond compilations={self.compilations}: keep "
+            "shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations."
+        )
+
+
+def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
+    """Raise before the first run if memory does not suffice: a run that fails has already consumed what it donates."""
+    analysis: Any = compiled.memory_analysis()
+    local = jax.local_devices()  # the memory of other processes' devices is unknown
+    device = next((each for leaf in leaves for each in getattr(leaf, "devices", tuple)() if each in local), local[0])
+    free = free_bytes(device)
+    if analysis is None or free is None:
+        return
+    needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    if needed > free:
+        raise NotEnoughMemory(
+            f"the step needs {format_bytes(needed)} more on {device}, {format_bytes(analysis.temp_size_in_bytes)} of it for intermediate "
+            f"results, but {format_bytes(free)} are free; nothing was run, and the state is unchanged. {MEMORY_ADVICE}"
         )
 
 
 def _check_donated(names: tuple[str, ...], args: Any) -> None:
-    """Say so if an argument was given up to an earlier call."""
     for name, arg in zip(names, args, strict=True):
-        gone = [path for path, leaf in leaves_with_paths(arg) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        if gone:
-            raise ValueError(
-                f"{name}/{gone[0]} was given up to an earlier call, which donates it; go on with the {name} that came "
-                "back from that call."
-            ) from None
+        for path, leaf in leaves_with_paths(arg):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{name}/{path} was donated to an earlier call; use the {name} that it returned."
+                ) from None
 
 
 def _batch_signature(args: Any) -> Any:
-    """What tells signatures apart, of the last argument; what is compiled refuses the others if they change."""
+    """Structure, shapes and dtypes of the last argument; the executable itself rejects changes of the others."""
     leaves, structure = jax.tree.flatten(args[-1])
     return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def _describe_leaves(names: tuple[str, ...], args: Any) -> dict[str, str]:
-    """Shape, dtype and placement of each leaf by path, in words."""
+    """Shape, dtype and sharding of each leaf, by path."""
     return {
         f"{name}/{path}" if path else name: _describe_leaf(leaf)
         for name, arg in zip(names, args, strict=True)
@@ -176,6 +180,6 @@ def _describe_leaves(names: tuple[str, ...], args: Any) -> dict[str, str]:
 
 def _describe_leaf(leaf: Any) -> str:
     sharding = getattr(leaf, "sharding", None)
-    placed = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
-    where = f" over {sharding.spec}" if placed else ""  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    return f"{signature(leaf)}{where}"
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+        return f"{signature(leaf)} over {sharding.spec}"
+    return signature(leaf)

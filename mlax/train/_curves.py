@@ -1,4 +1,4 @@
-"""Curves: the metrics of one or several runs as a picture. Runs as a script too, with nothing but Matplotlib to load.
+"""Plots of the metrics of one or several runs. Also a script that imports nothing but Matplotlib:
 
 python _curves.py curves.png runs/digits/metrics.jsonl [runs/other/metrics.jsonl ...]
 """
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # apart for all eyes
+COLORS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # safe for color blindness
 NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "why", "scale")
-NOT_SMOOTHED = ("rate",)  # as they are
-MAX_POINTS = 2000  # points of a line; more than a picture can show
+NOT_SMOOTHED = ("rate",)
+MAX_POINTS = 2000  # of a line
 
 
 def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw each metric over the steps: training as a line, evaluations as dots; one colour for each run."""
+    """Plot each metric over the steps: training as a line, evaluations as dots, in one color per run."""
     from matplotlib.figure import Figure
 
     names = _metric_names(runs)
@@ -25,8 +25,8 @@ def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for name, axes in zip(names, panels, strict=False):
-        for colour, (run, records) in zip(COLOURS * len(runs), runs.items(), strict=False):
-            _plot_metric(axes, name, records, colour, run if len(runs) > 1 else "")
+        for color, (run, records) in zip(COLORS * len(runs), runs.items(), strict=False):
+            _plot_metric(axes, name, records, color, run if len(runs) > 1 else "")
         axes.set(title=name.replace("_", " "), xlabel="step")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -39,7 +39,7 @@ def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, if it is there; a last line that was cut off is left out."""
+    """The records of a metrics.jsonl, without an incomplete last line; none if there is no such file."""
     records: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -50,39 +50,38 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _metric_names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    found: dict[str, None] = {"loss": None}
+    names: dict[str, None] = {"loss": None}
     for records in runs.values():
         for record in records:
-            found |= dict.fromkeys(name for name in (*record, *record.get("evaluation", ())) if name not in NOT_PLOTTED)
-    return list(found)
+            names |= dict.fromkeys(name for name in (*record, *record.get("evaluation", ())) if name not in NOT_PLOTTED)
+    return list(names)
 
 
-def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], colour: str, run: str) -> None:
-    trained = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    evaluations = [(r["step"], r["evaluation"].get(name)) for r in records if "evaluation" in r]
-    evaluated = [(step, value) for step, value in evaluations if value is not None]
-    if trained:
-        thinned = trained[:: max(1, len(trained) // MAX_POINTS)]
-        smooth = len(thinned) > 100 and name not in NOT_SMOOTHED
-        steps, values = zip(*thinned, strict=True)
-        axes.plot(steps, values, color=colour, alpha=0.25 if smooth else 1, linewidth=1)
-        axes.plot(steps, _smooth(values) if smooth else values, color=colour, label=f"{run} training".strip())
+def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], color: str, run: str) -> None:
+    training = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    scores = [(r["step"], r["evaluation"].get(name)) for r in records if "evaluation" in r]
+    evaluations = [(step, value) for step, value in scores if value is not None]
+    if training:
+        points = training[:: max(1, len(training) // MAX_POINTS)]
+        smooth = len(points) > 100 and name not in NOT_SMOOTHED
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=color, alpha=0.25 if smooth else 1, linewidth=1)
+        axes.plot(steps, _smooth(values) if smooth else values, color=color, label=f"{run} training".strip())
         if name in ("loss", "gradient_norm") and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")
-    if evaluated:
-        axes.plot(
-            *zip(*evaluated, strict=True), ".--", color=colour if run else COLOURS[1], label=f"{run} evaluation".strip()
-        )
+    if evaluations:
+        label = f"{run} evaluation".strip()
+        axes.plot(*zip(*evaluations, strict=True), ".--", color=color if run else COLORS[1], label=label)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean over a fiftieth of the values, without the bias of its beginning."""
+    """A bias-corrected exponential moving average over a fiftieth of the values."""
     keep = 1 - 50 / max(len(values), 51)
-    mean, weight, smooth = 0.0, 0.0, []
+    mean, weight, averages = 0.0, 0.0, []
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append(mean / weight)
-    return smooth
+        averages.append(mean / weight)
+    return averages
 
 
 if __name__ == "__main__":

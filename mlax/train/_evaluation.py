@@ -1,4 +1,4 @@
-"""Evaluation: the means of an objective's values over a whole feed."""
+"""Evaluation: the means of an objective's values over a feed."""
 
 import collections
 from collections.abc import Iterable
@@ -12,72 +12,79 @@ from jax import random
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
-from mlax.train._metrics import pack_metrics
-from mlax.train._objective import Objective, batch_weight, check_output, weighted_mean
+from mlax.train._metrics import Metrics
+from mlax.train._objective import Objective, batch_weight, unpack_output, weighted_mean
 from mlax.train._state import TrainState
 
-EVALUATION_KEYS = 2**32 - 1  # folded into the key first: no training step has this number
-MAX_IN_FLIGHT = 4  # batches that may be under way
+EVALUATION_KEYS = 2**32 - 1  # folded into the key first; no training step has this number
+MAX_IN_FLIGHT = 4  # batches
+WEIGHT = ""  # the name of the batch's weight beside the sums
 
 
 class Evaluation:
-    """The means of the values over batches, each example weighing what its mask says, at inference.
+    """The means of the objective's values over batches, weighted by their masks, with `inference_mode=True`.
 
-    `evaluation(state, feed)` gives floats by name over one epoch of the feed, or over any batches. The weights are
-    those that the optimizer says to evaluate with: their average, if it keeps one. A random objective gets the same
-    keys at each evaluation. The sums are taken on the host in float64.
+    `evaluation(state, feed)` returns floats by name, over one epoch of a feed or over any iterable of batches. It uses
+    the weights that the optimizer evaluates with: their average, if it keeps one. A random objective gets the same keys
+    in each evaluation. Sums are accumulated on the host in float64.
     """
 
     def __init__(self, objective: Objective, optimizer: Optimizer, *, compilations: int = 8, plan: Plan | None = None):
         self.objective = objective
         self.optimizer = optimizer
         names = ("state", "index", "batch")
-        self.once = CompiledFunction(self._called, names, donate=False, compilations=compilations, plan=plan)
-        self.names: tuple[str, ...] = ()  # of the values, known once it is traced
+        self.aot = CompiledFunction(self._sums, names, donate=False, compilations=compilations, plan=plan)
 
     def __call__(self, state: TrainState, batches: Any) -> dict[str, float]:
         if not isinstance(state, TrainState):
             raise TypeError(f"evaluation: the state is a {type(state).__name__}; call evaluation(state, feed).")
         if hasattr(batches, "epoch"):
             with batches.epoch() as stream:
-                return self._over(state, stream)
+                return self._means(state, stream)
         if isinstance(batches, dict) or not isinstance(batches, Iterable):
-            raise TypeError(f"evaluation: a {type(batches).__name__} is no feed; pass one, or an iterable of batches.")
-        return self._over(state, batches)
+            raise TypeError(
+                f"evaluation: a {type(batches).__name__} is not a feed; pass a feed, or an iterable of batches."
+            )
+        return self._means(state, batches)
 
-    def prepare(self, state: TrainState, feed: Any) -> None:
-        """Compile for the first batch of a feed: a mistake shows before training, and not after an epoch of it."""
+    def prepare(self, state: TrainState, feed: Any) -> tuple[str, ...]:
+        """Compile for the first batch of a feed, so that errors show early; returns the names of the values."""
+        names: tuple[str, ...] = ()
         with feed.stream(0, 1) as batches:
             for batch in batches:
-                self.once.compile(state, np.int32(0), batch)
+                traced, _ = self.aot.stages(state, np.int32(0), batch)
+                names = tuple(name for name in traced.out_info.names if name != WEIGHT)
+        return names
 
-    def _over(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
-        pending: collections.deque[jax.Array] = collections.deque()
-        total: Any = 0.0
+    def _means(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        pending: collections.deque[Metrics] = collections.deque()
+        totals: dict[str, float] = {}
         for index, batch in enumerate(batches):
-            pending.append(self.once(state, np.int32(index), batch))
+            pending.append(self.aot(state, np.int32(index), batch))
             if len(pending) > MAX_IN_FLIGHT:
-                total = total + np.asarray(pending.popleft(), np.float64)
-        total = total + sum(np.asarray(sums, np.float64) for sums in pending)
-        if np.ndim(total) == 0:
-            return {}
-        *sums, counted = total
-        return {name: float(value / counted) if counted else 0.0 for name, value in zip(self.names, sums, strict=True)}
+                _add(totals, pending.popleft())
+        for sums in pending:
+            _add(totals, sums)
+        weight = totals.pop(WEIGHT, 0.0)
+        return {name: total / weight if weight else 0.0 for name, total in totals.items()}
 
-    def _called(self, state: TrainState, index: jax.Array, batch: Any) -> jax.Array:
-        """The sum of each value over the batch, and last what the batch weighs."""
+    def _sums(self, state: TrainState, index: jax.Array, batch: Any) -> Metrics:
+        """The sum of each value over the batch, and the weight of the batch."""
         trainables = self.optimizer.averaged(state.optimizer, state.trainables)
         rng = random.fold_in(random.fold_in(state.rng, EVALUATION_KEYS), index)
-        returned = self.objective(batch, trainables, state.non_trainables, rng=rng, inference_mode=True)
-        values, _ = check_output(returned)
-        self.names = tuple(values)
+        output = self.objective(batch, trainables, state.non_trainables, rng=rng, inference_mode=True)
+        values, _ = unpack_output(output)
         total = batch_weight(batch)
-        counted = jnp.float32(_examples(batch)) if total is None else total
-        sums = {name: weighted_mean(name, value, batch, total) for name, value in values.items()}
-        return pack_metrics(
-            {**{name: value * counted.astype(value.dtype) for name, value in sums.items()}, "": counted}
-        )
+        weight = jnp.float32(_batch_size(batch)) if total is None else total
+        means = {name: weighted_mean(name, value, batch, total) for name, value in values.items()}
+        sums = {name: mean * weight.astype(mean.dtype) for name, mean in means.items()}
+        return Metrics.pack({**sums, WEIGHT: weight})
 
 
-def _examples(batch: Any) -> int:
+def _add(totals: dict[str, float], sums: Metrics) -> None:
+    for name, value in sums.to_numpy().items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+
+
+def _batch_size(batch: Any) -> int:
     return next((len(leaf) for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)

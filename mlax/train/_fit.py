@@ -6,19 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jax import random
+
 from mlax.core import NoMatch
+from mlax.train._divergence import Divergence
 from mlax.train._export import export_weights
 from mlax.train._heartbeat import heartbeat
 from mlax.train._monitor import Monitor, describe_run, format_values
-from mlax.train._run import (
-    Run,
-    command,
-    configuration,
-    describe_key,
-    open_checkpoints,
-    record_config,
-    restore_latest,
-)
+from mlax.train._run import Run, command, configuration, open_checkpoints, record_config, restore_latest
 from mlax.train._signals import TERMINATED, Signals
 from mlax.train._state import TrainState
 from mlax.train._step import Step
@@ -26,13 +21,13 @@ from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 
 
 class Fitted(NamedTuple):
-    """What `fit` gives."""
+    """The result of `fit`."""
 
     state: TrainState
     scores: Mapping[str, float]  # of the last evaluation
     step: int
-    saved: int | None  # the last step that is on disk
-    stopped: str  # the signal that ended it early, or nothing
+    saved: int | None  # the last step on disk
+    stopped: str  # the signal that stopped training early, or an empty string
 
 
 def fit(
@@ -53,17 +48,19 @@ def fit(
     tensorboard: bool = False,
     show: bool = True,
 ) -> Fitted:
-    """Train until `steps` batches were seen, from where the folder `run` was left, if it is there.
+    """Train up to step number `steps`, resuming from the last checkpoint in the folder `run`, if there is one.
 
-    It evaluates every `evaluate_every` steps (an epoch) and saves every `save_every` (the same), at the end, and when
-    SIGTERM or Ctrl-C come; after SIGTERM it exits, after Ctrl-C it returns. The last `keep` checkpoints stay, and the
-    best one by `best` (the lowest loss). The folder is the report: configuration, metrics, curves, weights. `config`
-    is whatever is to be noted with them. `state` is donated: go on with the state that comes back.
+    `evaluate` is a feed to evaluate with every `evaluate_every` steps, by default an epoch. Checkpoints are saved every
+    `save_every` steps, by default as often; also at the end, and on SIGTERM and Ctrl-C, after which the process exits
+    and `fit` returns, respectively. The last `keep` checkpoints are kept, and the `best` one, by default that of the
+    lowest loss. After 20 non-finite steps in a row the weights of an earlier checkpoint are restored, at most
+    `rollbacks` times. The folder holds the configuration, together with `config`, and metrics, curves, a report and the
+    weights. `state` is donated: use the one in the result.
     """
-    _check(step, state, feed, evaluate, best)
-    evaluating = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
-    saving = evaluating if save_every is None else save_every
-    _check_steps(step, steps=steps, evaluate_every=evaluating, save_every=saving)
+    _check_arguments(step, state, feed, evaluate, best)
+    evaluate_every = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
+    save_every = evaluate_every if save_every is None else save_every
+    _check_steps(step, steps=steps, evaluate_every=evaluate_every, save_every=save_every)
     best = best or (Minimize("loss") if evaluate is not None else None)
     with Run(run) as folder, Signals() as signals:
         checkpoints = open_checkpoints(folder, keep, best, resume)
@@ -71,117 +68,125 @@ def fit(
         saved_at = scored_at = at
         scores = notes.get("scores", {})
         parts = configuration(
-            step=step, feed=feed, evaluate=evaluate, steps=steps, config=config, seed=describe_key(state)
+            step=repr(step),
+            feed=repr(feed),
+            evaluate=None if evaluate is None else repr(evaluate),
+            steps=steps,
+            config=config,
+            seed=f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}",
         )
-        changed = record_config(folder, parts, at, steps)
-        watch = Monitor(folder, step, feed, at, steps, rollbacks, tensorboard, show and folder.leads)
-        watch.say(describe_run(folder, parts, changed, state, at))
+        changes = record_config(folder, parts, at, steps)
+        monitor = Monitor(folder, step, feed, at, steps, tensorboard=tensorboard, show=show)
+        divergence = Divergence(feed, checkpoints, monitor, rollbacks=rollbacks)
+        monitor.print(describe_run(folder, parts, changes, state.trainables, at))
         if at >= steps:
-            watch.say(_closing_message(folder, at, steps, scores, ""))
+            monitor.print(_closing_message(folder, at, steps, scores, ""))
             return Fitted(state, scores, at, checkpoints.latest() if checkpoints is not None else None, "")
 
         def save() -> int:
             if checkpoints is not None and at > saved_at:
                 heartbeat(at, "saving")
                 finite = {name: value for name, value in scores.items() if math.isfinite(value)}
-                tested = finite if scored_at == at else {}  # or weights that nobody has tested might be the best
-                checkpoints.save(at, state, metrics=tested, notes={"scores": finite, "feed": batches.position()})
+                current = finite if scored_at == at else {}  # weights that were not evaluated cannot be the best
+                checkpoints.save(at, state, metrics=current, notes={"scores": finite, "feed": batches.position()})
                 if failure := checkpoints.failure():
-                    watch.say(f"a save failed, and training goes on: {failure}")
+                    monitor.print(f"a save failed, and training continues: {failure}")
             return at
 
-        def until_told(batches: Iterable[Any]) -> Iterator[Any]:
+        def until_signal(batches: Iterable[Any]) -> Iterator[Any]:
             for batch in batches:
                 yield batch
                 heartbeat(at, "evaluation")
-                if signals.together():
+                if signals.synced():
                     return
 
-        stream = feed.stream(at, steps, stacked=step.many, stopped=signals.asked, position=notes.get("feed"))
-        with watch, stream as batches:
+        stream = feed.stream(at, steps, stacked=step.many, stopped=signals.pending, position=notes.get("feed"))
+        with monitor, stream as batches:
             for batch in batches:
-                if not step.once.compiled:
-                    with signals.away():
+                if not step.aot.compiled:
+                    with signals.killable():
                         heartbeat(at, "compiling")
-                        step.once.compile(state, batch)
+                        step.aot.compile(state, batch)
                         if evaluate is not None:
-                            step.evaluation.prepare(state, evaluate)
-                            _check_best(best, step.evaluation.names)
+                            _check_best(best, step.evaluation.prepare(state, evaluate))
                 heartbeat(at, "step")
                 state, metrics = step(state, batch)
                 at += step.many
                 heartbeat(at, "after a step")
-                ending = at >= steps or bool(signals.together())
-                evaluates = evaluate is not None and (at % evaluating == 0 or at >= steps)
-                saves = ending or (checkpoints is not None and at % saving == 0)
-                state = watch.after(at, metrics, state, checkpoints, caught_up=evaluates or saves)
-                saves = ending or (saves and not watch.skipping.row)  # or the last good ones might be rotated away
-                if evaluate is not None and evaluates and not signals.asked():
+                ending = at >= steps or bool(signals.synced())
+                evaluating = evaluate is not None and (at % evaluate_every == 0 or at >= steps)
+                saving = ending or (checkpoints is not None and at % save_every == 0)
+                records = monitor.log_metrics(at, metrics, wait=evaluating or saving)
+                if divergence.count(records):
+                    state = divergence.roll_back(state)
+                if evaluate is not None and evaluating and not signals.pending():
                     heartbeat(at, "evaluation")
-                    with evaluate.epoch(stopped=signals.asked) as test:
-                        found = step.evaluation(state, until_told(test))
-                    if not signals.asked():
-                        scores, scored_at = watch.evaluated(at, found), at
-                if saves:
+                    with evaluate.epoch(stopped=signals.pending) as test:
+                        found = step.evaluation(state, until_signal(test))
+                    if not signals.pending():
+                        scores, scored_at = found, at
+                        monitor.log_evaluation(at, scores)
+                # amid skipped steps only the last one is saved, since retention might delete the checkpoint before them
+                if ending or (saving and not divergence.skipped):
                     saved_at = save()
-                if ending or signals.asked():
+                if ending or signals.pending():
                     break
                 heartbeat(at, "waiting for data")
-            signals.heard()
+            signals.acknowledge()
             save()
             heartbeat(at, "ending")
-            saved = _wait_for_saves(checkpoints, watch)
-            stopped = signals.asked() if at < steps else ""
-            watch.say(_closing_message(folder, at, steps, scores, stopped))
-        export_weights(folder, step, state, checkpoints, watch.say)
-        folder.draw(last=not stopped)
-        folder.report(str(folder.folder), {"reached": f"step {at:,} of {steps:,}", **scores, **parts})
+            saved = _wait_for_saves(checkpoints, monitor)
+            stopped = signals.pending() if at < steps else ""
+            monitor.print(_closing_message(folder, at, steps, scores, stopped))
+        export_weights(folder, step, state, checkpoints, monitor.print)
+        folder.update_curves(last=not stopped)
+        folder.write_report(str(folder.folder), {"reached": f"step {at:,} of {steps:,}", **scores, **parts})
     if stopped == "SIGTERM":
         sys.exit(TERMINATED)
     return Fitted(state, scores, at, saved, stopped)
 
 
-def _closing_message(folder: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
+def _closing_message(run: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
     if not stopped:
-        where = "" if folder.folder is None else f"\nreport, curves and weights are in {folder.folder}"
+        where = "" if run.folder is None else f"\nreport, curves and weights are in {run.folder}"
         return f"finished: {at} of {steps} steps  {format_values(scores)}{where}"
-    words = f"stopped by {stopped} after step {at} of {steps}"
-    if folder.folder is None:
-        return f"{words}; nothing was saved, since no run folder was given"
-    return f"{words}; go on with: {command()}"
+    message = f"stopped by {stopped} after step {at} of {steps}"
+    if run.folder is None:
+        return f"{message}; nothing was saved, since there is no run folder"
+    return f"{message}; resume with: {command()}"
 
 
-def _wait_for_saves(checkpoints: Checkpoints | None, watch: Monitor) -> int | None:
-    """The last step that is on disk, once nothing is being written any more."""
+def _wait_for_saves(checkpoints: Checkpoints | None, monitor: Monitor) -> int | None:
+    """Wait until nothing is being written; returns the last step on disk."""
     if checkpoints is None:
         return None
     try:
         checkpoints.wait()
     except Exception as failure:
-        watch.say(f"the last save failed: {failure}")
+        monitor.print(f"the last save failed: {failure}")
     return checkpoints.latest()
 
 
 def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:
-    """The steps of an epoch, or a tenth of all where that is not known, as a multiple of those of one call."""
+    """The steps of an epoch, or a tenth of all steps where that is unknown, rounded up to whole calls."""
     return -(-(feed.steps or -(-steps // 10)) // step.many) * step.many
 
 
-def _check(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
+def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
     if not isinstance(step, Step):
-        raise TypeError(f"fit: {type(step).__name__} is no step; make one by train.step(objective, optimizer).")
+        raise TypeError(f"fit: step is a {type(step).__name__}; make it by train.step(objective, optimizer).")
     if not isinstance(state, TrainState):
-        raise TypeError(f"fit: {type(state).__name__} is no state; make one by step.init(rng, *model.init(...)).")
-    for name, given in (("feed", feed), ("evaluate", evaluate)):
-        if not hasattr(given, "stream") and not (name == "evaluate" and given is None):
-            raise TypeError(f"fit: {name} is a {type(given).__name__}, but must be a feed, as train.Feed is.")
+        raise TypeError(f"fit: state is a {type(state).__name__}; make it by step.init(rng, *model.init(...)).")
+    for name, value in (("feed", feed), ("evaluate", evaluate)):
+        if not hasattr(value, "stream") and not (name == "evaluate" and value is None):
+            raise TypeError(f"fit: {name} is a {type(value).__name__}, but must be a feed, such as train.Feed.")
     if best is not None and (evaluate is None or not isinstance(best, Maximize | Minimize)):
         raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
 
 
 def _check_best(best: Maximize | Minimize | None, names: tuple[str, ...]) -> None:
     if best is not None and best.metric not in names:
-        raise NoMatch(f"fit: best is {best}, but the objective gives {', '.join(names)}.")
+        raise NoMatch(f"fit: best is {best}, but the objective returns {', '.join(names)}.")
 
 
 def _check_steps(step: Step, **numbers: int) -> None:
@@ -189,4 +194,4 @@ def _check_steps(step: Step, **numbers: int) -> None:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"fit: {name} is {value!r}, but must be an int of at least 1.")
         if value % step.many:
-            raise ValueError(f"fit: {name} is {value}, but must be a multiple of the {step.many} steps of one call.")
+            raise ValueError(f"fit: {name} is {value}, but must be a multiple of the {step.many} steps per call.")

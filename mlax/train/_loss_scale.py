@@ -11,20 +11,20 @@ from mlax.core import frozen
 
 @frozen
 class LossScale(abc.ABC):
-    """By how much the loss is multiplied before it is differentiated; the gradients are divided by it in float32."""
+    """The factor by which the loss is multiplied before differentiation; the gradients are divided by it in float32."""
 
     @abc.abstractmethod
     def init(self) -> Any:
-        """What is kept from step to step: a dict with the `scale`, () float32, and whatever else is needed."""
+        """The state before the first step: a dict with the `scale`, () float32, and whatever else `update` needs."""
 
     @abc.abstractmethod
-    def after(self, kept: Any, fine: jax.Array) -> Any:
-        """The same after a step whose gradients were all finite, or were not."""
+    def update(self, state: Any, finite: jax.Array) -> Any:
+        """The state after a step, given whether the loss and all gradients were finite, () bool."""
 
 
 @frozen
 class StaticLossScale(LossScale):
-    """Always the same factor."""
+    """A constant factor."""
 
     scale: float = 2.0**15
 
@@ -34,15 +34,15 @@ class StaticLossScale(LossScale):
     def init(self):
         return {"scale": jnp.float32(self.scale)}
 
-    def after(self, kept, fine):
-        return kept
+    def update(self, state, finite):
+        return state
 
 
 @frozen
 class DynamicLossScale(LossScale):
-    """The largest power that overflows seldom: halved when a gradient is not finite, doubled after `every` good steps.
+    """A factor that follows the gradients: halved on overflow, doubled after `every` finite steps in a row.
 
-    Section 3.2 of https://arxiv.org/abs/1710.03740.
+    Section 3.2 of https://arxiv.org/abs/1710.03740. `factor` replaces the 2; `least` and `most` bound the scale.
     """
 
     scale: float = 2.0**15
@@ -60,16 +60,16 @@ class DynamicLossScale(LossScale):
     def init(self):
         return {"scale": jnp.float32(self.scale), "good": jnp.int32(0)}
 
-    def after(self, kept, fine):
-        good = jnp.where(fine, kept["good"] + 1, 0)
-        grown = jnp.where(good >= self.every, kept["scale"] * self.factor, kept["scale"])
-        scale = jnp.where(fine, grown, kept["scale"] / self.factor)
+    def update(self, state, finite):
+        good = jnp.where(finite, state["good"] + 1, 0)
+        grown = jnp.where(good >= self.every, state["scale"] * self.factor, state["scale"])
+        scale = jnp.where(finite, grown, state["scale"] / self.factor)
         return {
             "scale": jnp.clip(scale, self.least, self.most),
             "good": jnp.where(good >= self.every, 0, good),
         }
 
 
-def _check_positive(scaling: LossScale, name: str, value: float) -> None:
+def _check_positive(scale: LossScale, name: str, value: float) -> None:
     if not value > 0:
-        raise ValueError(f"{type(scaling).__name__}: {name} is {value}, but must be above 0.")
+        raise ValueError(f"{type(scale).__name__}: {name} is {value}, but must be above 0.")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,36 @@ from mlax._jax import at_least_float32, widest_dtype
 from mlax.core import NoMatch
 from mlax.train._curves import read_records
 
+Record = dict[str, Any]
 
+CALLS_BETWEEN_READS = 8  # with several processes
+
+
+@jax.tree_util.register_pytree_node_class
 class Metrics(Mapping[str, jax.Array]):
-    """What a step gave, by name: each () or, with several steps a call, (many,), in float32 or wider.
+    """The metrics of a step by name: each () or, with several steps per call, (many,), in float32 or wider.
 
-    They are one array, so that all of them come to the host in one transfer: `metrics.numbers()`. Until something is
-    read, nothing waits for the step.
+    They are stored as one array, a pytree leaf, so that one transfer brings all of them to the host: `to_numpy`. Only
+    reading a metric waits for the step.
     """
 
     def __init__(self, names: tuple[str, ...], packed: jax.Array):
         self.names = names
         self.packed = packed  # (names,) or (many, names)
 
+    @classmethod
+    def pack(cls, values: Mapping[str, jax.Array]) -> Self:
+        """These scalars as one array, in the widest of their floating dtypes; booleans become 0 and 1."""
+        dtype = widest_dtype(
+            at_least_float32(value.dtype) for value in values.values() if jnp.issubdtype(value.dtype, jnp.floating)
+        )
+        return cls(tuple(values), jnp.stack([value.astype(dtype) for value in values.values()], axis=-1))
+
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self.names:
             raise NoMatch(f"{name!r}; there are {', '.join(self.names)}")
         at = self.names.index(name)
-        return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # whose index is part of the program
+        return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # a static index, so nothing is transferred
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -43,66 +56,59 @@ class Metrics(Mapping[str, jax.Array]):
         return len(self.names)
 
     def __repr__(self) -> str:
-        return f"Metrics({self.numbers()})"
+        return f"Metrics({self.to_numpy()})"
 
-    def numbers(self) -> dict[str, np.ndarray]:
-        """All of them on the host; waits for the step."""
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """All metrics on the host; waits for the step."""
         return dict(zip(self.names, np.moveaxis(np.asarray(self.packed), -1, 0), strict=True))
 
+    def tree_flatten(self) -> tuple[tuple[jax.Array], tuple[str, ...]]:
+        """For JAX: the array, and the names as static data."""
+        return (self.packed,), self.names
 
-def pack_metrics(metrics: Mapping[str, jax.Array]) -> jax.Array:
-    """The metrics as one array, in the widest dtype that occurs; what is no float as 0, 1, ..."""
-    dtype = widest_dtype(
-        at_least_float32(value.dtype) for value in metrics.values() if jnp.issubdtype(value.dtype, jnp.floating)
-    )
-    return jnp.stack([value.astype(dtype) for value in metrics.values()], axis=-1)
-
-
-Record = dict[str, Any]
-
-CALLS_BETWEEN_READS = 8  # calls between two readings where several processes read
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], leaves: tuple[jax.Array]) -> Self:
+        """For JAX: the inverse of `tree_flatten`."""
+        return cls(names, *leaves)
 
 
 class MetricsLog:
-    """What steps and evaluations gave. `add` never waits for the step it is given, only for the one before the last.
+    """The metrics of all steps and evaluations, one JSON object per line of metrics.jsonl.
 
     A line is `{"step": 12, "loss": 0.3, ...}` for a step, `{"step": 22, "evaluation": {...}}` for an evaluation and
-    `{"step": 13, "event": "..."}` for anything else. A disk that is full costs no step: lines wait until there is room.
+    `{"step": 13, "event": "..."}` for anything else. `add` waits at most for the call `ahead` calls ago, never for the
+    one it is passed. If the disk is full, lines are kept until they can be written.
     """
 
     def __init__(self, path: Path | None, *, many: int = 1, every: float = 0.25, ahead: int = 2):
         self.path = path
         self.many = many
-        self.every = every  # seconds between two readings
+        self.every = every  # seconds between two reads
         self.ahead = ahead
-        self.begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._read_at = 0.0
         self._pending: collections.deque[tuple[int, Metrics]] = collections.deque()
         self._lines: list[str] = []
-        self._complained = False
+        self._warned = False
         self._calls = 0
 
     def add(self, step: int, metrics: Metrics) -> list[Record]:
-        """Take the metrics of the call that ended with `step`; give the records read by now, if it was time to read."""
-        metrics.packed.copy_to_host_async()  # begins when the step ends, so that reading has not to wait for it
+        """Add the metrics of the call that ended with `step`; returns the records read, none if it is too early."""
+        metrics.packed.copy_to_host_async()  # starts when the step ends, so that a later read need not wait for it
         self._pending.append((step, metrics))
         if len(self._pending) > self.ahead:
             self._pending[-1 - self.ahead][1].packed.block_until_ready()
         self._calls += 1
-        # several processes must read at the same steps, since what they read may send all of them back to a checkpoint
-        early = (
-            time.monotonic() - self._read_at < self.every
-            if jax.process_count() == 1
-            else self._calls % CALLS_BETWEEN_READS
-        )
-        if early:
-            return []
-        return self.read(keep=self.ahead)
+        if jax.process_count() == 1:
+            early = time.monotonic() - self._read_at < self.every
+        else:  # all processes must read at the same steps, since a rollback depends on what they read
+            early = self._calls % CALLS_BETWEEN_READS
+        return [] if early else self.read(keep=self.ahead)
 
     def read(self, keep: int = 0) -> list[Record]:
         """Read and write all but the last `keep` calls."""
-        taken = [self._pending.popleft() for _ in range(max(len(self._pending) - keep, 0))]
-        records = [record for step, metrics in taken for record in self._records(step, metrics.numbers())]
+        ready = [self._pending.popleft() for _ in range(max(len(self._pending) - keep, 0))]
+        records = [record for step, metrics in ready for record in self._records(step, metrics.to_numpy())]
         for record in records:
             self.write(record)
         self._read_at = time.monotonic()
@@ -110,21 +116,21 @@ class MetricsLog:
         return records
 
     def write(self, record: Record) -> None:
-        """Add a line of one's own."""
-        stamped = {"step": record["step"], "seconds": round(time.monotonic() - self.begun, 3), **record}
+        """Add a line to be written with the next flush."""
+        stamped = {"step": record["step"], "seconds": round(time.monotonic() - self._started_at, 3), **record}
         self._lines.append(json.dumps(_to_json(stamped)))
 
     def flush(self) -> None:
-        """Write the lines that wait."""
+        """Write the lines that were added."""
         if self.path is None or not self._lines:
             self._lines = []
             return
         try:
             _append_or_undo(self.path, "\n".join(self._lines) + "\n")
         except OSError as error:
-            if not self._complained:
-                print(f"{self.path}: {error}; the lines are kept until they can be written", file=sys.stderr)
-            self._complained = True
+            if not self._warned:
+                print(f"{self.path}: {error}; its lines are kept until they can be written", file=sys.stderr)
+            self._warned = True
             return
         self._lines = []
 
@@ -135,31 +141,30 @@ class MetricsLog:
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Drop the records of steps beyond the one that training goes on from: they will be made again."""
+    """Drop the records after the step that training resumes from: those steps run again."""
     if not path.exists():
         return
     records = read_records(path)
     kept = [record for record in records if record["step"] <= step]
-    if len(kept) < len(records) or not path.read_bytes().endswith(b"\n"):  # a last line may have been cut off
+    if len(kept) < len(records) or not path.read_bytes().endswith(b"\n"):  # the last line may be incomplete
         new = path.with_suffix(".new")
         new.write_text("".join(json.dumps(record) + "\n" for record in kept))
         new.replace(path)
 
 
 def _append_or_undo(path: Path, text: str) -> None:
-    """Add the text, all of it or nothing."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
             if file.write(text.encode()) < len(text.encode()):
-                raise OSError(f"no room for {len(text)} bytes")
+                raise OSError(f"no space for {len(text)} bytes")
         except OSError:
             file.truncate(size)
             raise
 
 
 def _to_json(value: Any) -> Any:
-    """The value in numbers that JSON has: null for what is not finite."""
+    """The value in what JSON can express: null instead of a float that is not finite."""
     if isinstance(value, Mapping):
         return {key: _to_json(each) for key, each in value.items()}
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Progress of a training run for people: the log, a progress bar, throughput, TensorBoard."""
+"""Monitoring of a training run: the log, a progress bar with throughput, TensorBoard and curves."""
 
 import collections
 import math
@@ -12,152 +12,13 @@ from typing import Any, Self
 import jax
 
 from mlax.core import Tree, flatten_paths, signature
-from mlax.inspect import flops, format_bytes, used_bytes
-from mlax.train._divergence import Divergence
-from mlax.train._metrics import Metrics, MetricsLog
+from mlax.inspect import format_bytes, used_bytes
+from mlax.train._metrics import Metrics, MetricsLog, Record
 from mlax.train._run import Run
-from mlax.train._state import TrainState
 from mlax.train._step import Step
-from mlax.train.checkpoints._checkpoints import Checkpoints
 
-
-class Monitor:
-    """Shows and notes how training goes, and looks after steps that were not finite."""
-
-    def __init__(
-        self, run: Run, step: Step, feed: Any, start: int, steps: int, rollbacks: int, tensorboard: bool, show: bool
-    ):
-        self.run, self.step, self.steps = run, step, steps
-        self.log = MetricsLog(run.path("metrics.jsonl") if run.leads else None, many=step.many)
-        self.board = TensorBoard(run.path("tensorboard") if tensorboard and run.leads else None, start=start)
-        self.progress = Progress(start, steps, show=show)
-        self.skipping = Divergence(feed, rollbacks=rollbacks)
-        self.examples = getattr(feed, "batch", 0)
-        self.say = self.progress.say
-        self._flops: int | None = None
-
-    def __enter__(self) -> Self:
-        self.progress.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.log.flush()
-        self.board.close()
-        self.progress.__exit__()
-
-    def after(
-        self,
-        at: int,
-        metrics: Metrics,
-        state: TrainState,
-        checkpoints: Checkpoints | None,
-        *,
-        caught_up: bool = False,
-    ) -> TrainState:
-        """Take the metrics of the call that ended with step `at`; give the state to go on with.
-
-        With `caught_up` all that is known by then is read, as it must be before anything is saved.
-        """
-        if self._flops is None:
-            self._flops = flops(self.step.once.program()[0].jaxpr) // self.step.many
-            self.progress.clock(at)
-        records = self.log.add(at, metrics)
-        if caught_up:
-            records += self.log.read()
-        if not records:
-            return state
-        done = records[-1]["step"]
-        words = throughput(self.progress.clock(done), self.examples, self._flops)
-        self.progress.show(done, records[-1], words, used_bytes(jax.local_devices()[0]))
-        self.board.add(records)
-        self.run.draw()
-        return self.skipping.after(records, state, checkpoints, self.log, self.say)
-
-    def evaluated(self, at: int, scores: Mapping[str, float]) -> Mapping[str, float]:
-        """Note the scores of an evaluation, and give them back."""
-        self.log.write({"step": at, "evaluation": dict(scores)})
-        self.log.flush()
-        self.board.add([{"step": at, **scores}], "evaluation")
-        self.progress.evaluated(at, scores)
-        return scores
-
-
-NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # not worth room on a line
-
-
-class Progress:
-    """A bar with the step, speed, metrics and time left."""
-
-    def __init__(self, start: int, steps: int, *, show: bool = True, every: float = 20.0):
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        self.start, self.steps, self.every = start, steps, every
-        self.terminal = show and sys.stdout.isatty()
-        self.plain = show and not self.terminal
-        self.tested = ""  # the last evaluation in words
-        self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=40)  # when which step was done
-        self._said_at, self._tenth = time.monotonic(), 10 * start // max(steps, 1)
-        columns = [TextColumn("{task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}")]
-        left = TimeRemainingColumn(elapsed_when_finished=True)
-        self.bar = Bar(*columns, left, expand=True, disable=not self.terminal, auto_refresh=False)
-        self.task = self.bar.add_task("compiling", total=steps, completed=start)
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def say(self, words: str) -> None:
-        """Print a line above the bar."""
-        if self.terminal:
-            self.bar.console.print(words, markup=False, highlight=False)
-        elif self.plain:
-            print(words, flush=True)
-
-    def clock(self, step: int) -> float | None:
-        """Note that `step` is done; give the steps a second of late, or None the first time."""
-        self._done.append((time.monotonic(), step))
-        return self._rate()
-
-    def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
-        """Show from now on what the evaluation after `step` found."""
-        self.tested = f"evaluation at {step}: {format_values(scores)}" if scores else ""
-
-    def show(self, step: int, metrics: Mapping[str, Any], speed: str = "", memory: int | None = None) -> None:
-        """Show that `step` is done."""
-        shown = {name: value for name, value in metrics.items() if name not in NOT_SHOWN}
-        words = "  ".join(
-            filter(None, [format_values(shown), self.tested, speed, format_bytes(memory) if memory else ""])
-        )
-        self.bar.update(self.task, completed=step, description=words)
-        self.bar.refresh()
-        tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
-        if self.plain and (tenth > self._tenth or now - self._said_at > self.every):
-            self._tenth, self._said_at = tenth, now
-            print(f"{step}/{self.steps}  {words}  {self._left(step)} left", flush=True)
-
-    def _rate(self) -> float | None:
-        if len(self._done) < 2:
-            return None
-        (begun, first), (now, last) = self._done[0], self._done[-1]
-        return (last - first) / max(now - begun, 1e-9)
-
-    def _left(self, step: int) -> str:
-        rate = self._rate()
-        seconds = round((self.steps - step) / rate) if rate else None
-        return "?" if seconds is None else f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def format_values(numbers: Mapping[str, Any]) -> str:
-    """Numbers by name on one line."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-
-
-# Dense bfloat16 operations a second without sparsity, as the makers' data sheets give them. The first name whose words
-# are in that of the device is taken: of one card in several forms, the slower forms come first.
+# Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets. The first name that occurs in the name of the
+# device counts: of a card with several variants, the slower ones come first.
 PEAK_FLOPS = {
     "GH200": 989e12,
     "H200 NVL": 835e12,
@@ -176,29 +37,130 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
 }
+NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # on the progress bar
 
 
-def peak_flops(device: Any) -> float | None:
-    """The operations a second that the device is sold with; None if it is not in the list, as no CPU is."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device.device_kind)), None)
+class Monitor:
+    """Logs and shows the progress of a run."""
+
+    def __init__(self, run: Run, step: Step, feed: Any, start: int, steps: int, *, tensorboard: bool, show: bool):
+        self.run, self.step = run, step
+        self.log = MetricsLog(run.path("metrics.jsonl") if run.is_main else None, many=step.many)
+        self.tensorboard = TensorBoard(run.path("tensorboard") if tensorboard and run.is_main else None, start=start)
+        self.progress = Progress(start, steps, show=show and run.is_main)
+        self.examples = getattr(feed, "batch", 0)
+        self.print = self.progress.print
+        self._flops: int | None = None
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.log.flush()
+        self.tensorboard.close()
+        self.progress.__exit__()
+
+    def log_metrics(self, at: int, metrics: Metrics, *, wait: bool = False) -> list[Record]:
+        """Log the metrics of the call that ended with step `at`; returns the records of the steps known to be done.
+
+        With `wait` these include step `at`, as they must before anything is saved.
+        """
+        if self._flops is None:
+            self._flops = self.step.flops()
+            self.progress.tick(at)
+        records = self.log.add(at, metrics)
+        if wait:
+            records += self.log.read()
+        if records:
+            done = records[-1]["step"]
+            speed = format_throughput(self.progress.tick(done), self.examples, self._flops)
+            self.progress.show(done, records[-1], speed, used_bytes(jax.local_devices()[0]))
+            self.tensorboard.add(records)
+            self.run.update_curves()
+        return records
+
+    def log_event(self, at: int, event: str, **details: Any) -> None:
+        """Log that something happened at step `at`."""
+        self.log.write({"step": at, "event": event, **details})
+
+    def log_evaluation(self, at: int, scores: Mapping[str, float]) -> None:
+        """Log the scores of the evaluation after step `at`."""
+        self.log.write({"step": at, "evaluation": dict(scores)})
+        self.log.flush()
+        self.tensorboard.add([{"step": at, **scores}], "evaluation")
+        self.progress.show_evaluation(at, scores)
 
 
-def throughput(rate: float | None, examples: int, flops: int) -> str:
-    """The speed in words, from steps a second, examples a step and operations a step over all devices."""
-    if rate is None:
-        return ""
-    words = f"{rate:.3g} steps/s  {rate * examples:,.0f} examples/s"
-    each = rate * flops / jax.device_count()
-    most = peak_flops(jax.devices()[0])
-    if most:
-        return f"{words}  {each / most:.1%} of peak"
-    return f"{words}  {each / 1e9:.3g} GFLOP/s" if flops else words
+class Progress:
+    """A progress bar with step, metrics, throughput and time left in a terminal; elsewhere a line now and then."""
+
+    def __init__(self, start: int, steps: int, *, show: bool = True, every: float = 20.0):
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.steps, self.every = steps, every
+        self.terminal = show and sys.stdout.isatty()
+        self.plain = show and not self.terminal
+        self._evaluation = ""  # the last one, formatted
+        self._ticks: collections.deque[tuple[float, int]] = collections.deque(maxlen=40)  # (time, steps done by then)
+        self._printed_at, self._tenth = time.monotonic(), 10 * start // max(steps, 1)
+        columns = [TextColumn("{task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}")]
+        remaining = TimeRemainingColumn(elapsed_when_finished=True)
+        self.bar = Bar(*columns, remaining, expand=True, disable=not self.terminal, auto_refresh=False)
+        self.task = self.bar.add_task("compiling", total=steps, completed=start)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def print(self, text: str) -> None:
+        """Print text above the bar."""
+        if self.terminal:
+            self.bar.console.print(text, markup=False, highlight=False)
+        elif self.plain:
+            print(text, flush=True)
+
+    def tick(self, step: int) -> float | None:
+        """Record that `step` is done; returns the recent steps per second, None the first time."""
+        self._ticks.append((time.monotonic(), step))
+        return self._steps_per_second()
+
+    def show(self, step: int, metrics: Mapping[str, Any], speed: str = "", memory: int | None = None) -> None:
+        """Show that `step` is done."""
+        shown = {name: value for name, value in metrics.items() if name not in NOT_SHOWN}
+        parts = [format_values(shown), self._evaluation, speed, format_bytes(memory) if memory else ""]
+        text = "  ".join(filter(None, parts))
+        self.bar.update(self.task, completed=step, description=text)
+        self.bar.refresh()
+        tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
+        if self.plain and (tenth > self._tenth or now - self._printed_at > self.every):
+            self._tenth, self._printed_at = tenth, now
+            print(f"{step}/{self.steps}  {text}  {self._time_left(step)} left", flush=True)
+
+    def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Show the scores of the evaluation after `step`, until the next one."""
+        self._evaluation = f"evaluation at {step}: {format_values(scores)}" if scores else ""
+
+    def _steps_per_second(self) -> float | None:
+        if len(self._ticks) < 2:
+            return None
+        (start, first), (now, last) = self._ticks[0], self._ticks[-1]
+        return (last - first) / max(now - start, 1e-9)
+
+    def _time_left(self, step: int) -> str:
+        rate = self._steps_per_second()
+        seconds = round((self.steps - step) / rate) if rate else None
+        return "?" if seconds is None else f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 class TensorBoard:
-    """Writes records as scalars into a folder that `tensorboard --logdir` shows. Without a folder, nothing.
+    """Writes records as scalars into a folder for `tensorboard --logdir`; without a folder, nothing.
 
-    `start` is the step that training goes on from: what was written of later steps, which come again, is hidden.
+    `start` is the step that training resumes from: points of later steps, which run again, are hidden.
     """
 
     def __init__(self, folder: Path | None, start: int | None = None):
@@ -208,13 +170,13 @@ class TensorBoard:
                 from tensorboardX import SummaryWriter
             except ImportError:
                 raise ImportError("tensorboard=True needs tensorboardX; pip install 'mlax[train]'.") from None
-            # Points from `purge_step` on are hidden, and that of `start` itself does not come again. A file is named by
-            # the second in which it was made and written over by one of the same name: hence the step in the name.
+            # Points from `purge_step` on are hidden; that of `start` itself is not written again. The suffix keeps two
+            # files created within the same second, which otherwise have the same name, apart.
             purged = None if start is None else start + 1
             self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=f".{start or 0:012}")
 
     def add(self, records: Sequence[Mapping[str, Any]], prefix: str = "train") -> None:
-        """Add each number of each record."""
+        """Write each numeric value of each record."""
         if self._writer is None:
             return
         for record in records:
@@ -223,26 +185,48 @@ class TensorBoard:
                     self._writer.add_scalar(f"{prefix}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write what is buffered."""
         if self._writer is not None:
             self._writer.close()
 
 
-def describe_run(folder: Run, parts: Mapping[str, Any], changed: list[str], state: TrainState, at: int) -> str:
-    """What is trained, on what, how, and a table of its parameters."""
-    where = "nowhere: nothing is saved" if folder.folder is None else f"{folder.folder}"
-    lines = {"run": f"{where}, goes on from step {at}" if at else where, **parts}
+def format_values(values: Mapping[str, Any]) -> str:
+    """Values by name on one line."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def format_throughput(rate: float | None, examples: int, flops: int) -> str:
+    """Steps, examples and FLOPs per second, from steps per second, examples per step and FLOPs per step."""
+    if rate is None:
+        return ""
+    text = f"{rate:.3g} steps/s  {rate * examples:,.0f} examples/s"
+    per_device = rate * flops / jax.device_count()
+    peak = peak_flops(jax.devices()[0])
+    if peak:
+        return f"{text}  {per_device / peak:.1%} of peak"
+    return f"{text}  {per_device / 1e9:.3g} GFLOP/s" if flops else text
+
+
+def peak_flops(device: Any) -> float | None:
+    """The peak FLOP/s of a device according to its vendor; None if it is not in the table, as CPUs are not."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device.device_kind)), None)
+
+
+def describe_run(run: Run, config: Mapping[str, Any], changes: Sequence[str], trainables: Tree, at: int) -> str:
+    """The configuration of a run, what changed in it, and a table of the model's parameters."""
+    where = "no folder: nothing is saved" if run.folder is None else f"{run.folder}"
+    lines = {"run": f"{where}, resumes from step {at}" if at else where, **config}
     width = max(map(len, lines)) + 2
-    table = parameter_table(state.trainables)
-    return "\n".join([*(f"{name:{width}}{value}" for name, value in lines.items()), *changed, "parameters", table])
+    table = parameter_table(trainables)
+    return "\n".join([*(f"{name:{width}}{value}" for name, value in lines.items()), *changes, "parameters", table])
 
 
-def parameter_table(trainables: Tree, *, most: int = 24) -> str:
-    """A line for each leaf, or for each part if there are too many leaves: path, shape, count; then the sum."""
+def parameter_table(trainables: Tree, *, max_rows: int = 24) -> str:
+    """Path, shape and size of each leaf, or of each part if there are too many leaves; then the total."""
     leaves = flatten_paths(trainables)
     rows = [(path, signature(leaf), math.prod(leaf.shape)) for path, leaf in leaves.items()]
     depth = 3
-    while len(rows) > most and depth:
+    while len(rows) > max_rows and depth:
         rows = _group_by_prefix(leaves, depth)
         depth -= 1
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())

@@ -1,4 +1,4 @@
-"""The objective: its values, their means over a batch, and the gradients of its loss."""
+"""The objective: its values, their means over a batch, and the gradient of its loss."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,82 +11,15 @@ from mlax._jax import at_least_float32, leaves_with_paths, map_chunks, tree_add
 from mlax.core import NoMatch, Tree, signature
 from mlax.place import split_microbatches
 
-RESERVED_NAMES = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
-MASK = "mask"  # the name in a batch of what says which examples count, and how much
-
-
-def check_output(returned: Any) -> tuple[dict[str, jax.Array], Any]:
-    """What an objective returned, as a dict of arrays with a loss, and the new non_trainables."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
-            f"the objective returned {signature(returned)}, but must return a pair as `fwd` does: (values, "
-            "non_trainables), the values being the loss or a dict with a 'loss'."
-        )
-    values, non_trainables = returned
-    values = dict(values) if isinstance(values, dict) else {"loss": values}
-    if "loss" not in values:
-        raise NoMatch(f"the objective returned {', '.join(map(str, values)) or 'nothing'}, but no 'loss'; name one so.")
-    for name, value in values.items():
-        if name in RESERVED_NAMES:
-            raise ValueError(f"the objective has a value {name!r}, which the log uses otherwise; rename it.")
-        if not hasattr(value, "dtype"):
-            raise TypeError(f"the objective's {name!r} is {signature(value)}, but must be an array.")
-    if not jnp.issubdtype(values["loss"].dtype, jnp.floating):
-        raise TypeError(f"the objective's loss is {signature(values['loss'])}, but must be floating.")
-    return values, non_trainables
-
-
-def check_non_trainables(given: Any, returned: Any) -> None:
-    """Refuse non_trainables of another structure, shape or dtype than they had: the next step could not take them."""
-    before, after = ({path: signature(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (given, returned))
-    for path in dict.fromkeys([*before, *after]):
-        if before.get(path) != after.get(path):
-            raise ValueError(
-                f"the objective was given non_trainables with {path or 'a leaf'}: {before.get(path, 'nothing')}, and "
-                f"returned {after.get(path, 'nothing')}; return the new non_trainables second, as `fwd` gives them."
-            )
-
-
-def batch_weight(batch: Any) -> jax.Array | None:
-    """How much a batch weighs: the sum of its mask, or None if it has none, so that all examples count alike."""
-    mask = _mask(batch)
-    return None if mask is None else jnp.sum(mask, dtype=jnp.float32)
-
-
-def weighted_mean(name: str, value: jax.Array, batch: Any, total: jax.Array | None, parts: int = 1) -> jax.Array:
-    """What this batch adds to the mean of a value over all of its `parts`, which weigh `total` together.
-
-    A value for each example, (b, ...), is weighed by the mask, (b,) or (b, t); a scalar by the batch's whole weight.
-    In float32, or in the value's own dtype if that is wider.
-    """
-    value = value.astype(at_least_float32(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.float32)
-    mask = _mask(batch)
-    if mask is None or total is None:
-        return jnp.mean(value) / parts
-    total = jnp.where(total > 0, total, 1).astype(value.dtype)
-    if value.ndim == 0:
-        share = jnp.sum(mask, dtype=jnp.float32).astype(value.dtype) / total
-        return jnp.where(share > 0, value, 0) * share  # of nothing a mean may be NaN
-    if value.shape[: mask.ndim] != mask.shape:
-        raise ValueError(
-            f"the objective's {name!r} is {signature(value)}, but the mask is {signature(mask)}; give a scalar, or a "
-            "value for each entry of the mask."
-        )
-    rest = value.size // max(mask.size, 1)  # trailing axes are averaged too
-    weights = mask.astype(value.dtype).reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
-    return jnp.sum(jnp.where(weights != 0, value, 0) * weights) / (total * max(rest, 1))
-
-
-def _mask(batch: Any) -> jax.Array | None:
-    return batch.get(MASK) if isinstance(batch, dict) else None
-
-
-Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
 Objective = Callable[..., tuple[Any, Tree]]  # (batch, trainables, non_trainables, rng=, inference_mode=), as `fwd`
+Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
+
+RESERVED_NAMES = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
+MASK = "mask"  # the entry of a batch that weights its examples, or masks them
 
 
 class Gradients(NamedTuple):
-    """What is known after the backward pass."""
+    """What a backward pass returns."""
 
     values: dict[str, jax.Array]  # the mean of each value, () float32 or wider
     grads: Tree  # of the mean loss
@@ -104,74 +37,139 @@ def gradients(
     scale: jax.Array | None = None,
     backward: Backward | None = None,
 ) -> Gradients:
-    """The means of the values and the gradient of the loss, the batch taken in `accumulate` parts one after another.
+    """The mean of each value and the gradient of the mean loss, over `accumulate` microbatches.
 
-    The parts weigh as much as their masks say, so that the gradient is that of the whole batch. They are summed in
-    float32, or in the weights' own dtype if that is wider. With a `scale` the loss is multiplied by it and the
-    gradients divided. `backward` computes the parts otherwise than one after another, as in the stages of a pipeline.
+    Microbatches are weighted by their masks, so that the gradient is that of the whole batch. Gradients are accumulated
+    in float32, or in the weights' own dtype if that is wider. With a `scale`, the loss is multiplied by it and the
+    gradients are divided by it. `backward` processes the microbatches instead, in the stages of a pipeline say.
     """
     total = batch_weight(batch)
 
     def loss(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
-        values, new = check_output(objective(part, trainables, non_trainables, rng=rng))
+        values, new = unpack_output(objective(part, trainables, non_trainables, rng=rng))
         means = {name: weighted_mean(name, value, part, total, accumulate) for name, value in values.items()}
         scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
         return scaled, (means, new)
 
-    def of(part: Any, non_trainables: Tree, rng: jax.Array) -> Gradients:
-        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables, part, non_trainables, rng)
-        return Gradients(means, grads, new)
-
-    if accumulate == 1 and backward is None:
-        found = of(batch, non_trainables, rng)
+    if backward is not None:
+        parts = split_microbatches(batch, accumulate, "microbatches")
+        found = Gradients(*backward(loss, trainables, parts, non_trainables, random.split(rng, accumulate)))
+    elif accumulate > 1:
+        parts = split_microbatches(batch, accumulate, "accumulate")
+        found = _accumulate(loss, trainables, parts, non_trainables, random.split(rng, accumulate))
     else:
-        name = "accumulate" if backward is None else "microbatches"
-        parts, rngs = split_microbatches(batch, accumulate, name), random.split(rng, accumulate)
-        if backward is None:
-            nothing = map_chunks(lambda w: jnp.zeros(w.shape, at_least_float32(w.dtype)), trainables)
-            found = _accumulate(of, nothing, parts, non_trainables, rngs)
-        else:
-            found = Gradients(*backward(loss, trainables, parts, non_trainables, rngs))
-    if scale is None:
-        return found
-    return found._replace(grads=map_chunks(lambda g: _upcast(g) / scale.astype(at_least_float32(g.dtype)), found.grads))
+        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables, batch, non_trainables, rng)
+        found = Gradients(means, grads, new)
+    return found if scale is None else found._replace(grads=_unscale(found.grads, scale))
+
+
+def _accumulate(loss: Any, trainables: Tree, parts: Any, non_trainables: Tree, rngs: jax.Array) -> Gradients:
+    """The sums of values and gradients over microbatches, by a scan that also threads the non_trainables."""
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    (_, (shapes, _)), _ = jax.eval_shape(differentiate, trainables, first, non_trainables, rngs[0])
+    values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), shapes)
+    grads = map_chunks(lambda w: jnp.zeros(w.shape, at_least_float32(w.dtype)), trainables)
+
+    def add(carry: Any, xs: Any) -> tuple[Any, None]:
+        sums, non_trainables = carry
+        part, rng = xs
+        (_, (means, new)), grads = differentiate(trainables, part, non_trainables, rng)
+        return (tree_add(sums, (means, grads)), new), None
+
+    ((values, grads), non_trainables), _ = lax.scan(add, ((values, grads), non_trainables), (parts, rngs))
+    return Gradients(values, grads, non_trainables)
+
+
+def _unscale(grads: Tree, scale: jax.Array) -> Tree:
+    def divide(g: jax.Array) -> jax.Array:
+        dtype = at_least_float32(g.dtype)
+        return g.astype(dtype) / scale.astype(dtype)
+
+    return map_chunks(divide, grads)
 
 
 def loss_function(
     objective: Objective, batch: Any, non_trainables: Tree, rng: jax.Array, *, accumulate: int = 1
 ) -> Callable[[Tree], jax.Array]:
-    """The loss as a function of the weights, for optimizers that evaluate more often; in the same parts."""
+    """The mean loss as a function of the weights, for optimizers that evaluate it again; in the same microbatches."""
     total = batch_weight(batch)
 
-    def of(trainables: Tree, part: Any, rng: jax.Array) -> jax.Array:
-        values, _ = check_output(objective(part, trainables, non_trainables, rng=rng))
+    def loss(trainables: Tree, part: Any, rng: jax.Array) -> jax.Array:
+        values, _ = unpack_output(objective(part, trainables, non_trainables, rng=rng))
         return weighted_mean("loss", values["loss"], part, total, accumulate)
 
-    def in_parts(trainables: Tree) -> jax.Array:
-        each = jax.checkpoint(lambda taken: of(trainables, *taken))  # so that one part is there at a time
-        return jnp.sum(
-            lax.map(each, (split_microbatches(batch, accumulate, "accumulate"), random.split(rng, accumulate)))
+    def accumulated_loss(trainables: Tree) -> jax.Array:
+        parts = split_microbatches(batch, accumulate, "accumulate"), random.split(rng, accumulate)
+        # rematerialized, so that only one microbatch's activations are alive at a time
+        return jnp.sum(lax.map(jax.checkpoint(lambda part: loss(trainables, *part)), parts))
+
+    return accumulated_loss if accumulate > 1 else lambda trainables: loss(trainables, batch, rng)
+
+
+def unpack_output(output: Any) -> tuple[dict[str, jax.Array], Any]:
+    """The values of an objective as a dict of arrays with a 'loss', and its non_trainables."""
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise TypeError(
+            f"the objective returned {signature(output)}, but must return a pair as `fwd` does: (values, "
+            "non_trainables), where values is the loss or a dict with a 'loss'."
         )
-
-    return in_parts if accumulate > 1 else lambda trainables: of(trainables, batch, rng)
-
-
-def _accumulate(
-    of: Callable[..., Gradients], nothing: Tree, parts: Any, non_trainables: Tree, rngs: jax.Array
-) -> Gradients:
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    shapes = jax.eval_shape(of, first, non_trainables, rngs[0])
-    values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), shapes.values)
-
-    def add(sums: Any, taken: Any) -> tuple[Any, None]:
-        (values, grads), non_trainables = sums
-        part, rng = taken
-        new = of(part, non_trainables, rng)
-        return (tree_add((values, grads), (new.values, new.grads)), new.non_trainables), None
-
-    ((values, grads), non_trainables), _ = lax.scan(add, ((values, nothing), non_trainables), (parts, rngs))
-    return Gradients(values, grads, non_trainables)
+    values, non_trainables = output
+    values = dict(values) if isinstance(values, dict) else {"loss": values}
+    if "loss" not in values:
+        names = ", ".join(map(str, values)) or "an empty dict"
+        raise NoMatch(f"the objective returned {names}, but no 'loss'; call the value to minimize 'loss'.")
+    for name, value in values.items():
+        if name in RESERVED_NAMES:
+            raise ValueError(f"the objective returned a value {name!r}, a name that the log reserves; rename it.")
+        if not hasattr(value, "dtype"):
+            raise TypeError(f"the objective's {name!r} is {signature(value)}, but must be an array.")
+    if not jnp.issubdtype(values["loss"].dtype, jnp.floating):
+        raise TypeError(f"the objective's loss is {signature(values['loss'])}, but must be floating point.")
+    return values, non_trainables
 
 
-def _upcast(g: jax.Array) -> jax.Array:
-    return g.astype(at_least_float32(g.dtype))
+def check_non_trainables(before: Any, after: Any) -> None:
+    """Raise if the structure, a shape or a dtype of the non_trainables changed: the next step could not take them."""
+    old, new = ({path: signature(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (before, after))
+    for path in dict.fromkeys([*old, *new]):
+        if old.get(path) != new.get(path):
+            raise ValueError(
+                f"the objective was called with non_trainables that have {path or 'a leaf'}: "
+                f"{old.get(path, 'nothing')}, and returned {new.get(path, 'nothing')}; return the new non_trainables "
+                "second, as `fwd` does."
+            )
+
+
+def batch_weight(batch: Any) -> jax.Array | None:
+    """The sum of a batch's mask, () float32; None without a mask, where all examples weigh the same."""
+    mask = _mask(batch)
+    return None if mask is None else jnp.sum(mask, dtype=jnp.float32)
+
+
+def weighted_mean(name: str, value: jax.Array, batch: Any, total: jax.Array | None, parts: int = 1) -> jax.Array:
+    """The contribution of this batch to the mean of a value over `parts` batches whose weights sum to `total`.
+
+    A value per example, (b, ...), is weighted by the mask, (b,) or (b, t), and a scalar by the weight of the batch. In
+    float32, or in the value's own dtype if that is wider.
+    """
+    value = value.astype(at_least_float32(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.float32)
+    mask = _mask(batch)
+    if mask is None or total is None:
+        return jnp.mean(value) / parts
+    total = jnp.where(total > 0, total, 1).astype(value.dtype)
+    if value.ndim == 0:
+        share = jnp.sum(mask, dtype=jnp.float32).astype(value.dtype) / total
+        return jnp.where(share > 0, value, 0) * share  # the mean of an empty batch may be NaN
+    if value.shape[: mask.ndim] != mask.shape:
+        raise ValueError(
+            f"the objective's {name!r} is {signature(value)}, but the mask is {signature(mask)}; return a scalar, or a "
+            "value for each element of the mask."
+        )
+    rest = value.size // max(mask.size, 1)  # trailing axes are averaged too
+    weights = mask.astype(value.dtype).reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
+    return jnp.sum(jnp.where(weights != 0, value, 0) * weights) / (total * max(rest, 1))
+
+
+def _mask(batch: Any) -> jax.Array | None:
+    return batch.get(MASK) if isinstance(batch, dict) else None

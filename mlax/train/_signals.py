@@ -1,4 +1,4 @@
-"""Signals: SIGTERM and Ctrl-C as something that a loop can ask about, and that no long call can hold up."""
+"""Signals: SIGTERM and Ctrl-C as flags that the training loop polls, with a deadline that no long call can delay."""
 
 import contextlib
 import os
@@ -11,103 +11,103 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give
+TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
 
 
 class Signals:
-    """While it is entered, `asked()` says which signal came, if any.
+    """A context in which `pending()` names the signal that arrived, if any.
 
-    The first Ctrl-C only asks; the second one raises KeyboardInterrupt. A loop that was asked says `heard()`. If it
-    does not within `grace` seconds, or is away where nothing can be lost, as in a compilation, the process ends with
-    the status that SIGTERM gives: Python itself cannot interrupt a long call into compiled code.
+    The first Ctrl-C sets the flag only; the second raises KeyboardInterrupt. A loop that ends because of the flag calls
+    `acknowledge()`. If it does not within `grace` seconds, or is in a `killable()` call such as a compilation, the
+    process exits with the status of SIGTERM: Python itself cannot interrupt a long call into compiled code.
 
-    With several processes JAX's own service collects SIGTERM, and all of them hear of it at the same `together`; the
-    grace is that of whoever sent it. Ctrl-C is passed on as SIGTERM, since one process alone cannot stop.
+    With several processes, JAX's preemption service collects SIGTERM, and all of them see it at the same call of
+    `synced`; the sender decides on the grace period. Ctrl-C becomes SIGTERM, since one process cannot stop alone.
     """
 
     def __init__(self, grace: float = 8.0):
         self.grace = grace
-        self._asked = ""
-        self._away = False
-        self._heard = threading.Event()
-        self._before: dict[int, Any] = {}
+        self._pending = ""
+        self._killable = False
+        self._acknowledged = threading.Event()
+        self._previous: dict[int, Any] = {}  # handlers
         self._pipe: tuple[int, int] | None = None
         self._polls = 0
 
-    def asked(self) -> str:
-        """The name of the signal that came, or nothing."""
-        return self._asked
+    def pending(self) -> str:
+        """The name of the signal that arrived, or an empty string."""
+        return self._pending
 
-    def together(self) -> str:
-        """The same, in all processes: each must call it equally often, and all get the same answer."""
+    def synced(self) -> str:
+        """Like `pending`, with the same answer in all processes, each of which must call it equally often."""
         self._polls += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._polls):
-            self._asked = "SIGTERM"
-        return self._asked
+            self._pending = "SIGTERM"
+        return self._pending
 
-    def heard(self) -> None:
-        """Say that the loop will end by itself."""
-        self._heard.set()
+    def acknowledge(self) -> None:
+        """Confirm that the loop is about to end."""
+        self._acknowledged.set()
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """Around a long call during which the process may end at once, since nothing can be lost."""
-        self._away = True
+    def killable(self) -> Iterator[None]:
+        """Around a long call during which the process may exit at once, since nothing would be lost."""
+        self._killable = True
         try:
             yield
         finally:
-            self._away = False
+            self._killable = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python takes signals in the main thread only
-        wanted = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
-        self._before = {number: signal.signal(number, self._handle) for number in wanted}
-        self._watch()
+            return self  # Python handles signals in the main thread only
+        handled = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self._start_watchdog()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.heard()
+        self.acknowledge()
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
-            os.close(self._pipe[1])  # ends the watching thread
-        for number, handler in self._before.items():
+            os.close(self._pipe[1])  # ends the watchdog
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
         if jax.process_count() == 1:
-            self._asked = signal.Signals(number).name
+            self._pending = signal.Signals(number).name
         else:
             os.kill(os.getpid(), signal.SIGTERM)
         if number == signal.SIGINT:
             print("\nstopping after this step and saving; press Ctrl-C again to quit at once", file=sys.stderr)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _watch(self) -> None:
-        """Have a thread told of each signal by the operating system, since the main thread may be busy."""
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if taken != -1:  # an event loop, as in a notebook, is told of signals already; it needs them more
-            signal.set_wakeup_fd(taken)
-            os.close(reading)
-            os.close(writing)
+    def _start_watchdog(self) -> None:
+        """Have the operating system tell a thread of each signal, since the main thread may be busy."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        if previous != -1:  # an event loop, as in a notebook, already uses the wakeup fd; it needs it more
+            signal.set_wakeup_fd(previous)
+            os.close(read_end)
+            os.close(write_end)
             return
-        self._pipe = reading, writing
-        threading.Thread(target=self._watched, args=(reading,), daemon=True, name="mlax signals").start()
+        self._pipe = read_end, write_end
+        threading.Thread(target=self._watch, args=(read_end,), daemon=True, name="mlax signals").start()
 
-    def _watched(self, reading: int) -> None:
-        with os.fdopen(reading, "rb", buffering=0) as told:
-            while number := told.read(1):
-                if number[0] != signal.SIGTERM or self._heard.is_set():
+    def _watch(self, read_end: int) -> None:
+        with os.fdopen(read_end, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] != signal.SIGTERM or self._acknowledged.is_set():
                     continue
-                self._asked = "SIGTERM"
+                self._pending = "SIGTERM"
                 waited = 0.0
-                while not self._away and waited < self.grace and not self._heard.wait(0.05):
+                while not self._killable and waited < self.grace and not self._acknowledged.wait(0.05):
                     waited += 0.05
-                if not self._heard.is_set():
-                    what = "in a long call" if waited >= self.grace else "compiling"
+                if not self._acknowledged.is_set():
+                    where = "in a long call" if waited >= self.grace else "compiling"
                     print(
-                        f"SIGTERM came while {what}: ended; the last checkpoint is whole", file=sys.stderr, flush=True
+                        f"SIGTERM while {where}: exiting; the last checkpoint is complete", file=sys.stderr, flush=True
                     )
                     os._exit(TERMINATED)

@@ -1,24 +1,77 @@
-"""TrainState: everything that training changes, in one tree."""
+"""TrainState: everything that training changes, as one pytree."""
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
 
-from mlax.core import Tree
-from mlax.optim import OptimizerState
+from mlax._jax import leaves_with_paths
+from mlax.core import Tree, short_signature, signature
+from mlax.optim import Optimizer, OptimizerState
+from mlax.place import Plan
+from mlax.train._loss_scale import LossScale
 
 
 class TrainState(NamedTuple):
-    """All that a step reads and writes, and all that a checkpoint needs to hold.
+    """What a step reads and writes, and what a checkpoint stores.
 
-    `step` is also the position in the data, since a feed is a function of it. The key of a step is folded from `rng`,
-    which stays the same.
+    `step` is also the position in the data, since a feed is a function of it. `rng` stays the same: each step folds its
+    number into it.
     """
 
-    step: jax.Array  # () int32, batches seen so far, skipped ones too
+    step: jax.Array  # () int32, batches seen so far, skipped ones included
     trainables: Tree
     non_trainables: Tree
     optimizer: OptimizerState
     rng: jax.Array  # a key
-    scaling: Any  # of the loss, as its description keeps it; None without one
-    skipped: jax.Array  # () int32, steps that were not taken since something was not finite
+    scaling: Any  # state of the loss scale; None without one
+    skipped: jax.Array  # () int32, steps skipped because the loss or a gradient was not finite
+
+
+def init_state(
+    rng: jax.Array,
+    trainables: Tree,
+    non_trainables: Tree,
+    optimizer: Optimizer,
+    scaling: LossScale | None,
+    plan: Plan | None,
+) -> TrainState:
+    """The state before the first step, sharded as the plan says. It holds these variables, not copies of them."""
+    _check_variables(rng, trainables, non_trainables)
+    if plan is None:
+        slots = optimizer.init(trainables)
+    else:
+        trainables, non_trainables = plan.place((trainables, non_trainables))
+        slots = plan.init_slots(optimizer, trainables)
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        """A copy on the devices of the weights, since the whole state is donated."""
+        return jnp.zeros_like(slots.step, leaf.dtype) + leaf
+
+    key = random.wrap_key_data(copy(random.key_data(rng)), impl=str(random.key_impl(rng)))
+    scale = None if scaling is None else jax.tree.map(copy, scaling.init())
+    zero = jnp.zeros_like(slots.step)
+    return TrainState(zero, trainables, non_trainables, slots, key, scale, jnp.copy(zero))
+
+
+def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> None:
+    if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
+        raise TypeError(
+            f"step.init: rng is {short_signature(rng)}, but must be a key; call step.init(rng, *variables) with "
+            "rng=jax.random.key(0), say."
+        )
+    if not isinstance(trainables, dict):
+        raise TypeError(
+            f"step.init: trainables is {signature(trainables)}, but must be a dict of arrays; pass the pair that "
+            "model.init returns as two arguments: step.init(rng, *model.init(...))."
+        )
+    seen: dict[int, str] = {}
+    for path, leaf in leaves_with_paths({"trainables": trainables, "non_trainables": non_trainables}):
+        if id(leaf) in seen:
+            raise ValueError(
+                f"step.init: {path} and {seen[id(leaf)]} are the same array, which cannot be donated twice; store tied "
+                "weights once (mlax.Tied), or copy one of them."
+            )
+        seen[id(leaf)] = path

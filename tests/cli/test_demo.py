@@ -43,14 +43,14 @@ def test_a_finished_run_stays_and_the_next_goes_beside_it(tmp_path):
 def test_an_unfinished_run_goes_on(tmp_path):
     run(tmp_path / "digits", 20, 5, 10)
     folder, words = free_folder(tmp_path / "digits")
-    assert folder == tmp_path / "digits" and "going on from step 10 of 20" in words
+    assert folder == tmp_path / "digits" and "resuming from step 10 of 20" in words
 
 
 def test_of_several_runs_in_a_folder_one_that_is_unfinished_is_enough(tmp_path):
     run(tmp_path / "mixed" / "float32", 20, 20)
     run(tmp_path / "mixed" / "bfloat16", 20)
     folder, words = free_folder(tmp_path / "mixed")
-    assert folder == tmp_path / "mixed" and "bfloat16 is unfinished" in words
+    assert folder == tmp_path / "mixed" and "bfloat16 holds an unfinished run" in words
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -80,7 +80,7 @@ def demo(tmp_path, monkeypatch, capsys):
 def test_a_demo_after_a_finished_one_says_where_it_goes(demo, tmp_path):
     assert demo() == ["20 /digits"]
     run(tmp_path / "digits", 20, 20)
-    said = ["/digits is finished and stays as it is; this run goes to /digits-2", "30 /digits-2"]
+    said = ["/digits holds a finished run; this one is saved in /digits-2", "30 /digits-2"]
     assert demo("digits", "--steps", "30") == said
 
 

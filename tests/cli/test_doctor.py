@@ -14,7 +14,7 @@ def test_the_doctor_finds_what_works_and_says_what_to_do_elsewhere(monkeypatch, 
     assert all(line[:4] in ("ok  ", "no  ") for line in lines)
     words = {line[4:32].strip(): line[:2] for line in lines}
     assert words["cpu 0"] == words["bfloat16"] == words["float64"] == words["compilation cache"] == "ok"
-    assert "no  no-such-package             not installed; for nothing: pip install no-such-package" in lines
+    assert "no  no-such-package             not installed; needed for nothing: pip install no-such-package" in lines
 
 
 def test_something_needed_that_does_not_work_gives_the_status_1(monkeypatch):

@@ -1,18 +1,19 @@
-from mlax.cli import HangDetector, Heartbeat, HeartbeatFile
+import sys
+
+from mlax.cli import HangDetector, Heartbeat, WorkerProcess
 
 
 class Worker:
     """A process that is what the test says it is."""
 
     def __init__(self, index):
-        self.index, self.status, self.state, self.beat = index, None, "S", None
-        self.beats = self
+        self.index, self.status, self.state, self.last = index, None, "S", None
 
-    def read(self):
-        return self.beat
+    def heartbeat(self):
+        return self.last
 
     def says(self, count, step, phase):
-        self.beat = Heartbeat(count, step, phase)
+        self.last = Heartbeat(count, step, phase)
 
     def __str__(self):
         return f"process {self.index}"
@@ -21,21 +22,21 @@ class Worker:
 def watched(count=2, hang=20, patience=100):
     now = [0.0]
     workers = [Worker(index) for index in range(count)]
-    hanging = HangDetector(workers, hang, patience, lambda: now[0])
+    detector = HangDetector(workers, hang, patience, lambda: now[0])
 
     def after(seconds):
         now[0] += seconds
-        return hanging.look()
+        return detector.check()
 
     return workers, after
 
 
-def test_a_beat_is_read_as_it_was_written(tmp_path):
-    reading, writing = HeartbeatFile(tmp_path / "beats"), HeartbeatFile(tmp_path / "beats")
-    assert reading.read() is None
-    writing.write(3, "step")
-    writing.write(4, "waiting for data")
-    assert reading.read() == (2, 4, "waiting for data")
+def test_the_supervisor_reads_the_heartbeats_of_a_process(tmp_path):
+    script = "from mlax import train; train.heartbeat(3); train.heartbeat(4, 'waiting for data')"
+    process = WorkerProcess(0, tmp_path / "heartbeat", [sys.executable, "-c", script])
+    assert process.heartbeat() is None
+    process.reap()
+    assert process.status == 0 and process.heartbeat() == (2, 4, "waiting for data")
 
 
 def test_the_one_furthest_behind_hangs_when_nothing_moves():

@@ -10,7 +10,13 @@ import pytest
 
 from mlax.cli import Supervisor, main
 
-BEATS = "from mlax.cli import HeartbeatFile; from pathlib import Path; beats = HeartbeatFile(Path({beats!r}))\n"
+HEARTBEAT = """
+import itertools, os, signal, sys, time
+counts = itertools.count(1)
+def heartbeat(step, phase):
+    with open(os.environ["MLAX_HEARTBEAT"], "w") as file:
+        file.write(f"{next(counts)} {step} {phase}")
+"""
 
 
 @pytest.fixture
@@ -19,8 +25,8 @@ def launch(tmp_path, monkeypatch):
 
     def launched(*scripts, restarts=1, hang=20.0, grace=30.0):
         class Scripts(Supervisor):
-            def worker(self, index, port, beats):
-                return ["-c", BEATS.format(beats=str(beats)) + "import os, sys, time, signal\n" + scripts[index]]
+            def worker_args(self, index, port):
+                return ["-c", HEARTBEAT + scripts[index]]
 
         monkeypatch.setattr(inspect.getmodule(Supervisor), "Supervisor", Scripts)
         (tmp_path / "script.py").touch()
@@ -40,7 +46,7 @@ def soon(number, seconds=1.0):
     return timer
 
 
-TRAINS = "beats.write(1, 'step'); "
+TRAINS = "heartbeat(1, 'step'); "
 WAITS = TRAINS + "time.sleep(60)"
 SAVES = "signal.signal(15, lambda *_: sys.exit(143)); "
 
@@ -56,21 +62,21 @@ def test_a_dead_process_is_named_and_all_begin_again(launch, capfd, tmp_path):
     first = f"{TRAINS}time.sleep(1)"
     assert launch(first, once) == 0
     died, again = said(capfd)
-    assert died.startswith("process 1 (pid ") and died.endswith("was ended by SIGKILL, at step 1, step")
-    assert again == "beginning again from the last checkpoint: restart 1 of at most 1"
+    assert died.startswith("process 1 (pid ") and died.endswith("was killed by SIGKILL, at step 1, step")
+    assert again == "restarting from the last checkpoint: restart 1 of at most 1"
 
 
 def test_after_the_last_restart_the_status_is_that_of_the_culprit(launch, capfd):
     assert launch(WAITS, f"{TRAINS}sys.exit(7)", restarts=1) == 7
     words = said(capfd)
-    assert sum("ended with status 7, at step 1, step" in line for line in words) == 2
-    assert "given up after 1 restarts" in words[-1]
+    assert sum("exited with status 7, at step 1, step" in line for line in words) == 2
+    assert "giving up after 1 restarts" in words[-1]
 
 
 def test_what_fails_before_training_began_is_not_tried_again(launch, capfd):
     assert launch(WAITS.removeprefix(TRAINS), "sys.exit(2)", restarts=3) == 2
     (words,) = said(capfd)
-    assert "ended with status 2, before training began: it would do so again" in words
+    assert "exited with status 2, before training started: not restarted" in words
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "sys.exit(1)"])
@@ -97,7 +103,7 @@ def test_a_hung_process_is_named_and_ended(launch, capfd):
 
 def test_a_stopped_process_is_named_and_ended(launch, capfd):
     assert launch(WAITS, f"{TRAINS}os.kill(os.getpid(), signal.SIGSTOP)", restarts=0, hang=1.0) == 124
-    assert "is stopped, as by SIGSTOP" in said(capfd)[0]
+    assert "has been stopped for 1 s, as by SIGSTOP" in said(capfd)[0]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -114,7 +120,7 @@ def test_processes_that_do_not_end_are_killed_after_the_grace(launch, capfd):
     assert launch("signal.signal(15, signal.SIG_IGN); " + WAITS, SAVES + WAITS, grace=1.0) == 143
     timer.join()
     assert time.monotonic() - began < 10
-    assert "ended before all processes had saved" in said(capfd)[0]
+    assert "killed before all processes had saved" in said(capfd)[0]
 
 
 def test_a_script_that_is_not_there_is_named():

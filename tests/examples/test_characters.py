@@ -50,8 +50,8 @@ def test_the_run_folder_holds_the_metrics_of_every_step(run):
 
 def test_training_and_testing_are_compiled_once_each(run):
     _, _, step = run
-    assert len(step.once.compiled) == 1
-    assert len(step.evaluation.once.compiled) == 1
+    assert len(step.aot.compiled) == 1
+    assert len(step.evaluation.aot.compiled) == 1
 
 
 def small(name):

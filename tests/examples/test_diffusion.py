@@ -49,8 +49,8 @@ def test_the_picture_shows_a_hundred_digits(run):
 
 def test_training_and_testing_are_compiled_once_each(run):
     _, _, step = run
-    assert len(step.once.compiled) == 1
-    assert len(step.evaluation.once.compiled) == 1
+    assert len(step.aot.compiled) == 1
+    assert len(step.evaluation.aot.compiled) == 1
 
 
 def test_a_drawing_follows_the_flow_from_noise_to_the_image():

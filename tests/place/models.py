@@ -126,7 +126,7 @@ def trained(task: Task, plan: Any = None, *, steps: int) -> Trained:
         for batch in batches:
             state, metrics = step(state, batch)
             losses.append(metrics["loss"])
-    assert len(step.once.compiled) == 1
+    assert len(step.aot.compiled) == 1
     return Trained(np.asarray(losses, np.float64), before, state)
 
 

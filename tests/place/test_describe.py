@@ -39,7 +39,7 @@ def test_the_bytes_are_those_that_jax_reports(name):
     device = plan.mesh.devices.flat[-1]
     assert described.held("weights") == held((state.trainables, state.non_trainables), device)
     assert described.held("slots") == held(state.optimizer, device)
-    compiled = step.once.compile(state, batch)
+    compiled = step.aot.compile(state, batch)
     analysis = compiled.memory_analysis()
     reported = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     assert described.needed == pytest.approx(reported, rel=0.05)

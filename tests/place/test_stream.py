@@ -159,7 +159,7 @@ def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeyp
     assert int(state.skipped) == len(options.get("spoilt", ()))
     assert kinds((state.trainables["blocks"], state.optimizer.mean["blocks"])) == {"pinned_host"}
     assert kinds((state.trainables["into"], state.optimizer.mean["into"], state.optimizer.step)) == {"device"}
-    assert len(step.once.compiled) == 1
+    assert len(step.aot.compiled) == 1
 
 
 def test_a_checkpoint_brings_the_state_back_to_host_memory(tmp_path):

@@ -1,5 +1,6 @@
 """The loop: it resumes to the bit, notes every step once, survives what comes, and leaves a report."""
 
+import functools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from mlax import files, optim, train
 from mlax.train import read_records
+from mlax.train._divergence import Divergence
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective
 from tests.train.test_step import compilations
@@ -90,7 +92,7 @@ def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
 def test_nothing_compiles_after_the_first_step_and_evaluation(tmp_path):
     fitted(None, 10)
     assert compilations(lambda: fitted(tmp_path / "run", 30)) <= compilations(lambda: fitted(tmp_path / "other", 10))
-    assert len(STEP.once.compiled) == len(STEP.evaluation.once.compiled) == 1
+    assert len(STEP.aot.compiled) == len(STEP.evaluation.aot.compiled) == 1
 
 
 def test_many_steps_a_call_are_noted_one_by_one(tmp_path):
@@ -98,7 +100,7 @@ def test_many_steps_a_call_are_noted_one_by_one(tmp_path):
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
     assert result.step == 40 and int(result.state.step) == 40
-    with pytest.raises(ValueError, match="steps is 41, but must be a multiple of the 4 steps of one call"):
+    with pytest.raises(ValueError, match="steps is 41, but must be a multiple of the 4 steps per call"):
         fitted(None, 41, step=train.step(objective, OPTIMIZER, many=4))
 
 
@@ -123,18 +125,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_pat
 
 
 def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._monitor.Divergence", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    monkeypatch.setattr("mlax.train._fit.Divergence", functools.partial(Divergence, patience=4))
     data, _ = poisoned(range(3, 10))
-    with pytest.raises(train.Diverged, match=r"in steps \d+ to \d+, without exception.*Lower the rate.*out of range"):
+    with pytest.raises(train.Diverged, match=r"in any of the steps \d+ to \d+.*Lower the learning rate.*out of range"):
         fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
-    assert len([event for event in events if event.startswith("back to the weights of step")]) == 1
-
-
-def _impatient(feed, rollbacks):
-    from mlax.train._divergence import Divergence
-
-    return Divergence(feed, rollbacks=rollbacks, patience=4)
+    assert len([event for event in events if event.startswith("rolled back to the weights of step")]) == 1
 
 
 def struck(number, at):
@@ -153,7 +149,7 @@ def test_ctrl_c_saves_and_returns_and_the_rest_ends_with_the_same_bits(tmp_path,
     handler = signal.getsignal(signal.SIGINT)
     result = fitted(tmp_path / "run", 40, data=struck(signal.SIGINT, 5), show=True)
     assert result.stopped == "SIGINT" and result.saved == result.step < 10
-    assert "go on with:" in capsys.readouterr().out
+    assert "resume with:" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is handler
     assert not unequal_leaves(fitted(tmp_path / "run", 40).state, unbroken[1].state)
 
@@ -180,9 +176,9 @@ def test_it_says_what_is_trained_and_how_it_goes(tmp_path, capsys):
         assert words in out
     fitted(tmp_path / "run", 40, show=True, config={"width": 17})
     out = capsys.readouterr().out
-    assert "goes on from step 30" in out
-    assert "changed since this run began: width was 16 and is now 17" in out
-    with pytest.raises(ValueError, match=r"holds a finished run, 40 of 40 steps, of something else \(width was 17"):
+    assert "resumes from step 30" in out
+    assert "changed since this run started: width was 16 and is now 17" in out
+    with pytest.raises(ValueError, match=r"a finished run, 40 of 40 steps, of another configuration \(width was 17"):
         fitted(tmp_path / "run", 40, config={"width": 18})
     words = r"feed was \.\.\. batches of 8, 10 \.\.\. and is now \.\.\. batches of 15, 5 \.\.\.\); choose"
     with pytest.raises(ValueError, match=words):
@@ -258,10 +254,10 @@ def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, mon
     monkeypatch.setattr("mlax.train._run._has_matplotlib", lambda: True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with Run(tmp_path) as run:
-        run.draw(every=0.0)
-        under_way = run._drawing
-        run.draw(last=True)
-        assert under_way is not None and under_way.returncode is not None and under_way is not run._drawing
+        run.update_curves(every=0.0)
+        under_way = run._plotting
+        run.update_curves(last=True)
+        assert under_way is not None and under_way.returncode is not None and under_way is not run._plotting
     assert (tmp_path / "curves.png").exists()
 
 
@@ -273,12 +269,12 @@ def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
 
 
 def test_going_back_goes_back_before_the_bad_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._monitor.Divergence", lambda feed, rollbacks: _impatient(feed, rollbacks))
+    monkeypatch.setattr("mlax.train._fit.Divergence", functools.partial(Divergence, patience=4))
     data, _ = poisoned(range(3, 10))
     with pytest.raises(train.Diverged):
         fitted(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
-    (back,) = [event for event in events if event.startswith("back")]
+    (back,) = [event for event in events if event.startswith("rolled back")]
     assert int(back.split()[-1]) <= 3
 
 
@@ -319,8 +315,8 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda state: train.fit(state, STEP, feed(), steps=1), TypeError, "TrainState is no step"),
-        (lambda state: train.fit(STEP, tuple(state), feed(), steps=1), TypeError, "tuple is no state"),
+        (lambda state: train.fit(state, STEP, feed(), steps=1), TypeError, "step is a TrainState"),
+        (lambda state: train.fit(STEP, tuple(state), feed(), steps=1), TypeError, "state is a tuple"),
         (lambda state: train.fit(STEP, state, arrays(), steps=1), TypeError, "feed is a dict"),
         (lambda state: train.fit(STEP, state, feed(), steps=1, evaluate=[1]), TypeError, "evaluate is a list"),
         (
@@ -339,7 +335,7 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
                 show=False,
             ),
             KeyError,
-            "the objective gives loss, accuracy",
+            "the objective returns loss, accuracy",
         ),
     ],
 )
