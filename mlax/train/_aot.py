@@ -149,8 +149,9 @@ def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
     needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     if needed > free:
         raise NotEnoughMemory(
-            f"the step needs {format_bytes(needed)} more on {device}, {format_bytes(analysis.temp_size_in_bytes)} of it for intermediate "
-            f"results, but {format_bytes(free)} are free; nothing was run, and the state is unchanged. {MEMORY_ADVICE}"
+            f"the step needs {format_bytes(needed)} more on {device}, of which "
+            f"{format_bytes(analysis.temp_size_in_bytes)} for intermediate results, but {format_bytes(free)} are free; "
+            f"nothing was run, and the state is unchanged. {MEMORY_ADVICE}"
         )
 
 

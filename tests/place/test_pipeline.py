@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import dtypes, nn, optim, place
 from mlax.place import find_pipelines
-from mlax.train._objective import gradients
+from mlax.train import gradients
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
 from tests.layers import Block

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlax.train._monitor import TensorBoard
+from mlax.train import TensorBoard
 
 pytest.importorskip("tensorboardX")
 

@@ -1,17 +1,18 @@
 """The loop: it resumes to the bit, notes every step once, survives what comes, and leaves a report."""
 
 import functools
+import inspect
 import json
 import os
 import signal
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train import read_records
-from mlax.train._divergence import Divergence
+from mlax.train import Divergence, Run, read_records
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective
 from tests.train.test_step import compilations
@@ -22,7 +23,7 @@ STEP = train.step(objective, OPTIMIZER)
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Matplotlib takes a second to load, so only the unbroken run draws."""
-    monkeypatch.setattr("mlax.train._run._has_matplotlib", lambda: False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 def fitted(run, steps, *, step=STEP, data=None, **options):
@@ -125,7 +126,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_pat
 
 
 def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._fit.Divergence", functools.partial(Divergence, patience=4))
+    monkeypatch.setattr(inspect.getmodule(train.fit), "Divergence", functools.partial(Divergence, patience=4))
     data, _ = poisoned(range(3, 10))
     with pytest.raises(train.Diverged, match=r"in any of the steps \d+ to \d+.*Lower the learning rate.*out of range"):
         fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
@@ -163,8 +164,6 @@ def test_sigterm_saves_and_exits(tmp_path, unbroken):
 
 
 def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
-    from mlax.train._run import Run
-
     with Run(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
         fitted(tmp_path / "run", 10)
 
@@ -249,9 +248,7 @@ def test_a_signal_that_comes_while_waiting_for_data_loses_nothing(tmp_path):
 
 
 def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, monkeypatch):
-    from mlax.train._run import Run
-
-    monkeypatch.setattr("mlax.train._run._has_matplotlib", lambda: True)
+    monkeypatch.delitem(sys.modules, "matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with Run(tmp_path) as run:
         run.update_curves(every=0.0)
@@ -269,7 +266,7 @@ def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
 
 
 def test_going_back_goes_back_before_the_bad_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlax.train._fit.Divergence", functools.partial(Divergence, patience=4))
+    monkeypatch.setattr(inspect.getmodule(train.fit), "Divergence", functools.partial(Divergence, patience=4))
     data, _ = poisoned(range(3, 10))
     with pytest.raises(train.Diverged):
         fitted(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
@@ -298,7 +295,7 @@ def test_what_cannot_be_written_at_the_end_is_said_and_the_result_is_given(tmp_p
     def full(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("mlax.train._export.files.save", full)
+    monkeypatch.setattr(files, "save", full)
     assert fitted(tmp_path / "run", 10, show=True).saved == 10
     assert "could not be written" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlax.train._monitor import peak_flops
+from mlax.train import peak_flops
 
 
 @pytest.mark.parametrize(
