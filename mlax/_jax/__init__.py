@@ -26,6 +26,7 @@ from mlax._jax._trees import (
     count_non_finite,
     global_norm,
     leaves_with_paths,
+    partition_inexact,
     tree_vdot,
     widest_dtype,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "map_chunks_inplace",
     "name_hash",
     "named_key",
+    "partition_inexact",
     "path_of",
     "pcast_like",
     "plan_chunks",

@@ -15,6 +15,23 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
     return [(jax.tree_util.keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in found]
 
 
+def partition_inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The floating-point leaves of a pytree, and a function that puts others back in their place.
+
+    `combine(leaves)` keeps the leaves that have no gradient, integers and keys; `combine(leaves, other)` replaces each
+    of them by `other`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    is_inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+    def combine(inexact: list[Any], *other: Any) -> Any:
+        remaining = iter(inexact)
+        pairs = zip(leaves, is_inexact, strict=True)
+        return structure.unflatten([next(remaining) if chosen else (*other, leaf)[0] for leaf, chosen in pairs])
+
+    return [leaf for leaf, chosen in zip(leaves, is_inexact, strict=True) if chosen], combine
+
+
 def global_norm(leaves: Mapping[str, jax.Array]) -> jax.Array:
     """The Euclidean norm of all leaves together, in the widest of their dtypes and float32, in any memory."""
     cut = plan_chunks({path: [leaf] for path, leaf in leaves.items()})

@@ -1,4 +1,4 @@
-"""auto: the plan that moves least, of those that fit."""
+"""auto: of the built-in plans that fit, the one that transfers least."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ from mlax.place._rules import Device
 
 
 class Candidate(NamedTuple):
-    """A plan that was looked at."""
+    """A plan and its description."""
 
     plan: Plan
-    description: Description | None  # None if it cannot be
-    why: str  # it was not taken; empty if it fits
+    description: Description | None  # None if the plan does not suit the model or the batch
+    reason: str  # why it cannot be chosen; empty if it fits
 
     @property
     def sent(self) -> int:
-        """The bytes that each device sends in a step."""
-        assert self.description is not None and self.description.moved is not None
-        return sum(row.sent for row in self.description.moved.totals)
+        """Bytes that each device sends in a step."""
+        assert self.description is not None and self.description.transfers is not None
+        return sum(row.sent for row in self.description.transfers.totals)
 
 
 def auto(
@@ -40,30 +40,23 @@ def auto(
     memory: int | None = None,
     log: Callable[[str], None] = print,
 ) -> Plan:
-    """The plan that sends least in a step among those that fit, of all devices; it says what it looked at and why.
+    """The built-in plan over all devices that fits and sends the fewest bytes in a step; logs each plan considered.
 
-    The ready plans that the model and the batch allow are compiled one after another, which allocates nothing; see
-    `Plan.describe` for the arguments. If two are equal the simpler one is taken.
+    The plans that the model and the batch allow are compiled one after another, which allocates nothing; see
+    `Plan.describe` for the arguments. Of equal plans the simpler one is chosen.
     """
     devices = tuple(devices or jax.devices())
     candidates: list[Candidate] = []
     for plan in _candidate_plans(model, x, devices):
-        looked = _evaluate(plan, model, x, optimizer, batch, objective, memory)
-        candidates.append(looked)
-        log(_summary_line(looked))
+        candidates.append(_evaluate(plan, model, x, optimizer, batch, objective, memory))
+        log(_summary_line(candidates[-1]))
     fitting = [each for each in candidates if each.description is not None and each.description.fits]
     if not fitting:
-        closest = min(
-            (each.description for each in candidates if each.description is not None),
-            key=lambda description: description.needed,
-            default=None,
-        )
-        if closest is None:
-            raise ValueError(f"auto: no ready plan divides this model and batch over {len(devices)} devices.")
-        try:
-            closest.check_fits()
-        except NotEnoughMemory as error:
-            raise NotEnoughMemory(f"auto: no ready plan fits. The closest: {error}") from None
+        described = [each.description for each in candidates if each.description is not None]
+        if not described:
+            raise ValueError(f"auto: no built-in plan shards this model and batch over {len(devices)} devices.")
+        closest = min(described, key=lambda description: description.needed)
+        raise NotEnoughMemory(f"auto: no built-in plan fits. The closest: {closest.shortage()}")
     best = min(fitting, key=lambda each: each.sent)
     reason = "fits and sends least" if len(fitting) == len(candidates) else "sends least of those that fit"
     log(f"{best.plan.name}: {reason}, {format_bytes(best.sent)} from each device in a step")
@@ -71,36 +64,36 @@ def auto(
 
 
 def _candidate_plans(model: Layer, x: Any, devices: tuple[Device, ...]) -> Iterator[Plan]:
-    """The ready plans over these devices, the simplest first."""
+    """The built-in plans over these devices, the simplest first."""
     number = len(devices)
     if number == 1:
         yield single(devices[0])
         return
-    ready: list[Plan] = [data(number), zero(number), fsdp(number)]
-    for ways in (ways for ways in range(2, number + 1) if number % ways == 0):
-        for split in (tensor, expert):
+    plans: list[Plan] = [data(number), zero(number), fsdp(number)]
+    for inner in (divisor for divisor in range(2, number + 1) if number % divisor == 0):
+        for preset in (tensor, expert):
             try:
-                within = split(model, x, ways)
-            except ValueError:  # the model has nothing to split so
+                plan = preset(model, x, inner)
+            except ValueError:  # the model has nothing to shard in this way
                 continue
-            rest = number // ways
-            ready += [within] if rest == 1 else [data(rest) * within, fsdp(rest) * within]
-    for plan in ready:
+            outer = number // inner
+            plans += [plan] if outer == 1 else [data(outer) * plan, fsdp(outer) * plan]
+    for plan in plans:
         yield plan.over(devices)
 
 
 def _evaluate(plan: Plan, model: Layer, x: Any, optimizer: Any, batch: Any, objective: Any, memory: Any) -> Candidate:
     try:
-        found = plan.describe(model, x, optimizer, batch, objective=objective, memory=memory)
+        description = plan.describe(model, x, optimizer, batch, objective=objective, memory=memory)
     except ValueError as error:
         return Candidate(plan, None, str(error))
-    return Candidate(plan, found, "" if found.fits else "does not fit")
+    return Candidate(plan, description, "" if description.fits else "does not fit")
 
 
 def _summary_line(candidate: Candidate) -> str:
     axes = ", ".join(f"{axis} {size}" for axis, size in candidate.plan.shape.items())
     name = f"{candidate.plan.name} ({axes})"
     if candidate.description is None:
-        return f"{name:40} {candidate.why}"
+        return f"{name:40} {candidate.reason}"
     needs = f"needs {format_bytes(candidate.description.needed)} a device, sends {format_bytes(candidate.sent)}"
-    return f"{name:40} {needs}{'; ' * bool(candidate.why)}{candidate.why}"
+    return f"{name:40} {needs}{'; ' * bool(candidate.reason)}{candidate.reason}"

@@ -1,4 +1,4 @@
-"""Description: bytes by layer and transfers by part, as a table and as a picture."""
+"""Description: the memory and the transfers of a plan, as a table and as a picture."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ class NotEnoughMemory(MemoryError):
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """The bytes of one layer on one device, or of its share in the host's memory."""
+    """The bytes of one layer on each device, or in host memory for each device."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("weights", "slots", "gradients", "activations")
 
@@ -29,17 +29,17 @@ class LayerMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The bytes of all kinds."""
         return self.weights + self.slots + self.gradients + self.activations
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What each device would hold and what would move in a step; `print` it, or `draw` it.
+    """The memory of each device and the transfers of a step; `print` it, or `draw` it.
 
-    All devices hold the same number of bytes. `working` is what XLA needs besides arguments, which is gradients,
-    activations and what it gathers for a moment, as compiled; the sum of `rows` is what there would be if everything
-    was there at once.
+    All devices need the same number of bytes. `working` is what the compiled step needs besides its arguments:
+    gradients, activations and all-gathered weights while they are in use. The rows add up to more, as if all of that
+    existed at once.
     """
 
     name: str
@@ -47,112 +47,112 @@ class Description:
     rows: tuple[LayerMemory, ...]
     batch: int
     working: int | None
-    moved: Transfers | None
+    transfers: Transfers | None
     memory: int | None
     device: str
-    stages: str = ""  # of a pipeline, in words
+    stages: str = ""  # the pipeline in a sentence
 
-    def held(self, kind: str, memory: str = "device") -> int:
-        """The bytes of one kind, 'weights', 'slots', 'gradients' or 'activations', on each device."""
+    def bytes_of(self, kind: str, memory: str = "device") -> int:
+        """The bytes of 'weights', 'slots', 'gradients' or 'activations' on each device, or in host memory for it."""
         return sum(getattr(row, kind) for row in self.rows if row.memory == memory)
 
     @property
     def arguments(self) -> int:
-        """What stays on each device from step to step, and the batch."""
-        return self.held("weights") + self.held("slots") + self.batch
+        """The bytes of the weights, slots and batch on each device."""
+        return self.bytes_of("weights") + self.bytes_of("slots") + self.batch
 
     @property
     def needed(self) -> int:
-        """What each device must have at once."""
-        working = self.held("gradients") + self.held("activations") if self.working is None else self.working
+        """The bytes that each device needs at once."""
+        working = self.bytes_of("gradients") + self.bytes_of("activations") if self.working is None else self.working
         return self.arguments + working
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device is enough, as far as one knows."""
+        """Whether a device has enough memory; True if its memory is unknown."""
         return self.memory is None or self.needed <= self.memory
 
     def check_fits(self) -> None:
-        """Raise NotEnoughMemory, with what to change, if it does not."""
+        """Raise NotEnoughMemory, with what to change, if a device has too little memory."""
         if not self.fits:
-            assert self.memory is not None
-            raise NotEnoughMemory(
-                f"{self.name} needs {format_bytes(self.needed)} on each device, but {self.device} has "
-                f"{format_bytes(self.memory)}, {format_bytes(self.needed - self.memory)} too little. {self._advice()}"
-            )
+            raise NotEnoughMemory(self.shortage())
+
+    def shortage(self) -> str:
+        """How much memory each device lacks, and what to change, in two sentences."""
+        memory = self.memory or 0
+        return (
+            f"{self.name} needs {format_bytes(self.needed)} on each device, but {self.device} has "
+            f"{format_bytes(memory)}, {format_bytes(self.needed - memory)} too little. {self._advice()}"
+        )
 
     def _advice(self) -> str:
-        """What to change, by what takes the most."""
+        """What to change about the kind that needs the most memory."""
         working = self.needed - self.arguments
-        sizes = {"weights": self.held("weights"), "slots": self.held("slots"), "working": working}
+        sizes = {"weights": self.bytes_of("weights"), "slots": self.bytes_of("slots"), "working": working}
         advice = {
-            "weights": "Most of it is weights: split them (place.fsdp, place.tensor) or stream them (place.Stream).",
-            "slots": "Most of it is optimizer slots: split them (place.zero, place.fsdp), keep them in host "
-            "memory (slots=[('**', place.host)]), or take an optimizer with fewer (optim.Lion, optim.Adafactor).",
-            "working": "Most of it is gradients and activations: take smaller batches, or the same in parts "
-            "(accumulate=4), recompute (Repeat(mode='remat')), compute in bfloat16, or split the batch or the sequence "
-            "over more devices.",
+            "weights": "Most of it is weights: shard them (place.fsdp, place.tensor) or stream them (place.Stream).",
+            "slots": "Most of it is optimizer slots: shard them (place.zero, place.fsdp), offload them to host memory "
+            "(slots=[('**', place.host)]), or use an optimizer with fewer slots (optim.Lion, optim.Adafactor).",
+            "working": "Most of it is gradients and activations: use smaller batches, accumulate gradients "
+            "(accumulate=4), rematerialize (Repeat(mode='remat')), compute in bfloat16, or shard the batch or the "
+            "sequence over more devices.",
         }
         return advice[max(sizes, key=lambda kind: sizes[kind])]
 
     def __str__(self) -> str:
-        shown = group_rows(self.rows)
-        header = ("layer", *LayerMemory.KINDS, "in")
-        lines = [(row.layer or "(model)", *_format_row(row), row.memory) for row in shown]
-        for memory in dict.fromkeys(row.memory for row in self.rows):
-            name = "each device" if memory == "device" else "host, for each device"
-            lines.append((name, *(_format_size(self.held(kind, memory)) for kind in LayerMemory.KINDS), memory))
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        table = [
-            "  ".join(word.rjust(width) if i else word.ljust(width) for i, (word, width) in enumerate(pairs))
-            for pairs in (list(zip(line, widths, strict=True)) for line in [header, *lines])
-        ]
-        words = [
+        lines = [
             f"{self.name} on {self.devices} x {self.device}",
             "",
-            *table,
+            *self._table(),
             "",
             f"batch          {format_bytes(self.batch)}",
         ]
         if self.working is not None:
-            words.append(
-                f"working memory {format_bytes(self.working)}, as compiled: gradients, activations, gathered weights"
-            )
-        words.append(f"needed         {format_bytes(self.needed)} on each device; {self._verdict()}")
-        words += [self.stages] * bool(self.stages)
-        if self.moved is not None:
-            words += ["", "moved in a step", str(_by_part(self.moved))]
-        return "\n".join(words)
+            lines.append(f"working memory {format_bytes(self.working)}: gradients, activations, all-gathered weights")
+        lines.append(f"needed         {format_bytes(self.needed)} on each device; {self._verdict()}")
+        lines += [self.stages] * bool(self.stages)
+        if self.transfers is not None:
+            lines += ["", "transfers in a step", str(_group_by_part(self.transfers))]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        cells = [("layer", *LayerMemory.KINDS, "in")]
+        cells += [(row.layer or "(model)", *_format_row(row), row.memory) for row in group_rows(self.rows)]
+        for memory in dict.fromkeys(row.memory for row in self.rows):
+            name = "each device" if memory == "device" else "host, for each device"
+            cells.append((name, *(_format_size(self.bytes_of(kind, memory)) for kind in LayerMemory.KINDS), memory))
+        layer_width, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+        return ["  ".join([layer.ljust(layer_width), *map(str.rjust, sizes, widths)]) for layer, *sizes in cells]
 
     def _verdict(self) -> str:
         if self.memory is None:
-            return "the device does not say how much it has"
+            return "the device does not report its memory"
         share = f"{self.needed / self.memory:.0%} of {format_bytes(self.memory)}"
         return f"fits, {share}" if self.fits else f"DOES NOT FIT, {share}. {self._advice()}"
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw what a device holds, by kind and by layer, beside what it has, as a picture."""
-        draw_description(self, path)
+        """Draw the memory that a device needs, by kind and by layer, and the memory that it has, to an image file."""
+        _draw(self, path)
 
 
-def group_rows(rows: tuple[LayerMemory, ...], most: int = 24) -> list[LayerMemory]:
-    """The rows, or as many levels of them as a table can show."""
+def group_rows(rows: tuple[LayerMemory, ...], limit: int = 24) -> list[LayerMemory]:
+    """The rows summed by the longest prefix of their paths that gives at most `limit` rows."""
     depth = max((row.layer.count("/") + 1 for row in rows), default=1)
     while True:
         groups: dict[tuple[str, str], list[Any]] = collections.defaultdict(lambda: [0] * len(LayerMemory.KINDS))
         for row in rows:
             key = "/".join(row.layer.split("/")[:depth]), row.memory
             groups[key] = [a + getattr(row, kind) for a, kind in zip(groups[key], LayerMemory.KINDS, strict=True)]
-        if len(groups) <= most or depth == 1:
+        if len(groups) <= limit or depth == 1:
             return [LayerMemory(*key, *sizes) for key, sizes in groups.items()]
         depth -= 1
 
 
-def _by_part(moved: Transfers) -> Transfers:
-    """What moves, by the first name of the layer's path."""
+def _group_by_part(transfers: Transfers) -> Transfers:
+    """The transfers by the first name of the layer's path."""
     return summarize_events(
         event._replace(parts=tuple((layer.split("/")[0], size) for layer, size in event.parts))
-        for event in moved.events
+        for event in transfers.events
     )
 
 
@@ -168,25 +168,25 @@ COLOURS = {"weights": "#0077BB", "slots": "#33BBEE", "gradients": "#EE7733", "ac
 WORKING = "#BBBBBB"
 
 
-def draw_description(description: Description, path: str | os.PathLike[str]) -> None:
-    """Two rows of bars: what each memory holds at most, and the layers, the largest first."""
+def _draw(description: Description, path: str | os.PathLike[str]) -> None:
+    """Bars of what each memory needs, above bars of the layers, the largest first."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MultipleLocator
 
-    layers = sorted(group_rows(description.rows, most=16), key=lambda row: row.total)[-16:]
-    layers = [row for row in layers if row.total > layers[-1].total / 200]  # or there is nothing to be seen
+    layers = sorted(group_rows(description.rows, limit=16), key=lambda row: row.total)[-16:]
+    layers = [row for row in layers if row.total > layers[-1].total / 200]  # smaller bars are not visible
     memories = list(dict.fromkeys(row.memory for row in description.rows))
     figure = Figure(figsize=(8, 1.6 + 0.5 * len(memories) + 0.28 * len(layers)), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[len(memories) + 1, len(layers) + 1])
-    for place, memory in enumerate(memories):
+    for y, memory in enumerate(memories):
         left = 0.0
-        sizes = {kind: description.held(kind, memory) for kind in LayerMemory.KINDS}
+        sizes = {kind: description.bytes_of(kind, memory) for kind in LayerMemory.KINDS}
         if memory == "device" and description.working is not None:
             sizes = {"weights": sizes["weights"], "slots": sizes["slots"], "working memory": description.working}
         for kind, size in sizes.items():
-            above.barh(place, size, left=left, color=COLOURS.get(kind, WORKING), label=kind if size else None)
+            above.barh(y, size, left=left, color=COLOURS.get(kind, WORKING), label=kind if size else None)
             left += size
-        above.text(left, place, f" {format_bytes(left)}", va="center", fontsize="small")
+        above.text(left, y, f" {format_bytes(left)}", va="center", fontsize="small")
     above.set_yticks(range(len(memories)), [f"each {memory}" if memory == "device" else "host" for memory in memories])
     above.set_title(f"{description.name} on {description.devices} x {description.device}", fontsize="medium")
     if description.memory is not None:
@@ -194,12 +194,12 @@ def draw_description(description: Description, path: str | os.PathLike[str]) -> 
             description.memory, color="#CC3311", linestyle="--", label=f"memory, {format_bytes(description.memory)}"
         )
         above.set_xlim(0, 1.15 * max(description.needed, min(description.memory, 4 * description.needed)))
-    for place, row in enumerate(layers):
+    for y, row in enumerate(layers):
         left = 0.0
         for kind in LayerMemory.KINDS:
             size = getattr(row, kind)
             hatch = "//" if row.memory == "host" else None
-            below.barh(place, size, left=left, color=COLOURS[kind], hatch=hatch, label=kind if size else None)
+            below.barh(y, size, left=left, color=COLOURS[kind], hatch=hatch, label=kind if size else None)
             left += size
     names = [f"{row.layer or '(model)'}{' (host)' if row.memory == 'host' else ''}" for row in layers]
     below.set_yticks(range(len(layers)), names, fontsize="small")

@@ -1,30 +1,20 @@
-"""initialize_distributed: multi-process JAX, set up from what the launcher says in the environment."""
+"""initialize_distributed: multi-process JAX, set up from the environment variables of the launcher."""
 
 import importlib.util
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-
-class ClusterEnv(NamedTuple):
-    """What is known of a process among others; None where nobody says so."""
-
-    how: str  # who started it: "Slurm", say
-    index: int | None = None
-    processes: int | None = None
-    coordinator: str | None = None  # where the first of them listens: "host:port"
-    method: str | None = None  # by which JAX finds the coordinator; None: by itself
-    neighbour: int | None = None  # its index among those of its machine
-    neighbours: int | None = None  # how many there are on its machine
+Environment = Mapping[str, str]
 
 
 class ProcessInfo(NamedTuple):
-    """Which process this is, of how many, and who said so."""
+    """The index of this process, the number of processes, and how they were found."""
 
     index: int
     processes: int
@@ -32,6 +22,21 @@ class ProcessInfo(NamedTuple):
 
     def __str__(self) -> str:
         return f"process {self.index} of {self.processes}, {self.how}"
+
+
+class ClusterEnv(NamedTuple):
+    """What the environment says about a process among others; None where it says nothing."""
+
+    launcher: str  # "Slurm", say
+    index: int | None = None
+    processes: int | None = None
+    coordinator: str | None = None  # "host:port" of the first process
+    method: str | None = None  # the cluster_detection_method by which JAX finds the coordinator
+    local_index: int | None = None  # among the processes of its machine
+    local_processes: int | None = None
+
+
+NO_LAUNCHER, ARGUMENTS = "no launcher", "its arguments"
 
 
 def initialize_distributed(
@@ -42,42 +47,41 @@ def initialize_distributed(
     devices: int | None = None,
     patience: int = 300,
 ) -> ProcessInfo:
-    """Make one program of all processes that were started together; call it before anything is computed.
+    """Initialize multi-process JAX by `jax.distributed.initialize`; call it before any computation.
 
-    Slurm (`srun`), Open MPI, MPICH (`mpiexec`), Cloud TPUs and indexed Jobs of Kubernetes are found by the variables
-    that they set; where nobody started others, nothing happens. Then `jax.devices()` are the devices of all processes.
-    A second call, and one under `mlax launch`, does nothing.
+    Processes launched by Slurm (`srun`), Open MPI, MPICH (`mpiexec`), Cloud TPUs or an indexed Job of Kubernetes are
+    found by the environment variables of these; without a launcher it does nothing. Afterwards `jax.devices()` are the
+    devices of all processes. It does nothing in a second call and under `mlax launch`.
 
-    - `coordinator`, `processes`, `index`: "host:port" where the first process will listen, how many there are, and
-      which this is; whatever is not given is taken from the surroundings. `processes=1` is alone in any case.
-    - `devices`: simulated devices of each process, where it computes on a CPU.
-    - `patience`: seconds to wait for the others.
+    - `coordinator`, `processes`, `index`: "host:port" of the first process, the number of processes, and the index of
+      this one; by default from the environment. `processes=1` is a single process under any launcher.
+    - `devices`: the number of simulated devices of each process on a CPU.
+    - `patience`: seconds to wait for the other processes.
 
-    Processes that share a machine share its GPUs evenly, unless their launcher has bound them to some.
+    Processes on the same machine share its GPUs evenly, unless the launcher has bound GPUs to them.
     """
     if jax.distributed.is_initialized():
         return _running_process(processes, index)
     if devices is not None:
         _set_cpu_devices(devices)
     if processes == 1:
-        return ProcessInfo(0, 1, "alone, as told")
-    told = coordinator, processes, index
-    where = _complete_cluster(detect_cluster(os.environ) if None in told else ClusterEnv("its arguments"), *told)
-    if where.processes == 1:
-        return ProcessInfo(0, 1, "alone" if where.how == "nobody" else f"alone, by {where.how}")
-    _initialize(where, patience)
-    how = f"by {where.how}"
-    if where.index is None or where.processes is None:  # JAX is asked only then, since to answer it makes its devices
+        return ProcessInfo(0, 1, f"alone, by {ARGUMENTS}")
+    given = coordinator, processes, index
+    cluster = _complete_cluster(detect_cluster(os.environ) if None in given else ClusterEnv(ARGUMENTS), *given)
+    if cluster.processes == 1:
+        return ProcessInfo(0, 1, "alone" if cluster.launcher == NO_LAUNCHER else f"alone, by {cluster.launcher}")
+    _initialize(cluster, patience)
+    how = f"by {cluster.launcher}"
+    if cluster.index is None or cluster.processes is None:  # only then, since this creates JAX's devices
         return ProcessInfo(jax.process_index(), jax.process_count(), how)
-    return ProcessInfo(where.index, where.processes, how)
+    return ProcessInfo(cluster.index, cluster.processes, how)
 
 
 def _running_process(processes: int | None, index: int | None) -> ProcessInfo:
-    running = ProcessInfo(jax.process_index(), jax.process_count(), "started before")
+    running = ProcessInfo(jax.process_index(), jax.process_count(), "already initialized")
     if processes not in (None, running.processes) or index not in (None, running.index):
-        raise ValueError(
-            f"initialize_distributed: this is {running}, but was asked to be process {index} of {processes}."
-        )
+        given = [f"{name}={value}" for name, value in (("processes", processes), ("index", index)) if value is not None]
+        raise ValueError(f"initialize_distributed: this is {running}, but got {', '.join(given)}; pass the same.")
     return running
 
 
@@ -97,69 +101,67 @@ _TOO_LATE = (
 
 
 def _complete_cluster(
-    where: ClusterEnv, coordinator: str | None, processes: int | None, index: int | None
+    cluster: ClusterEnv, coordinator: str | None, processes: int | None, index: int | None
 ) -> ClusterEnv:
-    """What is told goes before what is found; refuses what is told by halves."""
-    told = [name for name, value in zip(_NAMES, (coordinator, processes, index), strict=True) if value is not None]
+    """The environment with the arguments, which take precedence; raises if too little is known."""
+    arguments = {"coordinator": coordinator, "processes": processes, "index": index}
+    given = [name for name, value in arguments.items() if value is not None]
     address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if where.how == "nobody" and (told or address):
-        missing = [name for name in _NAMES if name not in told and not (name == "coordinator" and address)]
+    if cluster.launcher == NO_LAUNCHER and (given or address):
+        missing = [name for name in arguments if name not in given and not (name == "coordinator" and address)]
         if missing:
-            given = ", ".join(told) or "the variable JAX_COORDINATOR_ADDRESS"
+            have = ", ".join(given) or "JAX_COORDINATOR_ADDRESS"
             raise ValueError(
-                f"initialize_distributed: {given} came without {', '.join(missing)}, and nothing around this process "
-                "says more; pass all three, the same coordinator and processes to each process."
+                f"initialize_distributed: got {have} without {', '.join(missing)}, and no launcher says the rest; pass "
+                "all three, with the same coordinator and processes in each process."
             )
-        where = ClusterEnv("its arguments")  # and the address in the environment
-    where = where._replace(
-        coordinator=address or where.coordinator,
-        processes=where.processes if processes is None else processes,
-        index=where.index if index is None else index,
+        cluster = ClusterEnv(ARGUMENTS)
+    cluster = cluster._replace(
+        coordinator=address or cluster.coordinator,
+        processes=cluster.processes if processes is None else processes,
+        index=cluster.index if index is None else index,
     )
-    _check_cluster(where)
-    return where
+    _check_cluster(cluster)
+    return cluster
 
 
-_NAMES = ("coordinator", "processes", "index")
-
-
-def _check_cluster(where: ClusterEnv) -> None:
-    if where.processes is not None and where.processes < 1:
-        raise ValueError(f"initialize_distributed: processes is {where.processes}, but must be at least 1.")
-    if where.index is not None and not 0 <= where.index < (where.processes or where.index + 1):
-        raise ValueError(
-            f"initialize_distributed: index is {where.index}, but must be from 0 to {where.processes} - 1."
-        )
-    if where.coordinator is not None and not re.fullmatch(r".+:\d+", where.coordinator):
-        raise ValueError(f"initialize_distributed: the coordinator is {where.coordinator!r}, but must be 'host:port'.")
-    if where.processes == 1 or where.coordinator is not None:
+def _check_cluster(cluster: ClusterEnv) -> None:
+    launcher, index, processes, coordinator = cluster[:4]
+    if processes is not None and processes < 1:
+        raise ValueError(f"initialize_distributed: processes is {processes}, but must be at least 1.")
+    if index is not None and not 0 <= index < (processes or index + 1):
+        raise ValueError(f"initialize_distributed: index is {index}, but must be from 0 to {processes} - 1.")
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"initialize_distributed: coordinator is {coordinator!r}, but must be 'host:port'.")
+    if processes == 1 or coordinator is not None:
         return
-    if where.method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+    if cluster.method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise ValueError(
-            f"initialize_distributed: {where.how} started {where.processes} processes and does not say where "
-            "the first one is; install mpi4py, by which JAX asks for it, or pass coordinator='host:port'."
+            f"initialize_distributed: {launcher} launched {processes} processes but does not give the address of the "
+            "first; install mpi4py, by which JAX finds it, or pass coordinator='host:port'."
         )
-    if where.how == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+    if launcher == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise ValueError(
-            f"initialize_distributed: this is pod {where.index} of an indexed Job, and only Kubernetes knows the "
-            "others; install jax[k8s], by which JAX asks it, or pass processes= and coordinator='job-0.service:port'."
+            f"initialize_distributed: this is pod {index} of an indexed Job, and only the Kubernetes API knows the "
+            "others; install jax[k8s], with which JAX queries it, or pass processes= and "
+            "coordinator='job-0.service:port'."
         )
 
 
-def _initialize(where: ClusterEnv, patience: int) -> None:
+def _initialize(cluster: ClusterEnv, patience: int) -> None:
     gpus = None
-    if where.how not in ("Kubernetes", "Cloud TPU") and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
-        gpus = local_gpus(os.environ, where, present=len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    is_known = None not in (where.coordinator, where.processes, where.index)
+    if cluster.launcher not in ("Kubernetes", "Cloud TPU") and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        gpus = local_gpus(os.environ, cluster, installed=len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    is_known = None not in (cluster.coordinator, cluster.processes, cluster.index)
     try:
         jax.distributed.initialize(
-            where.coordinator,
-            where.processes,
-            where.index,
+            cluster.coordinator,
+            cluster.processes,
+            cluster.index,
             local_device_ids=gpus,
-            cluster_detection_method="deactivate" if is_known else where.method,
+            cluster_detection_method="deactivate" if is_known else cluster.method,
             initialization_timeout=patience,
-            shutdown_timeout_seconds=60,  # how long one that failed waits for the others
+            shutdown_timeout_seconds=60,  # how long a failed process waits for the others
         )
     except RuntimeError as error:
         if "must be called before" not in str(error):
@@ -167,46 +169,45 @@ def _initialize(where: ClusterEnv, patience: int) -> None:
         raise RuntimeError(_TOO_LATE) from error
 
 
-Environment = Mapping[str, str]
+def local_gpus(environment: Environment, cluster: ClusterEnv, installed: int) -> list[int]:
+    """The indices of this process's GPUs among those that it sees; empty for all of them.
+
+    `installed` counts the GPUs of the machine. Processes of one machine that see the same GPUs share them evenly; a
+    process whose launcher has bound GPUs to it sees only those, and uses all of them.
+    """
+    bound = any(environment.get(name, "none") != "none" for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
+    bound = bound or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    if cluster.local_index is None or cluster.local_processes == 1 or bound:
+        return []
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    count = installed if visible is None else len(re.findall(r"[^,\s]+", visible))
+    # one, as in JAX, if the number of processes on the machine is unknown
+    share = count // cluster.local_processes if cluster.local_processes else min(count, 1)
+    return list(range(cluster.local_index * share, (cluster.local_index + 1) * share))
 
 
 def detect_cluster(environment: Environment) -> ClusterEnv:
-    """Who started this process, and as which of how many."""
-    for kind in (_open_mpi, _mpich, _slurm, _tpu, _kubernetes):  # mpirun may itself be run by Slurm
-        what = kind(environment)
-        if what is not None:
-            return what
-    return ClusterEnv("nobody", 0, 1)
-
-
-def local_gpus(environment: Environment, where: ClusterEnv, present: int) -> list[int]:
-    """The GPUs that this process takes, as numbers among those it sees; none of them named: all that it sees.
-
-    `present` are those of the machine. Processes of one machine that see the same GPUs share them evenly; a process
-    that its launcher has bound to some GPUs sees only those, and takes all of them.
-    """
-    bound = any(environment.get(name, "none") != "none" for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
-    if where.neighbour is None or where.neighbours == 1 or bound or "gpu" in environment.get("SLURM_TRES_PER_TASK", ""):
-        return []
-    listed = environment.get("CUDA_VISIBLE_DEVICES")
-    seen = present if listed is None else len(re.findall(r"[^,\s]+", listed))
-    each = seen // where.neighbours if where.neighbours else min(seen, 1)  # one, as JAX does, if nobody counts them
-    return list(range(where.neighbour * each, (where.neighbour + 1) * each))
+    """The launcher of this process, and what it says about the others."""
+    for detect in (_open_mpi, _mpich, _slurm, _tpu, _kubernetes):  # Slurm late: mpirun may itself be run by srun
+        cluster = detect(environment)
+        if cluster is not None:
+            return cluster
+    return ClusterEnv(NO_LAUNCHER, 0, 1)
 
 
 def _open_mpi(environment: Environment) -> ClusterEnv | None:
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if not _any_set(environment, names[:2]):
         return None
-    index, processes, neighbour, neighbours = _read_ints("Open MPI", environment, names)
+    index, processes, local_index, local_processes = _read_ints("Open MPI", environment, names)
     coordinator, method = None, "ompi" if "OMPI_MCA_orte_hnp_uri" in environment else "mpi4py"
-    if method == "mpi4py" and neighbours == processes:  # from 5 on it does not say where it was started
+    if method == "mpi4py" and local_processes == processes:  # from version 5 on it does not say where it was launched
         coordinator = f"localhost:{_port(environment, environment.get('PMIX_NAMESPACE', ''))}"
-    return ClusterEnv("Open MPI", index, processes, coordinator, method, neighbour, neighbours)
+    return ClusterEnv("Open MPI", index, processes, coordinator, method, local_index, local_processes)
 
 
 def _mpich(environment: Environment) -> ClusterEnv | None:
-    local = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # srun knows PMI too, but sets none of these
+    local = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # srun may set PMI variables too, but not these
     if not _any_set(environment, ["PMI_RANK", "PMI_SIZE"]) or (_STEP in environment and local[0] not in environment):
         return None
     index, processes = _read_ints("MPICH", environment, ["PMI_RANK", "PMI_SIZE"])
@@ -225,21 +226,19 @@ def _slurm(environment: Environment) -> ClusterEnv | None:
         tasks = environment.get("SLURM_NTASKS", "1")
         if tasks != "1":
             raise ValueError(
-                f"initialize_distributed: the job has {tasks} tasks (SLURM_NTASKS), but this process was not started "
-                f"by srun ({_STEP} is not set); start it by `srun python ...`, or pass processes=1."
+                f"initialize_distributed: the job has {tasks} tasks (SLURM_NTASKS), but this process was not launched "
+                f"by srun ({_STEP} is not set); launch it by `srun python ...`, or pass processes=1."
             )
         return ClusterEnv("Slurm", 0, 1)
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"]
-    index, processes, neighbour, _ = _read_ints("Slurm", environment, names)
-    return ClusterEnv("Slurm", index, processes, None, "slurm", neighbour, _tasks_on_node(environment, processes))
+    index, processes, local_index, _ = _read_ints("Slurm", environment, names)
+    return ClusterEnv("Slurm", index, processes, None, "slurm", local_index, _tasks_on_node(environment, processes))
 
 
 def _tasks_on_node(environment: Environment, processes: int) -> int | None:
-    """How many tasks this node has, of a list like `4(x2),3`: four on each of two nodes, and three on the next."""
-    written = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    counts = [
-        int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", written) for _ in range(int(times or 1))
-    ]
+    """The number of tasks on this node, from a list such as `4(x2),3`: four on each of two nodes, three on the next."""
+    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, nodes in listed for _ in range(int(nodes or 1))]
     node = int(environment.get("SLURM_NODEID", 0))
     if node < len(counts):
         return counts[node]
@@ -252,31 +251,31 @@ def _tpu(environment: Environment) -> ClusterEnv | None:
 
 
 def _kubernetes(environment: Environment) -> ClusterEnv | None:
-    """An indexed Job gives each pod its index; how many there are only Kubernetes knows, whom JAX asks."""
+    """The index of a pod of an indexed Job; JAX queries the Kubernetes API for the number of pods."""
     if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
         return None
     [index] = _read_ints("Kubernetes", environment, ["JOB_COMPLETION_INDEX"])
     return ClusterEnv("Kubernetes", index)
 
 
-def _any_set(environment: Environment, names: list[str] | tuple[str, ...]) -> bool:
+def _any_set(environment: Environment, names: Sequence[str]) -> bool:
     return any(name in environment for name in names)
 
 
-def _read_ints(how: str, environment: Environment, names: list[str] | tuple[str, ...]) -> list[int]:
+def _read_ints(launcher: str, environment: Environment, names: Sequence[str]) -> list[int]:
     missing = [name for name in names if name not in environment]
     if missing:
-        there = ", ".join(name for name in names if name in environment)
+        present = ", ".join(name for name in names if name in environment)
         raise ValueError(
-            f"initialize_distributed: {how} has set {there} but not {', '.join(missing)}; start it by its launcher, "
-            "or pass coordinator=, processes= and index=."
+            f"initialize_distributed: {launcher} has set {present} but not {', '.join(missing)}; launch the process by "
+            "it, or pass coordinator=, processes= and index=."
         )
     wrong = [name for name in names if not environment[name].strip().isdecimal()]
     if wrong:
-        raise ValueError(f"initialize_distributed: {wrong[0]} is {environment[wrong[0]]!r}, but must be a number.")
+        raise ValueError(f"initialize_distributed: {wrong[0]} is {environment[wrong[0]]!r}, but must be an integer.")
     return [int(environment[name]) for name in names]
 
 
 def _port(environment: Environment, job: str) -> int:
-    """The same for all processes of a job, and hardly that of another, among those that JAX itself chooses from."""
+    """A port that all processes of a job derive, in the range that JAX chooses from; other jobs rarely get the same."""
     return int(environment.get("JAX_COORDINATOR_PORT", 61440 + zlib.crc32(job.encode()) % 4096))

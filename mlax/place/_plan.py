@@ -29,14 +29,14 @@ from mlax.place._rules import (
     mesh_axes,
     num_shards,
 )
-from mlax.place._wrappers import all_gather_weights, constrain_activations, exchange_examples
+from mlax.place._wrappers import all_gather_weights, constrain_activations, expert_all_to_all
 
 Rule = tuple[str, Any]  # a path pattern, and what `as_placement` accepts
 REPLICATED = (("**", PartitionSpec()),)
 
 
 class Plan:
-    """Where every variable lives, how data moves, and how what is computed in between is split.
+    """Where every variable is stored, and how variables, batches and activations are sharded.
 
         plan = place.Plan(
             mesh={"data": 4, "model": 2},
@@ -46,18 +46,18 @@ class Plan:
         )
         trainables, non_trainables = plan.init(model, rng, x)
 
-    - `mesh`: named numbers of devices; -1 stands for all that are left.
-    - `variables`: rules for trainables and non_trainables by path; what no rule names is whole on every device.
-    - `slots`: rules for what the optimizer keeps, by the slot's name and the path: "mean/**", say; what they leave
-      open is as with the parameter.
-    - `batch`: the split of every array of a batch, cut to its axes.
-    - `activations`: rules for the outputs of parts by path; all else is for XLA to choose.
-    - `all_gather`: mesh axes that weights are only kept split over, and put together where they are used.
-    - `all_to_all`: mesh axes over which both experts and examples are split, so that these are sent to those and back.
-    - `stages`: how repeated parts are cut into a pipeline, if they are; see `place.pipeline`.
-    - `devices`: those to use, all unless given.
+    - `mesh`: mesh axes and their sizes; -1 for all devices that are left.
+    - `variables`: rules for trainables and non_trainables by path; variables that no rule matches are replicated.
+    - `slots`: rules for the optimizer's slots by slot name and path, such as "mean/**"; what they leave open is as for
+      the parameter.
+    - `batch`: the PartitionSpec of every array of a batch, truncated to its rank.
+    - `activations`: rules for the outputs of parts by path; XLA chooses for all others.
+    - `all_gather`: mesh axes over which weights are sharded only for storage, and all-gathered where they are used.
+    - `all_to_all`: mesh axes that shard both experts and examples, which are sent to their experts and back.
+    - `stages`: how the Repeats of a model are pipelined; see `place.pipeline`.
+    - `devices`: the devices to use; all by default.
 
-    A plan is a description: it holds no arrays and is equal by value. Plans multiply: `fsdp(4) * tensor(model, x, 2)`.
+    A plan is a description: it holds no arrays and compares by value. Plans multiply: `fsdp(4) * tensor(model, x, 2)`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Plan:
         variables: Sequence[Rule] | Rules = REPLICATED,
         *,
         slots: Sequence[Rule] | Rules = (),
-        batch: PartitionSpec = PartitionSpec(),  # noqa: B008  # it never changes
+        batch: PartitionSpec = PartitionSpec(),  # noqa: B008  # immutable
         activations: Sequence[Rule] | Rules = (),
         all_gather: Sequence[str] = (),
         all_to_all: Sequence[str] = (),
@@ -74,7 +74,7 @@ class Plan:
         devices: Sequence[Device] | None = None,
         name: str = "plan",
     ):
-        self.sizes = as_sizes(mesh)
+        self.sizes = _as_sizes(mesh)
         self.variables = as_rules(variables)
         self.slots = as_rules(slots)
         self.batch = batch
@@ -86,97 +86,98 @@ class Plan:
         for entry in batch:
             for axis in mesh_axes(entry):
                 if axis not in dict(self.sizes):
-                    raise ValueError(f"Plan: batch is {batch}, but the mesh has the axes {dict(self.sizes)}.")
+                    raise ValueError(
+                        f"Plan: batch is {batch}, but the mesh has the axes {dict(self.sizes)}; use one of these."
+                    )
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of JAX, over the devices that there are."""
-        return make_mesh(self.sizes, self.devices or tuple(jax.devices()))
+        """The `jax.sharding.Mesh`, over the plan's devices or all devices."""
+        return _make_mesh(self.sizes, self.devices or tuple(jax.devices()))
 
     @property
     def shape(self) -> dict[str, int]:
-        """The axes of the mesh and their sizes."""
-        return resolve_sizes(self.sizes, len(self.devices or jax.devices()))
+        """The size of each mesh axis."""
+        return _resolve_sizes(self.sizes, len(self.devices or jax.devices()))
 
     @property
     def batches(self) -> NamedSharding:
-        """Where batches go, as for `train.Feed(..., sharding=plan.batches)`."""
+        """The sharding of batches, for `train.Feed(..., sharding=plan.batches)`."""
         return NamedSharding(self.mesh, self.batch)
 
     def init(self, model: Layer, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        """What `model.init` makes, each variable straight in its place and nowhere else before."""
+        """The variables of `model.init`, each created sharded, never in one piece or on another device first."""
         check_key("Plan.init", "init(model, rng, x)", rng, x)
         return init_sharded(model, rng, x, self.variable_shardings(model, x))
 
     def place(self, variables: Any) -> Any:
-        """Move variables that there are, trainables or a pair of both, to their places; what is there stays."""
+        """Move existing variables, trainables or a pair with non_trainables, to their shardings by `jax.device_put`."""
         return jax.device_put(variables, self.shardings(variables))
 
     def parallelize(self, model: Layer, x: Any) -> Layer:
-        """The same model, computed as the plan says: cut in stages, activations split, weights gathered for use.
+        """The same model, computed as the plan says: pipelined, its activations sharded, its weights all-gathered.
 
-        Its variables are the same, and its numbers up to rounding; but a pipeline draws dropout for each microbatch.
+        Variables are the same, and outputs up to rounding; but in a pipeline each microbatch has its own dropout mask.
         """
         if self.stages is not None:
             model = self.stages.pipeline(model)
         if self.all_to_all:
-            model = exchange_examples(model, self.batch, self.all_to_all)
+            model = expert_all_to_all(model, self.batch, self.all_to_all)
         if self.all_gather:
             model = all_gather_weights(model, self.variable_shardings(model, x)[0], self.all_gather)
         return constrain_activations(model, self.activations)
 
     def shardings(self, variables: Any, *, strict: bool = False) -> Any:
-        """The shardings of variables, trainables or a pair of both, arrays or `jax.ShapeDtypeStruct`s.
+        """The shardings of variables, trainables or a pair with non_trainables, arrays or `jax.ShapeDtypeStruct`s.
 
-        What lies in host memory stays there, unless a rule names a memory. With `strict`, a rule that matches nothing
-        is an error.
+        Variables in host memory stay there unless a rule names a memory. With `strict`, a rule that matches nothing is
+        an error.
         """
-        parts = variables if isinstance(variables, tuple) else (variables,)
-        leaves = {path: leaf for part in parts for path, leaf in flatten_paths(part).items()}
-        rules = self.variables if strict else self.variables.among(leaves)
-        placed = {
-            path: self._sharding(keep_memory_kind(merge_placements(said, path, leaves[path], self.shape), leaves[path]))
-            for path, said in rules.found(leaves, "variables").items()
-        }
-        trees = tuple(replace_leaves(part, placed) for part in parts)
-        return trees if isinstance(variables, tuple) else trees[0]
+        trees = variables if isinstance(variables, tuple) else (variables,)
+        leaves = {path: leaf for tree in trees for path, leaf in flatten_paths(tree).items()}
+        rules = self.variables if strict else self.variables.restrict(leaves)
+
+        def sharding(path: str, placements: tuple[Placement, ...]) -> Sharding:
+            merged = merge_placements(placements, path, leaves[path], self.shape)
+            return self._sharding(keep_memory_kind(merged, leaves[path]))
+
+        found = {path: sharding(path, placements) for path, placements in rules.match(leaves, "variables").items()}
+        shardings = tuple(replace_leaves(tree, found) for tree in trees)
+        return shardings if isinstance(variables, tuple) else shardings[0]
 
     def variable_shardings(self, model: Layer, x: Any) -> tuple[Tree, Tree]:
-        """The shardings of what `init` makes; every rule must match something."""
+        """The shardings of the variables that `init` creates; a rule that matches nothing is an error."""
         found = self.shardings(with_memory_kinds(model, variable_shapes(model, x)), strict=True)
         if self.stages is not None:
-            self.stages.check(self.shape)
+            self.stages.check_mesh(self.shape)
         return found
 
     def slot_shardings(self, optimizer: Optimizer, trainables: Tree) -> OptimizerState:
-        """The shardings of the optimizer's state beside these trainables, arrays or `jax.ShapeDtypeStruct`s."""
-        own = optimizer.partition(self.shardings(trainables), trainables)
+        """The shardings of the optimizer's state for these trainables, arrays or `jax.ShapeDtypeStruct`s."""
+        like_parameters = optimizer.partition(self.shardings(trainables), trainables)
         if not self.slots.lists:
-            return own
-        state = jax.eval_shape(optimizer.init, trainables)
-        fields = state._asdict()
-        leaves = {path: leaf for path, leaf in flatten_paths(fields).items() if "/" in path}  # a scalar is no slot
-        found = self.slots.found(leaves, "slots")
-        placed = flatten_paths(own._asdict())
-        for path, said in found.items():
-            if said:
-                where = merge_placements(said, path, leaves[path], self.shape)
-                split = where if any(each.spec is not None for each in said) else None
-                placed[path] = self._sharding(where, None if split else placed[path])
-        return type(own)(**{name: replace_leaves(field, placed, name) for name, field in fields.items()})
+            return like_parameters
+        fields = jax.eval_shape(optimizer.init, trainables)._asdict()
+        leaves = {path: leaf for path, leaf in flatten_paths(fields).items() if "/" in path}  # scalars are not slots
+        shardings = flatten_paths(like_parameters._asdict())
+        for path, placements in self.slots.match(leaves, "slots").items():
+            if placements:
+                merged = merge_placements(placements, path, leaves[path], self.shape)
+                has_spec = any(placement.spec is not None for placement in placements)
+                shardings[path] = self._sharding(merged, None if has_spec else shardings[path])
+        return type(like_parameters)(**{name: replace_leaves(field, shardings, name) for name, field in fields.items()})
 
     def init_slots(self, optimizer: Optimizer, trainables: Tree) -> OptimizerState:
-        """The first state of an optimizer, each slot straight in its place."""
-        places = self.slot_shardings(optimizer, trainables)
-        if self.mesh.size == 1 and any(
-            map(is_on_host, jax.tree.leaves(trainables))
-        ):  # which might not fit on the device
-            return jax.device_put(optimizer.init(trainables), places)
-        return jax.jit(optimizer.init, out_shardings=places)(trainables)
+        """The initial state of an optimizer, each slot created sharded."""
+        shardings = self.slot_shardings(optimizer, trainables)
+        on_host = any(map(is_on_host, jax.tree.leaves(trainables)))
+        if self.mesh.size == 1 and on_host:  # all slots at once might not fit on the device
+            return jax.device_put(optimizer.init(trainables), shardings)
+        return jax.jit(optimizer.init, out_shardings=shardings)(trainables)
 
     def batch_shardings(self, batch: Any, *, stacked: bool = False) -> Any:
-        """The shardings of a batch, or of several stacked on a leading axis; refuses one that does not divide."""
-        return batch_shardings(self.batch, self.mesh, batch, stacked)
+        """The shardings of a batch, or of several stacked on a leading axis; raises if an axis does not divide."""
+        return _batch_shardings(self.batch, self.mesh, batch, stacked)
 
     def describe(
         self,
@@ -189,18 +190,18 @@ class Plan:
         memory: int | None = None,
         compile: bool = True,
     ) -> Description:
-        """What each device would hold, by layer, and what would move in a step; nothing is allocated.
+        """The bytes of each device, by layer, and the transfers of a step; nothing is allocated.
 
-        `batch` is a number of examples, those of `x` unless given; or the shapes of a batch for the `objective`, as
-        `train.step` takes it. Without an optimizer it is about inference. `memory` is what a device has, unless it
-        says so itself. It compiles the step; `compile=False` leaves that out, and with it what moves.
+        `batch` is a number of examples, by default that of `x`, or the shapes of a batch for an `objective` like that
+        of `train.step`. Without an optimizer it describes inference. `memory` is what a device has, if it does not
+        report that itself. The step is compiled; `compile=False` leaves that out, and with it the transfers.
         """
         return describe(self, model, x, optimizer, batch, objective, memory, compile)
 
     def check_fits(
         self, model: Layer, x: Any, optimizer: Optimizer | None = None, batch: Any = None, **options: Any
     ) -> None:
-        """Raise NotEnoughMemory, with what to change, if it needs more memory than there is; as `describe` says."""
+        """Raise NotEnoughMemory, with what to change, if `describe` finds that a device has too little memory."""
         self.describe(model, x, optimizer, batch, **options).check_fits()
 
     def over(self, devices: Sequence[Device]) -> "Plan":
@@ -208,8 +209,8 @@ class Plan:
         return Plan(**{**self._fields, "devices": tuple(devices)})
 
     def __mul__(self, other: "Plan") -> "Plan":
-        """Both plans at once, over a mesh with the axes of both."""
-        check_product(self, other)
+        """Both plans together, over a mesh with the axes of both."""
+        _check_product(self, other)
         return Plan(
             {**dict(self.sizes), **dict(other.sizes)},
             self.variables * other.variables,
@@ -238,92 +239,90 @@ class Plan:
         names = ("variables", "slots", "batch", "activations", "all_gather", "all_to_all", "stages", "devices", "name")
         return {"mesh": self.sizes, **{name: getattr(self, name) for name in names}}
 
-    def _sharding(self, where: Placement, like: Sharding | None = None) -> Sharding:
-        """The sharding that `where` says, split like `like` if it leaves that open."""
-        if where.device is not None:
-            return SingleDeviceSharding(where.device, memory_kind=memory_kind(where, where.device))
+    def _sharding(self, placement: Placement, like: Sharding | None = None) -> Sharding:
+        """The sharding of a placement; its spec, or single device, is that of `like` if given."""
+        if placement.device is not None:
+            return SingleDeviceSharding(placement.device, memory_kind=memory_kind(placement, placement.device))
         if isinstance(like, SingleDeviceSharding):
             (device,) = like.device_set
-            return SingleDeviceSharding(device, memory_kind=memory_kind(where, device))
-        spec = like.spec if isinstance(like, NamedSharding) else where.spec
+            return SingleDeviceSharding(device, memory_kind=memory_kind(placement, device))
+        spec = like.spec if isinstance(like, NamedSharding) else placement.spec
         assert isinstance(spec, PartitionSpec)
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind(where, self.mesh.devices.flat[0]))
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind(placement, self.mesh.devices.flat[0]))
 
 
-REST = -1  # as many as are left
+REST = -1  # the size of a mesh axis that takes all devices that are left
 
 
-def as_sizes(given: Any) -> tuple[tuple[str, int], ...]:
-    """Named sizes from a dict, pairs, or a mesh of JAX."""
-    pairs = tuple(given.shape.items() if isinstance(given, Mesh) else dict(given).items())
-    for name, size in pairs:
+def _as_sizes(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """(name, size) of each mesh axis, from a dict, pairs or a `jax.sharding.Mesh`."""
+    sizes = tuple(mesh.shape.items() if isinstance(mesh, Mesh) else dict(mesh).items())
+    for name, size in sizes:
         if not isinstance(name, str) or not isinstance(size, int) or (size < 1 and size != REST):
-            raise ValueError(f"mesh: {name!r} is {size!r}, but must be a number of devices, or {REST} for all others.")
-    if sum(size == REST for _, size in pairs) > 1:
-        raise ValueError(f"mesh: {dict(pairs)} leaves more than one axis to be found; say all but one.")
-    return pairs
+            raise ValueError(
+                f"mesh: {name!r} is {size!r}, but must be a number of devices, or {REST} for all that are left."
+            )
+    if sum(size == REST for _, size in sizes) > 1:
+        raise ValueError(f"mesh: {dict(sizes)} has the size {REST} more than once; give all sizes but one.")
+    return sizes
 
 
-def resolve_sizes(sizes: tuple[tuple[str, int], ...], devices: int) -> dict[str, int]:
-    """The sizes, with the one that was left open."""
-    said = math.prod(size for _, size in sizes if size != REST)
-    left = [name for name, size in sizes if size == REST]
-    if devices % said or devices < said:
-        by = " x ".join(f"{name} {size}" for name, size in sizes if size != REST)
-        fitting = [number for number in range(1, devices + 1) if devices % number == 0]
-        fewer = f"Use some of them by plan.over(jax.devices()[:{said}]), or simulate" if said < devices else "Simulate"
+def _resolve_sizes(sizes: tuple[tuple[str, int], ...], devices: int) -> dict[str, int]:
+    """The sizes of a mesh over this number of devices, a size of -1 replaced by what is left."""
+    given = math.prod(size for _, size in sizes if size != REST)
+    if devices % given or devices < given:
+        axes = " x ".join(f"{name} {size}" for name, size in sizes if size != REST)
+        divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+        fewer = f"Use some of them by plan.over(jax.devices()[:{given}]), or simulate" * (given < devices)
         raise ValueError(
-            f"mesh: {by} = {said} does not divide the {devices} device{'s' * (devices != 1)} there are; the numbers "
-            f"that do are {', '.join(map(str, fitting))}. {fewer} more on a CPU "
-            'by jax.config.update("jax_num_cpu_devices", n) before the first computation.'
+            f"mesh: {axes} = {given} does not divide the {devices} available device{'s' * (devices != 1)}; the "
+            f"divisors are {', '.join(map(str, divisors))}. {fewer or 'Simulate'} more on a CPU by "
+            'jax.config.update("jax_num_cpu_devices", n) before the first computation.'
         )
-    return {name: devices // said if name in left else size for name, size in sizes}
+    return {name: devices // given if size == REST else size for name, size in sizes}
 
 
 @functools.lru_cache(maxsize=64)
-def make_mesh(sizes: tuple[tuple[str, int], ...], devices: tuple[Any, ...]) -> Mesh:
-    """The mesh over the first of these devices, whose axes XLA may split arrays over as it sees fit."""
-    shape: Mapping[str, int] = resolve_sizes(sizes, len(devices))
-    number = math.prod(shape.values())
-    kinds = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices[:number])
+def _make_mesh(sizes: tuple[tuple[str, int], ...], devices: tuple[Any, ...]) -> Mesh:
+    """The mesh over the first of these devices; its axes are auto, so that XLA propagates shardings."""
+    shape = _resolve_sizes(sizes, len(devices))
+    axis_types = (AxisType.Auto,) * len(shape)
+    used = devices[: math.prod(shape.values())]
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axis_types, devices=used)
 
 
-def batch_shardings(split: PartitionSpec, mesh: Mesh, batch: Any, stacked: bool) -> Any:
-    """The shardings of a batch, or of several stacked on a leading axis; refuses one that does not divide."""
+def _batch_shardings(spec: PartitionSpec, mesh: Mesh, batch: Any, stacked: bool) -> Any:
     sizes = dict(mesh.shape)
 
-    def of(path: Any, leaf: Any) -> NamedSharding:
-        entries = ([None] * stacked + [*split])[: len(leaf.shape)]
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        entries = ([None] * stacked + [*spec])[: len(leaf.shape)]
         for axis, entry in enumerate(entries):
-            number = num_shards(entry, sizes)
-            if leaf.shape[axis] % number:
-                place = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
-                size = leaf.shape[axis]
+            size, shards = leaf.shape[axis], num_shards(entry, sizes)
+            if size % shards:
+                name = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
                 raise ValueError(
-                    f"{place} is {signature(leaf)}, but the plan splits its axis {axis} into {number} "
-                    f"({split} over {sizes}), and {size} is no multiple of it; take "
-                    f"{size // number * number or number} or {-(-size // number) * number}."
+                    f"{name} is {signature(leaf)}, but the plan shards its axis {axis} over {shards} devices ({spec} "
+                    f"over {sizes}), and {size} is not a multiple of {shards}; use {size // shards * shards or shards} "
+                    f"or {-(-size // shards) * shards}."
                 )
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    return jax.tree_util.tree_map_with_path(of, batch)
+    return jax.tree_util.tree_map_with_path(sharding, batch)
 
 
-def check_product(plan: Any, other: Any) -> None:
-    """Refuse what is no plan, and plans that cannot hold at once."""
-    if not isinstance(other, type(plan)):
-        raise TypeError(f"{plan!r} times {other!r}: multiply plans by plans, as place.data(2) * place.pipeline(...).")
+def _check_product(plan: Plan, other: Any) -> None:
+    if not isinstance(other, Plan):
+        raise TypeError(f"{plan!r} times {other!r}: multiply plans by plans: place.data(2) * place.pipeline(...).")
     both = dict(plan.sizes).keys() & dict(other.sizes).keys()
     if both:
         raise ValueError(
-            f"the plans {plan.name} and {other.name} both have a mesh axis {min(both)!r}; name that of one otherwise, "
-            "as by place.fsdp(4, axis='fsdp')."
+            f"the plans {plan.name} and {other.name} both have a mesh axis {min(both)!r}; rename one of them, as in "
+            "place.fsdp(4, axis='fsdp')."
         )
     if plan.devices and other.devices and plan.devices != other.devices:
-        raise ValueError(f"the plans {plan.name} and {other.name} are of different devices; give them to one only.")
+        raise ValueError(f"the plans {plan.name} and {other.name} have different devices; pass devices to one only.")
     if plan.stages and other.stages:
-        raise ValueError("two pipelines cannot be multiplied; make one of as many stages.")
+        raise ValueError("two pipelines cannot be multiplied; use one with as many stages as both.")
 
 
 def warn_unless_parallelized(plan: Plan, variables: Any, jaxpr: Any) -> None:
@@ -341,7 +340,7 @@ def warn_unless_parallelized(plan: Plan, variables: Any, jaxpr: Any) -> None:
 
 
 def _constrains_shardings(jaxpr: Any) -> bool:
-    """Whether an equation fixes the sharding of an array; those of `ops.conv` leave some of its axes unconstrained."""
+    """Whether an equation constrains all axes of an array, as plans do; `ops.conv` constrains some of them."""
     return any(
         (equation.primitive.name == "sharding_constraint" and not equation.params["unconstrained_dims"])
         or any(map(_constrains_shardings, core.jaxprs_in_params(equation.params)))

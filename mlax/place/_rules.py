@@ -11,16 +11,17 @@ from mlax.core import NoMatch, frozen, matches, no_match_message, signature
 
 Memory = Literal["device", "host"]
 Device = Any  # a jax.Device
-HOST_MEMORY = "pinned_host"  # JAX's name for the memory of a device's host
-Axes = str | tuple[str, ...] | None  # the mesh axes that one axis of an array is split over
+MeshSizes = dict[str, int]  # the size of each mesh axis
+SpecEntry = str | tuple[str, ...] | None  # the mesh axes that one axis of an array is sharded over
+HOST_MEMORY = "pinned_host"  # JAX's name for host memory
 
 
 @frozen
 class Placement:
-    """How an array is split, in which memory it lies, and on which one device, if not over the mesh.
+    """How an array is sharded, in which memory, or on which single device.
 
-    `spec` is a PartitionSpec, or what `shard_last_axes` or `shard_largest_axis` put there; None leaves it to another
-    rule, or to the parameter of a slot.
+    `spec` is a PartitionSpec, or what `shard_last_axes` or `shard_largest_axis` set; None leaves it to another rule, or
+    to the parameter that a slot belongs to.
     """
 
     spec: "PartitionSpec | LastAxes | LargestAxis | None" = None
@@ -31,21 +32,26 @@ class Placement:
         if self.memory not in (None, "device", "host"):
             raise ValueError(f"Placement: memory is {self.memory!r}, but must be 'device' or 'host'.")
         if self.device is not None and self.spec is not None:
-            raise ValueError(f"Placement: an array on {self.device} alone cannot be split by {self.spec}; choose one.")
+            raise ValueError(
+                f"Placement: an array on the single device {self.device} cannot be sharded by {self.spec}; pass one of "
+                "device and spec."
+            )
 
     def __str__(self) -> str:
-        words = [str(self.spec)] * (self.spec is not None) + [f"in {self.memory} memory"] * (self.memory is not None)
-        return ", ".join(words + [f"on {self.device}"] * (self.device is not None)) or "anywhere"
+        spec = [str(self.spec)] * (self.spec is not None)
+        memory = [f"in {self.memory} memory"] * (self.memory is not None)
+        device = [f"on {self.device}"] * (self.device is not None)
+        return ", ".join(spec + memory + device) or "anywhere"
 
 
 @frozen
 class LastAxes:
-    """A split of the last axes, whatever the number of axes before them; see `last`."""
+    """A spec for the last axes of an array of any rank; see `shard_last_axes`."""
 
-    axes: tuple[Axes, ...]
+    axes: tuple[SpecEntry, ...]
 
-    def resolve(self, shape: tuple[int, ...], mesh: dict[str, int], taken: PartitionSpec) -> PartitionSpec:
-        """The split of an array of this shape."""
+    def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
+        """The spec for an array of this shape."""
         if len(self.axes) > len(shape):
             raise ValueError(f"{self} names {len(self.axes)} axes, but the array has {len(shape)}")
         return PartitionSpec(*[None] * (len(shape) - len(self.axes)), *self.axes)
@@ -56,42 +62,83 @@ class LastAxes:
 
 @frozen
 class LargestAxis:
-    """A split of the longest axis that can be; see `spread`."""
+    """A spec for the largest axis that a mesh axis divides; see `shard_largest_axis`."""
 
     axis: str
     min_size: int
 
-    def resolve(self, shape: tuple[int, ...], mesh: dict[str, int], taken: PartitionSpec) -> PartitionSpec:
-        """The split of an array of this shape, some of whose axes are taken."""
-        entries = [*taken, *[None] * (len(shape) - len(taken))]
+    def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
+        """The spec for an array of this shape that `taken` already shards; unsharded axes come first."""
         if math.prod(shape) < self.min_size:
             return PartitionSpec()
-        pieces = [size // num_shards(entry, mesh) for size, entry in zip(shape, entries, strict=True)]
-        can = [place for place, size in enumerate(pieces) if size and size % mesh[self.axis] == 0]
-        if not can:
+        entries = [*taken, *[None] * (len(shape) - len(taken))]
+        sizes = [size // num_shards(entry, mesh) for size, entry in zip(shape, entries, strict=True)]
+        divisible = [axis for axis, size in enumerate(sizes) if size and size % mesh[self.axis] == 0]
+        if not divisible:
             return PartitionSpec()
-        longest = max(can, key=lambda place: (entries[place] is None, pieces[place]))
-        return PartitionSpec(*[self.axis if place == longest else None for place in range(len(shape))])
+        largest = max(divisible, key=lambda axis: (entries[axis] is None, sizes[axis]))
+        return PartitionSpec(*[self.axis if axis == largest else None for axis in range(len(shape))])
 
     def __str__(self) -> str:
         return f"shard_largest_axis({self.axis!r})"
 
 
-host = Placement(memory="host")  # in the memory of the host, split as the rest of a plan says
+host = Placement(memory="host")  # in host memory, sharded as the other rules say
 
 
-def shard_last_axes(*axes: Axes) -> Placement:
+def shard_last_axes(*axes: SpecEntry) -> Placement:
     """Shard the last axes over these mesh axes: `shard_last_axes("model", None)` the last but one."""
     return Placement(LastAxes(axes))
 
 
 def shard_largest_axis(axis: str, *, min_size: int = 2**12) -> Placement:
-    """Split the longest axis that the mesh axis divides; arrays of fewer than `min_size` elements stay whole."""
+    """Shard the largest axis that the mesh axis divides; arrays of fewer than `min_size` elements are replicated."""
     return Placement(LargestAxis(axis, min_size))
 
 
+@frozen
+class Rules:
+    """(pattern, placement) pairs, one list for each plan of a product; the placements of all lists are merged.
+
+    Within a list the first rule whose pattern matches a path applies, so exceptions come before the general rule.
+    """
+
+    lists: tuple[tuple[tuple[str, Placement], ...], ...]
+
+    def __mul__(self, other: "Rules") -> "Rules":
+        return Rules(tuple(rules for rules in (*self.lists, *other.lists) if rules))
+
+    def match(self, leaves: Mapping[str, Any], kind: str) -> dict[str, tuple[Placement, ...]]:
+        """The placements of each path, at most one of each list; raises if a rule matches nothing, or two conflict."""
+        matched = [_match_rules(rules, leaves, kind) for rules in self.lists]
+        return {path: tuple(each[path] for each in matched if path in each) for path in leaves}
+
+    def restrict(self, leaves: Mapping[str, Any]) -> "Rules":
+        """The rules that match one of these paths; the others may be for variables that are not among them."""
+
+        def is_used(rule: tuple[str, Placement]) -> bool:
+            return any(matches(rule[0], path) for path in leaves)
+
+        return Rules(tuple(tuple(filter(is_used, rules)) for rules in self.lists))
+
+    def __str__(self) -> str:
+        return "; ".join(", ".join(f"{pattern}: {where}" for pattern, where in rules) for rules in self.lists)
+
+
+def as_rules(pairs: Any) -> Rules:
+    """Rules from (pattern, placement) pairs; `Rules` as they are."""
+    if isinstance(pairs, Rules):
+        return pairs
+    rules: list[tuple[str, Placement]] = []
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"a rule is {pair!r}, but must be a pair such as ('**/kernel', P(None, 'model')).")
+        rules.append((pair[0], as_placement(pair[1])))
+    return Rules((tuple(rules),) if rules else ())
+
+
 def as_placement(given: Any) -> Placement:
-    """What a rule says, from any of the forms that it can be written in."""
+    """A placement from what a rule may hold: a placement, a PartitionSpec or a device."""
     match given:
         case Placement():
             return given
@@ -101,118 +148,73 @@ def as_placement(given: Any) -> Placement:
             return Placement(device=given)
         case _:
             raise TypeError(
-                f"a rule says {given!r}, but must say a PartitionSpec, place.host, place.shard_last_axes(...), "
-                "place.shard_largest_axis(...), a device or a place.Placement."
+                f"the placement of a rule is {given!r}, but must be a PartitionSpec, place.host, "
+                "place.shard_last_axes(...), place.shard_largest_axis(...), a device or a place.Placement."
             )
 
 
-def resolve_spec(where: Placement, shape: tuple[int, ...], mesh: dict[str, int], taken: PartitionSpec) -> PartitionSpec:
-    """The PartitionSpec of an array of this shape, some of whose axes are taken already."""
-    if isinstance(where.spec, LastAxes | LargestAxis):
-        return where.spec.resolve(shape, mesh, taken)
-    return where.spec if where.spec is not None else PartitionSpec()
-
-
-def num_shards(entry: Axes, mesh: dict[str, int]) -> int:
-    """Into how many pieces an axis is split."""
-    return math.prod(mesh[name] for name in mesh_axes(entry))
-
-
-def mesh_axes(entry: Axes) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def memory_kind(where: Placement, device: Device) -> str | None:
-    """JAX's name for the memory, where the device has several and it is not its own."""
-    if where.memory != "host":
-        return None
-    here = next((each for each in jax.local_devices() if each.platform == device.platform), device)  # its like
-    return HOST_MEMORY if any(memory.kind == HOST_MEMORY for memory in here.addressable_memories()) else None
-
-
-def keep_memory_kind(where: Placement, leaf: Any) -> Placement:
-    """The same place, in host memory if the leaf lies there and nobody says otherwise."""
-    here = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return Placement(where.spec, "host", where.device) if where.memory is None and here == HOST_MEMORY else where
-
-
-@frozen
-class Rules:
-    """Pairs of a pattern and what it says, one list for each plan of a product; each list may place every leaf.
-
-    Of the rules of one list that match a leaf the first holds, so exceptions come before what they are exceptions from.
-    """
-
-    lists: tuple[tuple[tuple[str, Placement], ...], ...]
-
-    def __mul__(self, other: "Rules") -> "Rules":
-        return Rules(tuple(rules for rules in (*self.lists, *other.lists) if rules))
-
-    def found(self, leaves: Mapping[str, Any], what: str) -> dict[str, tuple[Placement, ...]]:
-        """What the rules say of each leaf, one word of each list; refuses rules that say nothing, or disagree."""
-        each = [_match_rules(rules, leaves, what) for rules in self.lists]
-        return {path: tuple(said[path] for said in each if path in said) for path in leaves}
-
-    def among(self, leaves: Mapping[str, Any]) -> "Rules":
-        """The rules that match any of these leaves: the others may be for variables that are not here."""
-        return Rules(
-            tuple(
-                tuple(rule for rule in rules if any(matches(rule[0], path) for path in leaves)) for rules in self.lists
-            )
-        )
-
-    def __str__(self) -> str:
-        return "; ".join(", ".join(f"{pattern}: {where}" for pattern, where in rules) for rules in self.lists)
-
-
-def as_rules(given: Any) -> Rules:
-    """Rules from a sequence of pairs, or from rules."""
-    if isinstance(given, Rules):
-        return given
-    pairs: list[tuple[str, Placement]] = []
-    for pair in given:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"a rule is {pair!r}, but must be a pair: ('**/kernel', P(None, 'model')), say.")
-        pairs.append((pair[0], as_placement(pair[1])))
-    return Rules((tuple(pairs),) if pairs else ())
-
-
-def merge_placements(said: Iterable[Placement], path: str, leaf: Any, mesh: dict[str, int]) -> Placement:
-    """One place from what several lists say of a leaf: their splits are of different axes, or of one in turn.
-
-    What says an axis goes first, and what spreads takes from the rest.
-    """
-    said = sorted(said, key=lambda where: isinstance(where.spec, LargestAxis))
+def merge_placements(placements: Iterable[Placement], path: str, leaf: Any, mesh: MeshSizes) -> Placement:
+    """One placement for a leaf, its spec resolved and merged axis by axis; explicit specs take precedence."""
     memory = device = None
     spec = PartitionSpec()
-    for where in said:
-        memory, device = where.memory or memory, where.device or device
+    for placement in sorted(placements, key=lambda each: isinstance(each.spec, LargestAxis)):
+        memory, device = placement.memory or memory, placement.device or device
         try:
-            more = resolve_spec(where, leaf.shape, mesh, spec)
+            spec = merge_specs(spec, _resolve_spec(placement, leaf.shape, mesh, spec))
         except ValueError as error:
-            raise ValueError(f"{path}, {signature(leaf)}: {error}; write a rule of its own for it.") from None
-        spec = merge_specs(spec, more)
-    if device is None:
-        _check_spec(path, leaf, spec, mesh)
-        return Placement(spec, memory)
-    return Placement(None, memory, device)
+            raise ValueError(f"{path}, {signature(leaf)}: {error}; write a separate rule for it.") from None
+    if device is not None:
+        return Placement(None, memory, device)
+    _check_spec(path, leaf, spec, mesh)
+    return Placement(spec, memory)
 
 
 def merge_specs(a: PartitionSpec, b: PartitionSpec) -> PartitionSpec:
-    """Split by both, axis by axis."""
-    longer = max(len(a), len(b))
+    """The spec that shards each axis over the mesh axes of both."""
+    rank = max(len(a), len(b))
     entries = [
         (*mesh_axes(mine), *mesh_axes(other))
-        for mine, other in zip([*a, *[None] * (longer - len(a))], [*b, *[None] * (longer - len(b))], strict=True)
+        for mine, other in zip([*a, *[None] * (rank - len(a))], [*b, *[None] * (rank - len(b))], strict=True)
     ]
     return PartitionSpec(*[None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries])
 
 
-def _check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: dict[str, int]) -> None:
+def num_shards(entry: SpecEntry, mesh: MeshSizes) -> int:
+    """The number of shards that an axis with this entry of a PartitionSpec has."""
+    return math.prod(mesh[name] for name in mesh_axes(entry))
+
+
+def mesh_axes(entry: SpecEntry) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def memory_kind(placement: Placement, device: Device) -> str | None:
+    """JAX's memory kind for a placement; None for the default, as where a device has no other memory."""
+    if placement.memory != "host":
+        return None
+    # a device of another process does not list its memories; one of the same platform here has the same
+    local = next((each for each in jax.local_devices() if each.platform == device.platform), device)
+    return HOST_MEMORY if any(memory.kind == HOST_MEMORY for memory in local.addressable_memories()) else None
+
+
+def keep_memory_kind(placement: Placement, leaf: Any) -> Placement:
+    """The same placement, in host memory if the leaf is there and no rule says otherwise."""
+    current = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    stays = placement.memory is None and current == HOST_MEMORY
+    return Placement(placement.spec, "host", placement.device) if stays else placement
+
+
+def _resolve_spec(placement: Placement, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
+    if isinstance(placement.spec, LastAxes | LargestAxis):
+        return placement.spec.resolve(shape, mesh, taken)
+    return placement.spec if placement.spec is not None else PartitionSpec()
+
+
+def _check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: MeshSizes) -> None:
     if len(spec) > len(leaf.shape):
         raise ValueError(
-            f"{path} is {signature(leaf)}, but its rule says {spec}, which has {len(spec)} entries; say at most "
+            f"{path} is {signature(leaf)}, but its rule says {spec}, which has {len(spec)} entries; give at most "
             f"{len(leaf.shape)}, or place.shard_last_axes(...) for its last axes."
         )
     used = [name for entry in spec for name in mesh_axes(entry)]
@@ -220,50 +222,52 @@ def _check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: dict[str, int])
         if name not in mesh:
             raise ValueError(f"{path}: its rule says {spec}, but the mesh has the axes {', '.join(mesh) or 'none'}.")
         if used.count(name) > 1:
-            raise ValueError(f"{path}: {spec} splits by {name!r} twice; each mesh axis can split one axis.")
+            raise ValueError(f"{path}: {spec} uses {name!r} twice; each mesh axis can shard one axis of an array.")
     for axis, entry in enumerate(spec):
-        size, number = leaf.shape[axis], num_shards(entry, mesh)
-        if size % number:
-            by = " x ".join(f"{name} ({mesh[name]})" for name in mesh_axes(entry))
-            by = f"mesh axis {by}" if len(mesh_axes(entry)) == 1 else f"mesh axes {by} = {number}"
-            sizes = [each for each in (size // number * number, -(-size // number) * number) if each]
-            splits = [ways for ways in range(2, 2 * number) if size % ways == 0][-6:]
-            also = f", or a split into {_join_or(splits)}" if splits else ""
-            raise ValueError(
-                f"{path} is {signature(leaf)}: axis {axis} has size {size}, which {by} does not divide; "
-                f"a size of {_join_or(sizes)} would{also}."
-            )
+        if leaf.shape[axis] % num_shards(entry, mesh):
+            raise ValueError(_divisibility_message(path, leaf, axis, entry, mesh))
+
+
+def _divisibility_message(path: str, leaf: Any, axis: int, entry: SpecEntry, mesh: MeshSizes) -> str:
+    size, shards, names = leaf.shape[axis], num_shards(entry, mesh), mesh_axes(entry)
+    by = " x ".join(f"{name} ({mesh[name]})" for name in names)
+    by = f"mesh axis {by}" if len(names) == 1 else f"mesh axes {by} = {shards}"
+    sizes = [each for each in (size // shards * shards, -(-size // shards) * shards) if each]
+    divisors = [number for number in range(2, 2 * shards) if size % number == 0][-6:]
+    also = f", or {_join_or(divisors)} shards" if divisors else ""
+    return (
+        f"{path} is {signature(leaf)}: axis {axis} has size {size}, which {by} does not divide; "
+        f"a size of {_join_or(sizes)} would work{also}."
+    )
 
 
 def _join_or(numbers: list[int]) -> str:
-    *before, last = map(str, numbers)
-    return f"{', '.join(before)} or {last}" if before else last
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _match_rules(
-    rules: tuple[tuple[str, Placement], ...], leaves: Mapping[str, Any], what: str
+    rules: tuple[tuple[str, Placement], ...], leaves: Mapping[str, Any], kind: str
 ) -> dict[str, Placement]:
+    """The placement of each path that a rule of one list matches; raises if rules conflict or match nothing."""
     hits = [{path for path in leaves if matches(pattern, path)} for pattern, _ in rules]
     for (pattern, _), hit in zip(rules, hits, strict=True):
         if not hit and pattern != "**":
-            raise NoMatch(f"the rule for {what} {no_match_message(pattern, leaves)}")
-    for i, (first, says) in enumerate(rules):
+            raise NoMatch(f"the rule for {kind} {no_match_message(pattern, leaves)}")
+    for i, (first, placement) in enumerate(rules):
         for j in range(i + 1, len(rules)):
             second, other = rules[j]
             both = hits[i] & hits[j]
-            if not both or says == other or hits[i] < hits[j]:
+            if not both or placement == other or hits[i] < hits[j]:
                 continue
-            leaf = min(both)
+            conflict = f"the rules {first!r} ({placement}) and {second!r} ({other}) for {kind} conflict"
             if hits[j] <= hits[i]:
                 raise ValueError(
-                    f"the rules {first!r} ({says}) and {second!r} ({other}) for {what} disagree: the first takes every "
-                    f"leaf of the second, {leaf!r} for one; put the second before it, or leave it out."
+                    f"{conflict}: the first also matches every leaf of the second, such as {min(both)!r}; put the "
+                    "second before it, or leave it out."
                 )
-            raise ValueError(
-                f"the rules {first!r} ({says}) and {second!r} ({other}) for {what} disagree over {leaf!r}; put a rule "
-                "for what both match before them."
-            )
+            raise ValueError(f"{conflict} for {min(both)!r}; put a rule for what both match before them.")
     placed: dict[str, Placement] = {}
-    for (_, says), hit in zip(rules, hits, strict=True):
-        placed |= {path: says for path in hit if path not in placed}
+    for (_, placement), hit in zip(rules, hits, strict=True):
+        placed |= {path: placement for path in hit if path not in placed}
     return placed

@@ -37,8 +37,8 @@ def test_the_bytes_are_those_that_jax_reports(name):
     step = train.step(objective_of(model), OPTIMIZER, plan=plan)
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
     device = plan.mesh.devices.flat[-1]
-    assert described.held("weights") == held((state.trainables, state.non_trainables), device)
-    assert described.held("slots") == held(state.optimizer, device)
+    assert described.bytes_of("weights") == held((state.trainables, state.non_trainables), device)
+    assert described.bytes_of("slots") == held(state.optimizer, device)
     compiled = step.aot.compile(state, batch)
     analysis = compiled.memory_analysis()
     reported = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
@@ -49,19 +49,19 @@ def test_state_counts_with_the_weights_and_without_an_optimizer_it_is_about_infe
     task = cnn()
     described = place.data().describe(task.model, task.x)
     variables = jax.tree.leaves(task.model.init(jax.random.key(0), task.x))
-    assert described.held("weights") == sum(leaf.nbytes for leaf in variables)
-    assert described.held("slots") == described.held("gradients") == described.held("activations") == 0
+    assert described.bytes_of("weights") == sum(leaf.nbytes for leaf in variables)
+    assert described.bytes_of("slots") == described.bytes_of("gradients") == described.bytes_of("activations") == 0
     assert described.working is not None and "needed" in str(described)
 
 
 def test_what_the_layers_of_a_part_share_is_one_transfer_of_the_part():
     task = gpt()
     described = place.data().describe(task.model, task.x, OPTIMIZER)
-    assert described.moved is not None
-    (total,) = (row.count for row in described.moved.totals if row.kind == "all-reduce")
-    shown = str(described).partition("moved in a step")[2].splitlines()
+    assert described.transfers is not None
+    (total,) = (row.count for row in described.transfers.totals if row.kind == "all-reduce")
+    shown = str(described).partition("transfers in a step")[2].splitlines()
     counts = [int(line.split("all-reduce")[1].split()[1]) for line in shown if "all-reduce" in line]
-    assert sum(row.count for row in described.moved.rows if row.layer.startswith("blocks/")) > total
+    assert sum(row.count for row in described.transfers.rows if row.layer.startswith("blocks/")) > total
     assert max(counts) == counts[-1] == total
 
 
@@ -70,8 +70,8 @@ def test_slots_in_host_memory_are_counted_there():
     plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
     described = plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(task.model.init(jax.random.key(0), task.x)[0]))
-    assert described.held("slots", "host") == 2 * weights
-    assert described.held("slots") == 4  # the number of steps
+    assert described.bytes_of("slots", "host") == 2 * weights
+    assert described.bytes_of("slots") == 4  # the number of steps
     assert "host, for each device" in str(described)
 
 
@@ -81,19 +81,19 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
     kept = {row.layer: row.activations for row in stored.rows}
     assert kept["blocks/think/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
     assert set(kept) <= {"", *mlax.layers(gpt().model)}
-    assert 4 * again.held("activations") < stored.held("activations")
+    assert 4 * again.bytes_of("activations") < stored.bytes_of("activations")
     bigger = place.data().describe(gpt().model, gpt().x, OPTIMIZER, 32, compile=False)
-    assert bigger.held("activations") == pytest.approx(2 * stored.held("activations"), rel=0.1)
+    assert bigger.bytes_of("activations") == pytest.approx(2 * stored.bytes_of("activations"), rel=0.1)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change():
     task = gpt(width=64)
     wide = task.model
     with pytest.raises(
-        place.NotEnoughMemory, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer slots: split"
+        place.NotEnoughMemory, match=r"needs .* on each device, but cpu has 1 MiB.*optimizer slots: shard"
     ):
         place.data().check_fits(wide, jax.ShapeDtypeStruct((8, 2), "int32"), OPTIMIZER, memory=2**20, compile=False)
-    with pytest.raises(place.NotEnoughMemory, match="gradients and activations: take smaller batches"):
+    with pytest.raises(place.NotEnoughMemory, match="gradients and activations: use smaller batches"):
         place.data().check_fits(wide, task.x, OPTIMIZER, 4096, memory=2**20, compile=False)
     place.data().check_fits(wide, task.x, OPTIMIZER, memory=2**30, compile=False)
 
@@ -109,12 +109,12 @@ def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
     model = Series(embed=nn.Embed(64, 64), think=nn.MLP((256, 64)), head=nn.Linear(64, bias=False))
     tokens = gpt().x
     said = []
-    small = {"optimizer": OPTIMIZER, "say": said.append, "devices": jax.devices()[:2]}
+    small = {"optimizer": OPTIMIZER, "log": said.append, "devices": jax.devices()[:2]}
     assert place.auto(model, tokens, **small, memory=2**30).name == "data"
     data = next(line for line in said if line.startswith("data (data 2)"))
     assert "sends" in data and "data: fits and sends least" in said[-1]
     needed = place.data(2).over(jax.devices()[:2]).describe(model, tokens, OPTIMIZER).needed
     chosen = place.auto(model, tokens, **small, memory=int(0.8 * needed))
     assert chosen.name != "data" and chosen.devices == tuple(jax.devices()[:2])
-    with pytest.raises(place.NotEnoughMemory, match="no ready plan fits"):
+    with pytest.raises(place.NotEnoughMemory, match="no built-in plan fits"):
         place.auto(model, tokens, **small, memory=2**16)

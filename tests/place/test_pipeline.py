@@ -256,7 +256,7 @@ def test_memory_of_one_forward_one_backward_does_not_grow_with_microbatches_as_g
 def test_a_pipeline_says_how_long_its_stages_wait():
     layer = place.Pipelined(mlax.Repeat(nn.Linear(6), 12), stages=4, microbatches=8)
     assert layer.bubble == 3 / 11
-    assert layer.describe() == "4 stages of 3 over 'stage', 8 microbatches: each stage waits 27% of the time"
+    assert layer.describe() == "4 stages of 3 layers over 'stage', 8 microbatches: 27% bubble"
     assert place.Pipelined(mlax.Repeat(nn.Linear(6), 12), stages=1, microbatches=8).bubble == 0
 
 
@@ -280,9 +280,11 @@ def test_bad_options_are_refused_in_words():
     repeat = mlax.Repeat(nn.Linear(6), 12)
     with pytest.raises(TypeError, match=r"the layer is Linear\(6\), but must be a Repeat"):
         place.Pipelined(nn.Linear(6), 2, 2)
-    with pytest.raises(ValueError, match="do not divide into 5 stages, 2 are left over; take 1, 2, 3, 4, 6, 12 stages"):
+    with pytest.raises(
+        ValueError, match="5 stages do not divide the 12 layers of the Repeat; use 1, 2, 3, 4, 6, 12 stages"
+    ):
         place.Pipelined(repeat, 5, 2)
-    with pytest.raises(ValueError, match="microbatches is 0, but must be a whole number"):
+    with pytest.raises(ValueError, match="microbatches is 0, but must be an integer"):
         place.Pipelined(repeat, 4, 0)
     with pytest.raises(TypeError, match="axis is 0, but must be the name of a mesh axis"):
         place.Pipelined(repeat, 4, 2, 0)
@@ -291,7 +293,7 @@ def test_bad_options_are_refused_in_words():
     with jax.set_mesh(mesh(2)):
         with pytest.raises(ValueError, match="there are 4 stages, but the mesh has 2 devices along 'stage'"):
             place.Pipelined(repeat, 4, 2).fwd(x, trainables)
-        with pytest.raises(ValueError, match=r"microbatches is 3, but does not divide the batch: float32\[8, 6\]"):
+        with pytest.raises(ValueError, match=r"microbatches is 3, which does not divide the batch, float32\[8, 6\]"):
             place.Pipelined(repeat, 2, 3).fwd(x, trainables)
         with pytest.raises(ValueError, match="must have a leading axis of 12"):
             place.Pipelined(repeat, 2, 2).fwd(x, jax.tree.map(lambda leaf: leaf[:2], trainables))
@@ -320,13 +322,11 @@ class TestOneForwardOneBackwardRefuses:
             jax.eval_shape(step, data, trainables, state, jax.random.key(1))
 
     def test_no_pipeline(self):
-        self.refused(
-            r"no pipelined part; let it call the model that plan.parallelize\(model, x\) gives", convolutional(4)
-        )
+        self.refused(r"no pipelined part; call the model that plan.parallelize\(model, x\) returns", convolutional(4))
 
     def test_a_batch_that_does_not_divide(self):
         odd = jax.tree.map(lambda leaf: leaf[: MICROBATCHES + 1], batch(convolutional()))
-        self.refused(f"microbatches is {MICROBATCHES}, but does not divide the batch", **odd)
+        self.refused(f"microbatches is {MICROBATCHES}, which does not divide the batch", **odd)
 
     def test_two_pipelines(self):
         block = mlax.Repeat(mlax.Residual(nn.Conv(4, 3)), 2)
@@ -343,7 +343,7 @@ class TestOneForwardOneBackwardRefuses:
 
             return objective
 
-        self.refused("the pipelined part is called within a scan", model, looped)
+        self.refused("the pipelined part is called inside of scan", model, looped)
 
     def test_a_penalty_on_the_weights_of_the_pipeline(self):
         def penalised(model):
@@ -353,7 +353,9 @@ class TestOneForwardOneBackwardRefuses:
 
             return objective
 
-        self.refused("blocks/layer/conv_0/bias, .* is a weight of the pipeline and is used outside", None, penalised)
+        self.refused(
+            "blocks/layer/conv_0/bias, .* is a weight of the pipeline and is also used outside", None, penalised
+        )
 
     def test_an_input_that_depends_on_changing_state(self):
         @mlax.frozen
@@ -367,7 +369,7 @@ class TestOneForwardOneBackwardRefuses:
                 return x + non_trainables["calls"], {"calls": non_trainables["calls"] + 1}
 
         model = mlax.Series(Shift(), mlax.Repeat(mlax.Residual(nn.Conv(1, 3)), 2), nn.GlobalPool(), nn.Linear(3))
-        self.refused("the pipeline's input depends on state that each microbatch changes", staged(model, 2))
+        self.refused("the pipeline's input depends on state that each microbatch updates", staged(model, 2))
 
     def test_no_mesh(self):
         model = staged(convolutional(4), 2)

@@ -126,22 +126,26 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
     ("rules", "error", "words"),
     [
         ([("**/kernal", P())], KeyError, "did you mean"),
-        ([("**", P()), ("**/table", P("model"))], ValueError, "disagree: the first takes every leaf of the second"),
+        (
+            [("**", P()), ("**/table", P("model"))],
+            ValueError,
+            "conflict: the first also matches every leaf of the second",
+        ),
         (
             [("**/think/**", P()), ("**/kernel", place.shard_last_axes("model"))],
             ValueError,
-            "disagree over 'blocks/think/linear_0/kernel'; put a rule for what both match",
+            "conflict for 'blocks/think/linear_0/kernel'; put a rule for what both match",
         ),
         ([("**/scale", place.shard_last_axes("modle"))], ValueError, "the mesh has the axes data, model"),
-        ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; say at most 1"),
-        ([("**/query/kernel", P("data", "data"))], ValueError, "by 'data' twice"),
+        ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; give at most 1"),
+        ([("**/query/kernel", P("data", "data"))], ValueError, "uses 'data' twice"),
         (
             [("blocks/**/query/kernel", P(("data", "model")))],
             ValueError,
             "axis 0 has size 4, which mesh axes data (4) x model (2) = 8 does not divide; "
-            "a size of 8 would, or a split into 2 or 4.",
+            "a size of 8 would work, or 2 or 4 shards.",
         ),
-        ([("**", "model")], TypeError, "must say a PartitionSpec"),
+        ([("**", "model")], TypeError, "must be a PartitionSpec"),
         (["**"], TypeError, "must be a pair"),
         ([("norm/scale", place.shard_last_axes("model", None))], ValueError, "names 2 axes, but the array has 1"),
     ],
@@ -154,18 +158,18 @@ def test_rules_that_are_wrong_are_refused_in_words(rules, error, words):
 
 def test_meshes_that_are_wrong_are_refused_in_words():
     with pytest.raises(
-        ValueError, match=re.escape("data 3 = 3 does not divide the 8 devices there are; the numbers")
+        ValueError, match=re.escape("data 3 = 3 does not divide the 8 available devices; the divisors")
     ) as few:
         place.data(3).mesh  # noqa: B018
     assert "Use some of them by plan.over(jax.devices()[:3]), or simulate more" in str(few.value)
     assert place.data(3).over(jax.devices()[:3]).mesh.size == 3
     with pytest.raises(ValueError, match=re.escape("1, 2, 4, 8. Simulate more on a CPU by jax.config.update(")):
         place.data(16).mesh  # noqa: B018
-    with pytest.raises(ValueError, match="more than one axis to be found"):
+    with pytest.raises(ValueError, match="has the size -1 more than once"):
         place.Plan({"a": -1, "b": -1})
     with pytest.raises(ValueError, match="must be a number of devices"):
         place.Plan({"a": 0})
-    with pytest.raises(ValueError, match=r"both have a mesh axis 'data'; .* as by place.fsdp\(4, axis='fsdp'\)"):
+    with pytest.raises(ValueError, match=r"both have a mesh axis 'data'; .* as in place.fsdp\(4, axis='fsdp'\)"):
         place.data(2) * place.fsdp(4)
     assert (place.data(2) * place.fsdp(4, axis="fsdp")).shape == {"data": 2, "fsdp": 4}
     with pytest.raises(TypeError, match=r"Plan\(data: data 4\) times 2: multiply plans by plans"):
@@ -195,7 +199,7 @@ def test_a_batch_that_does_not_divide_is_refused_in_words():
     step = train.step(objective_of(task.model), optim.SGD(0.1), plan=plan)
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
     batch = {name: array[:12] for name, array in task.arrays.items()}
-    with pytest.raises(ValueError, match=re.escape("x is int32[12, 16], but the plan splits its axis 0 into 8")):
+    with pytest.raises(ValueError, match=re.escape("x is int32[12, 16], but the plan shards its axis 0 over 8")):
         step(state, batch)
 
 
@@ -244,20 +248,20 @@ def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
     model = GPT()
     x = jax.ShapeDtypeStruct((16, 16), jnp.int32)
     plan = place.Plan({"data": 2, "time": 4}, activations=[("embed", P("data", "time")), ("blocks", P("data"))])
-    wired = plan.parallelize(model, x)
-    assert {path: str(layer.spec) for path, layer in _constrained(wired).items()} == {
+    parallel = plan.parallelize(model, x)
+    assert {path: str(layer.spec) for path, layer in _constrained(parallel).items()} == {
         "embed": "P('data', 'time')",
         "blocks": "P('data',)",
     }
     weights = model.init(jax.random.key(0), x)
     tokens = jnp.ones((16, 16), jnp.int32)
     with jax.set_mesh(plan.mesh):
-        same = jax.jit(wired.fwd)(tokens, *weights)[0]
-        text = jax.jit(wired.fwd).lower(tokens, *weights).as_text()
+        same = jax.jit(parallel.fwd)(tokens, *weights)[0]
+        text = jax.jit(parallel.fwd).lower(tokens, *weights).as_text()
     assert "sharding_constraint" in text
     np.testing.assert_allclose(same, model.fwd(tokens, *weights)[0], rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=re.escape("axis 1 is to be split into 4")), jax.set_mesh(plan.mesh):
-        jax.eval_shape(wired.fwd, jnp.ones((16, 15), jnp.int32), *weights)
+    with pytest.raises(ValueError, match=re.escape("axis 1 P('data', 'time') shards over 4")), jax.set_mesh(plan.mesh):
+        jax.eval_shape(parallel.fwd, jnp.ones((16, 15), jnp.int32), *weights)
 
 
 def _constrained(model):
@@ -277,12 +281,12 @@ def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
     assert flatten_paths(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)
 
 
-@pytest.mark.parametrize("wired", [False, True])
-def test_a_step_warns_of_a_model_that_was_not_wired_for_its_plan(wired):
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_step_warns_of_a_model_that_was_not_parallel_for_its_plan(parallel):
     x = jnp.ones((16, 8))
     model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(min_size=1)
-    step = train.step(objective_of(plan.parallelize(model, x) if wired else model), optim.SGD(0.1), plan=plan)
+    step = train.step(objective_of(plan.parallelize(model, x) if parallel else model), optim.SGD(0.1), plan=plan)
     state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
     words = r"Plan\(fsdp: data all\) says how parts of a model are computed, .* call plan\.parallelize"
-    with contextlib.nullcontext() if wired else pytest.warns(UserWarning, match=words):
+    with contextlib.nullcontext() if parallel else pytest.warns(UserWarning, match=words):
         step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})

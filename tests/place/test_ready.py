@@ -97,7 +97,7 @@ def test_experts_are_split_along_their_own_axis_inside_a_repeat():
 
 def test_fsdp_gathers_weights_and_not_activations():
     task = gpt(width=32)
-    moved = place.fsdp(min_size=1).describe(task.model, task.x, OPTIMIZER).moved
+    moved = place.fsdp(min_size=1).describe(task.model, task.x, OPTIMIZER).transfers
     gathered = sum(row.bytes for row in moved.totals if row.kind == "all-gather")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(task.model.init(jax.random.key(0), task.x)[0]))
     assert gathered == pytest.approx(2 * weights, rel=0.1)  # once forward, once backward
@@ -105,7 +105,7 @@ def test_fsdp_gathers_weights_and_not_activations():
 
 def test_experts_stay_and_examples_are_sent_to_them_and_back():
     task = gpt(experts=8)
-    moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).moved
+    moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).transfers
     sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
     assert sent == {("blocks/think/experts", "all-to-all")}
 

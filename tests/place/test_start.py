@@ -37,7 +37,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"HOME": "/root"}, ClusterEnv("nobody", 0, 1)),
+        ({"HOME": "/root"}, ClusterEnv("no launcher", 0, 1)),
         (SLURM, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 3)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 2)),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ClusterEnv("Slurm", 0, 1)),
@@ -56,9 +56,9 @@ TPU = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
         ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7"}, ClusterEnv("Slurm", 5, 7, None, "slurm", 1, 3)),
         ({**SLURM, **MPICH}, ClusterEnv("MPICH", 3, 4, None, "mpi4py", 1, 2)),
         (KUBERNETES, ClusterEnv("Kubernetes", 1)),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ClusterEnv("nobody", 0, 1)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ClusterEnv("no launcher", 0, 1)),
         (TPU, ClusterEnv("Cloud TPU")),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, ClusterEnv("nobody", 0, 1)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, ClusterEnv("no launcher", 0, 1)),
     ],
 )
 def test_a_launcher_is_known_by_its_variables(environment, expected):
@@ -72,10 +72,14 @@ def test_a_launcher_is_known_by_its_variables(environment, expected):
         (
             OPEN_MPI,
             "OMPI_COMM_WORLD_SIZE",
-            "Open MPI has set .* but not OMPI_COMM_WORLD_SIZE; start it by its",
+            "Open MPI has set .* but not OMPI_COMM_WORLD_SIZE; launch the process",
         ),
         (MPICH, "PMI_SIZE", "MPICH has set PMI_RANK but not PMI_SIZE"),
-        (SLURM, "SLURM_STEP_NODELIST", "the job has 7 tasks .* not started by srun .* `srun python ...`, or pass proc"),
+        (
+            SLURM,
+            "SLURM_STEP_NODELIST",
+            "the job has 7 tasks .* not launched by srun .* `srun python ...`, or pass proc",
+        ),
     ],
 )
 def test_variables_that_are_set_by_halves_are_named(environment, missing, words):
@@ -84,7 +88,7 @@ def test_variables_that_are_set_by_halves_are_named(environment, missing, words)
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="SLURM_PROCID is 'first', but must be a number"):
+    with pytest.raises(ValueError, match="SLURM_PROCID is 'first', but must be an integer"):
         detect_cluster({**SLURM, "SLURM_PROCID": "first"})
 
 
@@ -101,7 +105,7 @@ def test_jobs_on_one_machine_meet_at_ports_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("environment", "neighbour", "neighbours", "present", "taken"),
+    ("environment", "local_index", "local_processes", "present", "taken"),
     [
         ({}, 0, 1, 8, []),  # alone on its machine: all
         ({}, 1, 4, 8, [2, 3]),
@@ -117,8 +121,8 @@ def test_jobs_on_one_machine_meet_at_ports_of_their_own():
         ({"SLURM_GPU_BIND": "none"}, 1, 2, 8, [4, 5, 6, 7]),
     ],
 )
-def test_processes_of_one_machine_share_its_gpus(environment, neighbour, neighbours, present, taken):
-    where = ClusterEnv("Slurm", neighbour=neighbour, neighbours=neighbours)
+def test_processes_of_one_machine_share_its_gpus(environment, local_index, local_processes, present, taken):
+    where = ClusterEnv("Slurm", local_index=local_index, local_processes=local_processes)
     assert local_gpus(environment, where, present) == taken
 
 
@@ -141,16 +145,16 @@ def test_a_process_alone_stays_alone_and_says_so(surrounded):
     surrounded({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"})
     assert place.initialize_distributed() == (0, 1, "alone, by Slurm")
     surrounded(SLURM)
-    assert place.initialize_distributed(processes=1) == (0, 1, "alone, as told")
+    assert place.initialize_distributed(processes=1) == (0, 1, "alone, by its arguments")
 
 
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"processes": 2}, "processes came without coordinator, index, and nothing around this process says more"),
-        ({"coordinator": "a:1", "index": 0}, "coordinator, index came without processes"),
+        ({"processes": 2}, "got processes without coordinator, index, and no launcher says the rest"),
+        ({"coordinator": "a:1", "index": 0}, "got coordinator, index without processes"),
         ({"coordinator": "a:1", "processes": 2, "index": 2}, "index is 2, but must be from 0 to 2 - 1"),
-        ({"coordinator": "a", "processes": 2, "index": 0}, "the coordinator is 'a', but must be 'host:port'"),
+        ({"coordinator": "a", "processes": 2, "index": 0}, "coordinator is 'a', but must be 'host:port'"),
         ({"coordinator": "a:1", "processes": 0, "index": 0}, "processes is 0, but must be at least 1"),
     ],
 )
@@ -161,15 +165,15 @@ def test_what_is_told_by_halves_or_wrongly_is_refused(surrounded, told, words):
 
 def test_an_address_in_the_environment_is_not_enough(surrounded):
     surrounded({"JAX_COORDINATOR_ADDRESS": "a:1"})
-    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS came without processes, index"):
+    with pytest.raises(ValueError, match="got JAX_COORDINATOR_ADDRESS without processes, index"):
         place.initialize_distributed()
 
 
 @pytest.mark.parametrize(
     ("package", "environment", "words"),
     [
-        ("mpi4py", OPEN_MPI, "Open MPI started 4 processes .* install mpi4py, .* or pass coordinator="),
-        ("mpi4py", MPICH, "MPICH started 4 processes .* install mpi4py, .* or pass coordinator="),
+        ("mpi4py", OPEN_MPI, "Open MPI launched 4 processes .* install mpi4py, .* or pass coordinator="),
+        ("mpi4py", MPICH, "MPICH launched 4 processes .* install mpi4py, .* or pass coordinator="),
         (
             "kubernetes",
             KUBERNETES,
@@ -205,13 +209,13 @@ if by_hand:
     told = []
 started = place.initialize_distributed(*told, devices=2)
 again = place.initialize_distributed()
-assert again == (started.index, started.processes, "started before"), again
+assert again == (started.index, started.processes, "already initialized"), again
 assert (jax.process_index(), jax.process_count()) == started[:2]
 try:
     place.initialize_distributed(processes=3)
     raise SystemExit("three should have been refused")
 except ValueError as error:
-    assert "was asked to be process None of 3" in str(error), error
+    assert "but got processes=3" in str(error), error
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 ones = jax.make_array_from_callback((4,), split, lambda index: jax.numpy.arange(4.0)[index])
@@ -281,4 +285,4 @@ def test_two_processes_find_each_other_by_their_launcher_s_variables(environment
 @pytest.mark.thorough
 def test_processes_that_are_joined_already_as_by_mlax_launch_stay_as_they_are():
     found = several(told=lambda index, port: (f"localhost:{port}", 2, index), by_hand=True)
-    assert found == [[index, 2, "started before", 4, 6.0] for index in range(2)]
+    assert found == [[index, 2, "already initialized", 4, 6.0] for index in range(2)]

@@ -110,7 +110,7 @@ def test_a_stack_over_a_mesh_streams_from_the_hosts_of_its_devices():
 
 
 def test_what_is_no_repeat_is_refused():
-    with pytest.raises(TypeError, match="is no Repeat"):
+    with pytest.raises(TypeError, match="is not a Repeat"):
         place.Stream(nn.Linear(3))
     with pytest.raises(ValueError, match="all of its weights on the device"):
         place.Stream(mlax.Repeat(nn.Linear(3), 2, mode="unroll"))

@@ -46,7 +46,7 @@ def seen(name, folder):
         for x, y in zip(jax.tree.leaves(again.trainables), jax.tree.leaves(state.trainables), strict=True)
         for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)
     )
-    return {"losses": losses, "here": here, "each": described.held("weights"), "restored": same}
+    return {"losses": losses, "here": here, "each": described.bytes_of("weights"), "restored": same}
 
 
 def main(index, processes, port, devices, folder, plans):

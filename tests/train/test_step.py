@@ -141,7 +141,7 @@ def test_parts_give_the_gradient_of_the_whole(masked):
 
 def test_parts_must_divide_the_batch():
     step = train.step(objective, OPTIMIZER, accumulate=3)
-    with pytest.raises(ValueError, match=r"accumulate is 3, but does not divide the batch: .*\[8"):
+    with pytest.raises(ValueError, match=r"accumulate is 3, which does not divide the batch, .*\[8"):
         step(begun(step), batch())
 
 

@@ -15,18 +15,17 @@ from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, signature, with
 
 @frozen
 class Pipelined(Wrapper):
-    """Compute a `Repeat` in `stages`: the devices along a mesh axis hold a part of its times each.
+    """Compute a `Repeat` in `stages`: each device along a mesh axis holds an equal share of its layers.
 
-    The batch is cut into `microbatches`, which follow each other through the stages; JAX's derivative of that is the
-    same in reverse (GPipe, https://arxiv.org/abs/1811.06965). Every stage's input is stored for the backward pass, and
-    the rest is computed again. Other mesh axes are left to the compiler, so that this goes together with any placement
-    over them.
+    The batch is split into `microbatches`, which go from stage to stage; JAX's derivative of that is the same in
+    reverse (GPipe, https://arxiv.org/abs/1811.06965). Each stage's input is stored for the backward pass, which
+    recomputes the rest. Other mesh axes are left to the compiler, so this combines with any sharding over them.
 
-    The numbers, and the variables, are those of the `Repeat`; the leading axis of each variable belongs on the mesh
-    axis. A random layer gets the key that the `Repeat` would give it for one microbatch alone, with
-    `jax.random.fold_in(rng, microbatch)`. A layer with state is refused: its microbatches are under way together.
+    Outputs and variables are those of the `Repeat`; the leading axis of each variable belongs on the mesh axis. Each
+    microbatch has the keys that the `Repeat` would derive from `jax.random.fold_in(rng, microbatch)`. A layer with
+    state is an error, since several microbatches are in flight at once.
 
-    The mesh is that of `jax.set_mesh`. If there is none, or none with this axis, it is the `Repeat` and nothing more.
+    The mesh is that of `jax.set_mesh`. Without a mesh that has this axis, this is the `Repeat` itself.
     """
 
     stages: int
@@ -35,59 +34,56 @@ class Pipelined(Wrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Repeat):
-            raise TypeError(
-                f"Pipelined: the layer is {short_repr(self.layer)}, but must be a Repeat, to be cut in stages."
-            )
+            raise TypeError(f"Pipelined: the layer is {short_repr(self.layer)}, but must be a Repeat.")
         for name in ("stages", "microbatches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"Pipelined: {name} is {value!r}, but must be a whole number of at least 1.")
+                raise ValueError(f"Pipelined: {name} is {value!r}, but must be an integer of at least 1.")
         if not isinstance(self.axis, str):
             raise TypeError(f"Pipelined: axis is {self.axis!r}, but must be the name of a mesh axis.")
         times = self.repeat.times
         if times % self.stages:
-            fitting = ", ".join(str(n) for n in range(1, times + 1) if times % n == 0)
+            divisors = ", ".join(str(n) for n in range(1, times + 1) if times % n == 0)
             raise ValueError(
-                f"Pipelined: {times} times do not divide into {self.stages} stages, {times % self.stages} are left "
-                f"over; take {fitting} stages, or {times - times % self.stages + self.stages} times."
+                f"Pipelined: {self.stages} stages do not divide the {times} layers of the Repeat; use {divisors} "
+                f"stages, or {times - times % self.stages + self.stages} layers."
             )
 
     @property
     def repeat(self) -> Repeat:
-        """The layer, which is a Repeat."""
+        """The Repeat."""
         return cast(Repeat, self.layer)
 
     @property
     def bubble(self) -> float:
-        """The share of its time that a stage waits, while the pipeline fills and drains."""
+        """The fraction of its time for which a stage is idle, while the pipeline fills and drains."""
         return bubble_fraction(self.stages, self.microbatches)
 
     def describe(self) -> str:
-        """The stages, and what they cost, in a sentence."""
+        """The stages, microbatches and bubble in a sentence."""
         return (
-            f"{self.stages} stages of {self.repeat.times // self.stages} over {self.axis!r}, {self.microbatches} "
-            f"microbatches: each stage waits {self.bubble:.0%} of the time"
+            f"{self.stages} stages of {self.repeat.times // self.stages} layers over {self.axis!r}, "
+            f"{self.microbatches} microbatches: {self.bubble:.0%} bubble"
         )
 
     def init(self, rng, x):
         trainables, non_trainables = self.layer.init(rng, x)
-        self._refuse_state(non_trainables)
+        self._check_stateless(non_trainables)
         return trainables, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        self._refuse_state(non_trainables)
+        self._check_stateless(non_trainables)
         self.layer.check_variables(x, trainables, None)
-        kind = self._axis_type()
-        if kind is None:
+        axis_type = self._axis_type()
+        if axis_type is None:
             return self.layer.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
-        if kind is AxisType.Manual:  # whoever runs the stages wants to know where the pipeline is
+        if axis_type is AxisType.Manual:  # traced by a schedule, which looks for the pipeline in the jaxpr
             return bind_pipeline(self, x, trainables, rng, inference_mode), None
-        return merge_microbatches(
-            self._all(split_microbatches(x, self.microbatches, "microbatches"), trainables, rng, inference_mode)
-        ), None
+        parts = split_microbatches(x, self.microbatches, "microbatches")
+        return merge_microbatches(self._gpipe(parts, trainables, rng, inference_mode)), None
 
-    def stage(self, stage: jax.Array, x: Any, own: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
-        """One microbatch through one stage, which has its own slice of the variables; `rng` is the microbatch's."""
+    def run_stage(self, stage: jax.Array, x: Any, own: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+        """One microbatch through one stage, with its own slice of the variables; `rng` is the microbatch's key."""
         keys = None
         layer = with_fields(self.repeat, times=self.repeat.times // self.stages)
         if rng is not None:
@@ -95,86 +91,86 @@ class Pipelined(Wrapper):
             keys = lax.dynamic_slice_in_dim(keys, stage * np.int32(layer.times), layer.times)
         return layer.with_keys(x, own, None, keys, inference_mode)[0]
 
-    def sent(self, tree: Any, by: int) -> Any:
-        """What each stage has, sent to the next one (`by` 1) or to the one before (-1)."""
-        pairs = [(stage, (stage + by) % self.stages) for stage in range(self.stages)]
+    def send(self, tree: Any, offset: int) -> Any:
+        """Send the arrays of each stage to the next stage (`offset` 1) or to the previous one (-1)."""
+        pairs = [(stage, (stage + offset) % self.stages) for stage in range(self.stages)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, pairs), tree)
 
-    def _all(self, parts: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+    def _gpipe(self, parts: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+        """The outputs of all microbatches, on a leading axis."""
         ticks, last = self.microbatches + self.stages - 1, self.stages - 1
 
         def run(stage: jax.Array, own: Tree, parts: Any, rng: jax.Array | None) -> Any:
             stage, parts = stage[0], jax.tree.map(lambda leaf: leaf[0], parts)
 
             @jax.checkpoint
-            def through(x: Any, own: Tree, rng: jax.Array | None) -> Any:
-                return self.stage(stage, x, own, rng, inference_mode)
+            def run_stage(x: Any, own: Tree, rng: jax.Array | None) -> Any:
+                return self.run_stage(stage, x, own, rng, inference_mode)
 
-            def tick(received: Any, now: tuple[jax.Array, Any]) -> tuple[Any, Any]:
-                time, fresh = now
-                x = jax.tree.map(lambda a, b: jnp.where(stage == 0, a, b), fresh, received)
-                y = through(x, own, None if rng is None else jax.random.fold_in(rng, time - stage))
-                return self.sent(y, 1), y
+            def tick(received: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+                time, part = xs
+                x = jax.tree.map(lambda a, b: jnp.where(stage == 0, a, b), part, received)
+                y = run_stage(x, own, None if rng is None else jax.random.fold_in(rng, time - stage))
+                return self.send(y, 1), y
 
-            # while a stage waits it computes for nothing, on numbers that do no harm: a conditional could hang
+            # in the bubble a stage computes on repeated microbatches, for nothing: a conditional could hang
             first = jax.tree.map(lambda leaf: leaf[0], parts)
             _, ys = lax.scan(tick, first, (jnp.arange(ticks, dtype=np.int32), _repeat_last(parts, last)))
             return jax.tree.map(lambda leaf: leaf[None, last:], ys)
 
-        piped = jax.shard_map(
+        pipeline = jax.shard_map(
             run,
             in_specs=(P(self.axis), P(self.axis), P(self.axis), P()),
             out_specs=P(self.axis),
             axis_names={self.axis},
             check_vma=False,
         )
-        # a copy for each stage: what they shared would have a gradient that XLA's CPU compiler cannot sum in bfloat16
+        # one copy for each stage: XLA's CPU compiler cannot sum the gradient of a shared one in bfloat16
         parts = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stages, *leaf.shape)), parts)
-        ys = jax.jit(piped)(jnp.arange(self.stages, dtype=np.int32), trainables, parts, rng)
+        ys = jax.jit(pipeline)(jnp.arange(self.stages, dtype=np.int32), trainables, parts, rng)
         return jax.tree.map(lambda leaf: leaf[last], ys)
 
     def _axis_type(self) -> Any:
-        """How the mesh that is set treats the axis; None if there is no such axis."""
+        """The type of the mesh axis; None if no mesh with this axis is set."""
         mesh = jax.sharding.get_abstract_mesh()
         if self.axis not in mesh.axis_names:
             return None
         if mesh.shape[self.axis] != self.stages:
             raise ValueError(
                 f"{short_repr(self)}: there are {self.stages} stages, but the mesh has {mesh.shape[self.axis]} devices "
-                f"along {self.axis!r}; make them as many."
+                f"along {self.axis!r}; use the same number."
             )
         return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axis]
 
-    def _refuse_state(self, non_trainables: Tree) -> None:
+    def _check_stateless(self, non_trainables: Tree) -> None:
         if non_trainables is not None:
             raise ValueError(
-                f"{short_repr(self)}: the layer has state (non_trainables), which cannot follow several "
-                "microbatches that "
-                "are under way together; take layers without, as GroupNorm in place of BatchNorm."
+                f"{short_repr(self)}: the layer has state (non_trainables), but several microbatches are in flight at "
+                "once; use layers without state, such as GroupNorm instead of BatchNorm."
             )
 
 
 def _repeat_last(parts: Any, more: int) -> Any:
-    """The parts, the last of them some times more."""
+    """The microbatches, followed by `more` copies of the last one."""
 
-    def longer(leaf: jax.Array) -> jax.Array:
+    def extend(leaf: jax.Array) -> jax.Array:
         return jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (more, *leaf.shape[1:]))])
 
-    return jax.tree.map(longer, parts)
+    return jax.tree.map(extend, parts)
 
 
 def split_microbatches(batch: Any, number: int, name: str) -> Any:
-    """The batch in `number` parts on a leading axis, each of every number-th example.
+    """The batch split into `number` microbatches on a leading axis, each with every number-th example.
 
-    So no example leaves the device that holds it, if a device holds as many as there are parts, or a multiple.
-    `name` is what the number is called in the error, if it does not divide the batch.
+    So no example moves between devices if the number of microbatches divides the examples of a device. `name` is what
+    the number is called in the error if it does not divide the batch.
     """
 
     def split(leaf: jax.Array) -> jax.Array:
         if leaf.ndim == 0 or leaf.shape[0] % number:
             raise ValueError(
-                f"{name} is {number}, but does not divide the batch: {signature(leaf)}; "
-                f"take a batch that is a multiple of {number}."
+                f"{name} is {number}, which does not divide the batch, {signature(leaf)}; use a batch size that is a "
+                f"multiple of {number}."
             )
         return jnp.swapaxes(leaf.reshape(leaf.shape[0] // number, number, *leaf.shape[1:]), 0, 1)
 
@@ -182,31 +178,31 @@ def split_microbatches(batch: Any, number: int, name: str) -> Any:
 
 
 def merge_microbatches(parts: Any) -> Any:
-    """The batch of which these are the parts."""
+    """The batch that `split_microbatches` split into these parts."""
 
-    def join(leaf: jax.Array) -> jax.Array:
+    def merge(leaf: jax.Array) -> jax.Array:
         return jnp.swapaxes(leaf, 0, 1).reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
-    return jax.tree.map(join, parts)
+    return jax.tree.map(merge, parts)
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """The share of its time that a stage waits, while the pipeline fills and drains."""
+    """The fraction of its time for which a stage is idle, while the pipeline fills and drains."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
-pipeline_p = Primitive("pipelined")
+pipeline_p = Primitive("pipeline")  # stands in a jaxpr for the pipeline, which a schedule replaces
 pipeline_p.multiple_results = True
 
 
-def bind_pipeline(layer: Any, x: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
-    """What `layer`, a `Pipelined`, would give, not computed: whoever traced this puts the pipeline in its place."""
-    leaves, tree = jax.tree.flatten((x, trainables, rng))
-    out = pipeline_p.bind(*leaves, layer=layer, tree=tree, inference_mode=inference_mode)
+def bind_pipeline(layer: Pipelined, x: Any, trainables: Tree, rng: jax.Array | None, inference_mode: bool) -> Any:
+    """The output of a pipeline as an equation of the jaxpr that is being traced."""
+    leaves, structure = jax.tree.flatten((x, trainables, rng))
+    out = pipeline_p.bind(*leaves, layer=layer, structure=structure, inference_mode=inference_mode)
     return jax.tree.unflatten(jax.tree.structure(x), out)
 
 
 @pipeline_p.def_abstract_eval
-def _(*leaves: Any, layer: Any, tree: Any, inference_mode: bool) -> list[Any]:
-    x, _, _ = jax.tree.unflatten(tree, leaves)
+def _(*leaves: Any, layer: Any, structure: Any, inference_mode: bool) -> list[Any]:
+    x, _, _ = jax.tree.unflatten(structure, leaves)
     return jax.tree.leaves(x)
