@@ -44,7 +44,7 @@ class NotEnoughSpace(OSError):
 
 @contextlib.contextmanager
 def safe_open(path: str, within: str | None = None) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading, and give its size too.
+    """Open a regular file for reading: yields the file and its size.
 
     A symbolic link must lead to a file inside `within`, by default the folder of the link.
     """

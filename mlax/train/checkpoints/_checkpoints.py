@@ -98,7 +98,7 @@ class Checkpoints:
     ) -> None:
         """Save a pytree of arrays as this step. Waits for the previous save, and returns after the copy to the host.
 
-        Errors of the disk are given by `failure` or `wait`. Saving a step again replaces it.
+        Disk errors surface in `failure` or `wait`. Saving a step again replaces it.
         """
         step, metrics, notes = _check_step(step), _check_metrics(metrics or {}), _check_notes(notes or {})
         leaves, _ = flatten_with_names(tree)
@@ -147,7 +147,7 @@ class Checkpoints:
     ) -> RestoredCheckpoint:
         """Restore a step, by default the newest that verifies, with the structure, dtypes and shardings of `target`.
 
-        Leaves of `target` are arrays or ShapeDtypeStructs. A leaf without a sharding goes to the default device; a
+        Leaves of `target` are arrays or ShapeDtypeStructs. A leaf without a sharding is left uncommitted; a
         NumPy array stays on the host. `only` are patterns of the leaves to restore; the others are not read, and are
         returned as they are in `target`. `names` maps {saved: wanted} paths, of leaves or of subtrees.
         """

@@ -79,7 +79,7 @@ def copy_to_host(leaves: Mapping[str, Any], group: ProcessGroup) -> dict[str, Ho
 
 
 def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
-    """The leaf as an array of numbers: of typed keys, their data."""
+    """The leaf as an ordinary array: for typed keys, their key data."""
     if isinstance(leaf, Tracer):
         raise TypeError(f"save: {name!r} is being traced; save outside of jit, after the step has returned.")
     if isinstance(leaf, jax.Array):

@@ -37,7 +37,7 @@ class IterableFeed:
     False. The position in the data belongs to the stream and is not a function of the step: `stream.position()` is that
     of the last returned batch, whatever was prefetched, and is JSON-serializable. Iterators with a state (Grain's,
     Hugging Face's IterableDataset, torchdata's loaders) are restored; others are read and dropped up to the position.
-    Every process must be given whole batches, of which its devices take their rows.
+    Every process must provide whole batches; its devices take their rows.
 
     steps  batches per pass, if known
     """
