@@ -1,4 +1,4 @@
-"""Adafactor: the mean square of a matrix, kept as its rows and its columns."""
+"""Adafactor: the mean square of a matrix, factored into its rows and its columns."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from mlax.optim._trees import moving_average
 
 @frozen
 class Adafactor(Leafwise):
-    """Gradients over the root of a mean square that is a product of two vectors, in steps relative to the weights.
+    """`g` over the root of a mean square that is factored into two vectors, in steps relative to the weights.
 
-    The two longest axes are factored, if both are at least `smallest` long. A step is `rate`, at most `1 / sqrt(t)`,
-    times the root mean square of the weights, at least `scale_eps`; its own is clipped to `clip`. `decayed` as in
-    `AdamW`. Slots: rows, which keeps all axes but the last of the two, and columns, all but the first; square, where
-    nothing is factored. Algorithms 4 and 5 of https://arxiv.org/abs/1804.04235
+    The two longest axes are factored, if both have at least `smallest` elements. A step is `rate`, at most
+    `1 / sqrt(t)`, times the root mean square (RMS) of the weights, at least `scale_eps`; its RMS is clipped to `clip`.
+    Algorithms 4 and 5 of https://arxiv.org/abs/1804.04235. `decayed` as in `AdamW`. Slots: rows, without the second of
+    the factored axes, and columns, without the first; square, for leaves that are not factored.
     """
 
     rate: Rate = 0.01
@@ -30,8 +30,8 @@ class Adafactor(Leafwise):
     decayed: Patterns | None = None
     smallest: int = 1
 
-    def keeps(self, path, w):
-        factored = self._factored(w.shape)
+    def leaf_slots(self, path, w):
+        factored = self._factored_axes(w.shape)
         if factored is None:
             return {"square": Slot(wide=True)}
         row, column = factored
@@ -41,29 +41,29 @@ class Adafactor(Leafwise):
             "columns": Slot(tuple(axis for axis in axes if axis != row), wide=True),
         }
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         eps = float(jnp.finfo(g.dtype).eps) if self.eps is None else now.eps
-        new = 1 - (now.t**-now.power).astype(g.dtype)  # how much of the old stays
+        beta = 1 - (now.t**-now.power).astype(g.dtype)
         square = g * g
         if "square" in slots:
-            kept = {"square": moving_average(slots["square"], square, new)}
-            estimate = kept["square"]
+            new = {"square": moving_average(slots["square"], square, beta)}
+            estimate = new["square"]
         else:
-            row, column = self._factored(w.shape) or (0, 1)
-            rows = moving_average(slots["rows"], jnp.mean(square, column), new)
-            columns = moving_average(slots["columns"], jnp.mean(square, row), new)
-            kept = {"rows": rows, "columns": columns}
-            size = jnp.mean(rows, row - (column < row), keepdims=True)
-            share = rows / jnp.maximum(size, eps)
-            estimate = jnp.expand_dims(share, column) * jnp.expand_dims(columns, row)
+            row, column = self._factored_axes(w.shape) or (0, 1)
+            rows = moving_average(slots["rows"], jnp.mean(square, column), beta)
+            columns = moving_average(slots["columns"], jnp.mean(square, row), beta)
+            new = {"rows": rows, "columns": columns}
+            mean = jnp.mean(rows, row - (column < row), keepdims=True)
+            ratio = rows / jnp.maximum(mean, eps)
+            estimate = jnp.expand_dims(ratio, column) * jnp.expand_dims(columns, row)
         step = g * lax.rsqrt(jnp.maximum(estimate, eps * eps))
         step = step / jnp.maximum(_rms(step) / now.clip, 1.0)
         rate = jnp.minimum(now.rate, (now.t**-0.5).astype(g.dtype))
         size = jnp.maximum(_rms(w), now.scale_eps)
-        return w - rate * size * step - now.rate * now.decay * w, kept
+        return w - rate * size * step - now.rate * now.decay * w, new
 
-    def _factored(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The two longest axes in order, the later ones of equals; None if there are not two that long."""
+    def _factored_axes(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The two longest axes in order, the last ones among equals; None if one is too short."""
         if len(shape) < 2:
             return None
         first, second = sorted(sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))[-2:])

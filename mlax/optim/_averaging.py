@@ -1,4 +1,4 @@
-"""Average and Lookahead: averages of the weights over steps."""
+"""Average and Lookahead: wrappers that average the weights over steps."""
 
 import jax.numpy as jnp
 
@@ -13,10 +13,10 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class Average(OptimizerWrapper):
-    """`averaged` gives the mean of the weights after each step: exponential, by `decay`, or with `decay=None` of all.
+    """Average the weights after each step for `averaged`: exponentially, by `decay`, or with `decay=None` equally.
 
-    It begins with the step `start`; before, it is the weights themselves. What came before its beginning leaves no
-    trace: the exponential one is corrected as Adam's are. Slot: average, in `dtype`. https://doi.org/10.1137/0330046
+    The average begins at step `start`, before which it is the weights themselves; the exponential one is
+    bias-corrected. https://doi.org/10.1137/0330046. Slot: average, in `dtype`.
     """
 
     elementwise = True
@@ -24,46 +24,46 @@ class Average(OptimizerWrapper):
     start: int = 0
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
-    def adds(self, path, w):
-        return {"average": Slot(dtype=self.dtype, copies=True, wide=True)}
+    def extra_slots(self, path, w):
+        return {"average": Slot(dtype=self.dtype, copy=True, wide=True)}
 
-    def advance(self, now, grads, weights, slots):
-        new, after = self.optimizer.advance(now, grads, weights, slots)
-        seen = jnp.maximum(now.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
-        keep = seen / (seen + 1)
+    def advance(self, context, grads, weights, slots):
+        new, new_slots = self.optimizer.advance(context, grads, weights, slots)
+        count = jnp.maximum(context.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
+        beta = count / (count + 1)
         if self.decay is not None:
-            decay = cast_scalar(now.numbers(self)["decay"], seen)
-            keep = decay * jnp.expm1(seen * jnp.log(decay)) / jnp.expm1((seen + 1) * jnp.log(decay))
-        means = {path: moving_average(slots["average"][path], w, keep.astype(w.dtype)) for path, w in new.items()}
-        return StepResult(new, {**after, "average": means})
+            decay = cast_scalar(context.hyperparams(self)["decay"], count)
+            beta = decay * jnp.expm1(count * jnp.log(decay)) / jnp.expm1((count + 1) * jnp.log(decay))
+        averages = {path: moving_average(slots["average"][path], w, beta.astype(w.dtype)) for path, w in new.items()}
+        return StepResult(new, {**new_slots, "average": averages})
 
-    def shows(self, path, w, slots, step):
+    def eval_weights(self, path, w, slots, step):
         return slots["average"]
 
 
 @frozen
 class Lookahead(OptimizerWrapper):
-    """Every `every` steps the slow weights go the part `alpha` of the way to the fast, which go on from there.
+    """Every `every` steps, move slow weights the fraction `alpha` towards the fast ones, and reset these to them.
 
-    Slot: slow, which `averaged` gives. Algorithm 1 of https://arxiv.org/abs/1907.08610
+    `averaged` returns the slow weights. Algorithm 1 of https://arxiv.org/abs/1907.08610. Slot: slow.
     """
 
     elementwise = True
     every: int = 6
     alpha: NonNegative = 0.5
 
-    def adds(self, path, w):
-        return {"slow": Slot(copies=True, wide=True)}
+    def extra_slots(self, path, w):
+        return {"slow": Slot(copy=True, wide=True)}
 
-    def advance(self, now, grads, weights, slots):
-        fast, after = self.optimizer.advance(now, grads, weights, slots)
-        alpha = now.numbers(self)["alpha"]
-        due = now.step % self.every == self.every - 1
-        met = {
-            path: slots["slow"][path] + cast_scalar(alpha, w) * (w - slots["slow"][path]) for path, w in fast.items()
-        }
-        slow = {path: jnp.where(due, w, slots["slow"][path]) for path, w in met.items()}
-        return StepResult({path: jnp.where(due, met[path], w) for path, w in fast.items()}, {**after, "slow": slow})
+    def advance(self, context, grads, weights, slots):
+        fast, new_slots = self.optimizer.advance(context, grads, weights, slots)
+        alpha, slow = context.hyperparams(self)["alpha"], slots["slow"]
+        due = context.step % self.every == self.every - 1
+        moved = {path: slow[path] + cast_scalar(alpha, w) * (w - slow[path]) for path, w in fast.items()}
+        new_slow = {path: jnp.where(due, w, slow[path]) for path, w in moved.items()}
+        return StepResult(
+            {path: jnp.where(due, moved[path], w) for path, w in fast.items()}, {**new_slots, "slow": new_slow}
+        )
 
-    def shows(self, path, w, slots, step):
+    def eval_weights(self, path, w, slots, step):
         return slots["slow"]

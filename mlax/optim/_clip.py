@@ -1,4 +1,4 @@
-"""Clip: gradients kept within limits before an optimizer sees them."""
+"""Gradient clipping: ClipValue, ClipNorm, ClipGlobalNorm and ClipAdaptive."""
 
 import jax
 import jax.numpy as jnp
@@ -13,75 +13,75 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class ClipValue(OptimizerWrapper):
-    """Each number of a gradient between -`limit` and `limit`."""
+    """Clip each element of a gradient to between `-limit` and `limit`."""
 
     elementwise = True
     limit: NonNegative = 1.0
 
-    def advance(self, now, grads, weights, slots):
-        limit = now.numbers(self)["limit"]
+    def advance(self, context, grads, weights, slots):
+        limit = context.hyperparams(self)["limit"]
         clipped = {path: jnp.clip(g, -cast_scalar(limit, g), cast_scalar(limit, g)) for path, g in grads.items()}
-        return self.optimizer.advance(now, clipped, weights, slots)
+        return self.optimizer.advance(context, clipped, weights, slots)
 
 
 @frozen
 class ClipNorm(OptimizerWrapper):
-    """Each leaf of the gradient scaled down to the norm `limit`, if its own is larger."""
+    """Scale each leaf of the gradient down to the norm `limit`, if its norm is larger."""
 
     limit: NonNegative = 1.0
 
-    def advance(self, now, grads, weights, slots):
-        limit = now.numbers(self)["limit"]
-        clipped = {path: g * _shrink(norm(g), cast_scalar(limit, g)) for path, g in grads.items()}
-        return self.optimizer.advance(now, clipped, weights, slots)
+    def advance(self, context, grads, weights, slots):
+        limit = context.hyperparams(self)["limit"]
+        clipped = {path: g * _clip_factor(norm(g), cast_scalar(limit, g)) for path, g in grads.items()}
+        return self.optimizer.advance(context, clipped, weights, slots)
 
 
 @frozen
 class ClipGlobalNorm(OptimizerWrapper):
-    """The whole gradient scaled down to the norm `limit`, if its own is larger.
+    """Scale the whole gradient down to the norm `limit`, if its norm is larger.
 
-    https://proceedings.mlr.press/v28/pascanu13.html
+    Algorithm 1 of https://proceedings.mlr.press/v28/pascanu13.html
     """
 
-    elementwise = True  # but for the norm, which `now.total` sees to
+    elementwise = True  # except for the norm, which goes through `context.total`
     limit: NonNegative = 1.0
 
-    def advance(self, now, grads, weights, slots):
-        size = jnp.sqrt(now.total(tree_vdot(grads, grads)))
-        factor = _shrink(size, cast_scalar(now.numbers(self)["limit"], size))
+    def advance(self, context, grads, weights, slots):
+        size = jnp.sqrt(context.total(tree_vdot(grads, grads)))
+        factor = _clip_factor(size, cast_scalar(context.hyperparams(self)["limit"], size))
         clipped = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
-        return self.optimizer.advance(now, clipped, weights, slots)
+        return self.optimizer.advance(context, clipped, weights, slots)
 
 
 @frozen
 class ClipAdaptive(OptimizerWrapper):
-    """The gradient of each output scaled down to `limit` times the norm of its weights, that being at least `eps`.
+    """Scale the gradient of each output unit down to `limit` times the norm of its weights, which is at least `eps`.
 
-    An output is a place on the last axis of a leaf of two axes, on the first of one of more, as kernels lie; a vector
-    counts as a whole. Equation 3 of https://arxiv.org/abs/2102.06171
+    Units are on the last axis of a leaf of two axes, and on the first axis of one of more; a vector is one unit.
+    Equation 3 of https://arxiv.org/abs/2102.06171
     """
 
     limit: NonNegative = 0.01
     eps: NonNegative = 1e-3
 
-    def advance(self, now, grads, weights, slots):
-        numbers = now.numbers(self)
+    def advance(self, context, grads, weights, slots):
+        values = context.hyperparams(self)
 
-        def clipped(g: jax.Array, w: jax.Array) -> jax.Array:
-            most = cast_scalar(numbers["limit"], g) * jnp.maximum(_by_output(w), cast_scalar(numbers["eps"], g))
-            return g * _shrink(_by_output(g), most)
+        def clip(g: jax.Array, w: jax.Array) -> jax.Array:
+            limit = cast_scalar(values["limit"], g) * jnp.maximum(_unit_norms(w), cast_scalar(values["eps"], g))
+            return g * _clip_factor(_unit_norms(g), limit)
 
-        changed: ByPath = {path: clipped(g, weights[path]) for path, g in grads.items()}
-        return self.optimizer.advance(now, changed, weights, slots)
+        clipped: ByPath = {path: clip(g, weights[path]) for path, g in grads.items()}
+        return self.optimizer.advance(context, clipped, weights, slots)
 
 
-def _shrink(size: jax.Array, limit: jax.Array) -> jax.Array:
-    """The factor that brings `size` down to `limit`: at most 1, and 1 for a zero."""
+def _clip_factor(size: jax.Array, limit: jax.Array) -> jax.Array:
+    """The factor that scales `size` down to `limit`: at most 1, and 1 for zero."""
     over = size > limit
     return jnp.where(over, limit / jnp.where(over, size, jnp.ones_like(size)), jnp.ones_like(size))
 
 
-def _by_output(x: jax.Array) -> jax.Array:
+def _unit_norms(x: jax.Array) -> jax.Array:
     if x.ndim < 2:
         return norm(x)
     axes = (0,) if x.ndim == 2 else tuple(range(1, x.ndim))

@@ -1,4 +1,4 @@
-"""Groups, Freeze, Rates and LayerwiseRates: different treatment of different leaves."""
+"""Groups, Freeze, Rates and LayerwiseRates: different updates for different leaves."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ import numpy as np
 from mlax.core import NoMatch, frozen, matches
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Patterns
-from mlax.optim._slot_layout import LeafPolicy
+from mlax.optim._rounding import LeafPolicy
 from mlax.optim._wrappers import OptimizerWrapper
 
 
 @frozen
 class Groups(Optimizer):
-    """Each leaf goes to the optimizer of the first pattern that matches it: `Groups(("**/table", a), ("**", b))`.
+    """Update each leaf by the optimizer of the first matching pattern: `Groups(("**/table", a), ("**", b))`.
 
-    A slot has one tree over all leaves, with nothing beside those whose optimizer does not keep it. A scalar of the
-    second group, if the first has one of that name, is called `name_1`, and so on.
+    A slot has one tree for all leaves, empty where the optimizer of a leaf does not have it. If the second group has a
+    scalar of the same name as the first, it is stored as `name_1`, and so on.
     """
 
     groups: tuple[tuple[str, Optimizer], ...]
@@ -31,67 +31,70 @@ class Groups(Optimizer):
         for group in self.groups:
             if not (isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], Optimizer)):
                 raise TypeError(
-                    f'Groups: {group!r} is no pair of a pattern and an optimizer; pass ("**/kernel", Adam(1e-3)).'
+                    f'Groups: {group!r} is not a pair of a pattern and an optimizer; pass ("**/kernel", Adam(1e-3)).'
                 )
             check_wrappable(self, group[1])
 
-    def within(self):
+    def inner_optimizers(self):
         return tuple(optimizer for _, optimizer in self.groups)
 
     def patterns(self):
-        inner = (pattern for optimizer in self.within() for pattern in optimizer.patterns())
+        inner = (pattern for optimizer in self.inner_optimizers() for pattern in optimizer.patterns())
         return (*(pattern for pattern, _ in self.groups), *inner)
 
     def slots(self, path, w):
-        return self.within()[self._group(path)].slots(path, w)
+        return self._optimizer_of(path).slots(path, w)
 
     def policy(self, path):
-        return self.within()[self._group(path)].policy(path)
+        return self._optimizer_of(path).policy(path)
 
     def scalars(self):
-        return {ours: start for places in self._scalars() for ours, start in places.values()}
+        return {stored: start for names in self._scalar_names() for stored, start in names.values()}
 
-    def advance(self, now, grads, weights, slots):
+    def advance(self, context, grads, weights, slots):
         new: dict[str, Any] = {}
-        after = {name: dict(slot) if isinstance(slot, Mapping) else slot for name, slot in slots.items()}
-        for place, optimizer in enumerate(self.within()):
-            mine = [path for path in grads if self._group(path) == place]
-            names = {theirs: ours for theirs, (ours, _) in self._scalars()[place].items()}
+        new_slots = {name: dict(slot) if isinstance(slot, Mapping) else slot for name, slot in slots.items()}
+        for index, optimizer in enumerate(self.inner_optimizers()):
+            paths = [path for path in grads if self._group_index(path) == index]
+            names = {name: stored for name, (stored, _) in self._scalar_names()[index].items()}
             own = {name: slot for name, slot in slots.items() if isinstance(slot, Mapping) or name == "step"}
-            own |= {theirs: slots[ours] for theirs, ours in names.items()}
-            moved, kept = optimizer.advance(now, subset(grads, mine), subset(weights, mine), own)
-            new |= moved
-            for name, slot in kept.items():
+            own |= {name: slots[stored] for name, stored in names.items()}
+            group_new, group_slots = optimizer.advance(context, subset(grads, paths), subset(weights, paths), own)
+            new |= group_new
+            for name, slot in group_slots.items():
                 if isinstance(slot, Mapping):
-                    after.setdefault(name, {}).update(slot)  # a group with no leaf that moves may name one of its own
+                    new_slots.setdefault(name, {}).update(slot)  # a group without leaves may return new names
                 else:
-                    after[names.get(name, name)] = slot
-        return StepResult(new, after)
+                    new_slots[names.get(name, name)] = slot
+        return StepResult(new, new_slots)
 
-    def in_pieces(self, path):
-        return self.within()[self._group(path)].in_pieces(path)
+    def is_chunkable(self, path):
+        return self._optimizer_of(path).is_chunkable(path)
 
-    def shows(self, path, w, slots, step):
-        return self.within()[self._group(path)].shows(path, w, slots, step)
+    def eval_weights(self, path, w, slots, step):
+        return self._optimizer_of(path).eval_weights(path, w, slots, step)
 
-    def _group(self, path: str) -> int:
-        for place, (pattern, _) in enumerate(self.groups):
+    def _optimizer_of(self, path: str) -> Optimizer:
+        return self.groups[self._group_index(path)][1]
+
+    def _group_index(self, path: str) -> int:
+        for index, (pattern, _) in enumerate(self.groups):
             if matches(pattern, path):
-                return place
+                return index
         raise NoMatch(f'Groups: no pattern matches {path!r}; end with a group for the rest, ("**", ...).')
 
-    def _scalars(self) -> list[dict[str, tuple[str, float | int]]]:
-        """For each group, its scalars' names to ours and the first value."""
-        taken: set[str] = set()
-        found = []
-        for place, optimizer in enumerate(self.within()):
-            own = {
-                name: (f"{name}_{place}" if name in taken else name, start)
+    def _scalar_names(self) -> list[dict[str, tuple[str, float | int]]]:
+        """For each group, the names of its scalars to their names in the state and their initial values."""
+        used: set[str] = set()
+        groups = []
+        for index, optimizer in enumerate(self.inner_optimizers()):
+            names = {
+                name: (f"{name}_{index}" if name in used else name, start)
                 for name, start in optimizer.scalars().items()
             }
-            taken |= {ours for ours, _ in own.values()}
-            found.append(own)
-        return found
+            used |= {stored for stored, _ in names.values()}
+            groups.append(names)
+        return groups
 
     def __repr__(self) -> str:
         return f"Groups({', '.join(map(repr, self.groups))})"
@@ -99,7 +102,7 @@ class Groups(Optimizer):
 
 @frozen
 class Freeze(OptimizerWrapper):
-    """The leaves that match a pattern of `frozen` stay to the bit, and have no slots."""
+    """Leave the leaves that match `frozen` bitwise unchanged, and store no slots for them."""
 
     frozen: Patterns = ()
 
@@ -114,12 +117,12 @@ class Freeze(OptimizerWrapper):
     def policy(self, path):
         return LeafPolicy() if self._is_frozen(path) else super().policy(path)
 
-    def shows(self, path, w, slots, step):
-        return w if self._is_frozen(path) else super().shows(path, w, slots, step)
+    def eval_weights(self, path, w, slots, step):
+        return w if self._is_frozen(path) else super().eval_weights(path, w, slots, step)
 
-    def advance(self, now, grads, weights, slots):
-        live = [path for path in grads if not self._is_frozen(path)]
-        return self.optimizer.advance(now, subset(grads, live), subset(weights, live), slots)
+    def advance(self, context, grads, weights, slots):
+        trained = [path for path in grads if not self._is_frozen(path)]
+        return self.optimizer.advance(context, subset(grads, trained), subset(weights, trained), slots)
 
     def _is_frozen(self, path: str) -> bool:
         return any(matches(pattern, path) for pattern in self.frozen)
@@ -127,7 +130,7 @@ class Freeze(OptimizerWrapper):
 
 @frozen
 class Rates(OptimizerWrapper):
-    """The rate times a factor for the leaves that match a pattern, the first that does: `(("**/table", 0.1),)`."""
+    """Multiply the rate of each leaf by the factor of the first matching pattern: `(("**/table", 0.1),)`."""
 
     elementwise = True
     factors: tuple[tuple[str, float], ...] = ()
@@ -135,10 +138,10 @@ class Rates(OptimizerWrapper):
     def patterns(self):
         return (*(pattern for pattern, _ in self.factors), *self.optimizer.patterns())
 
-    def advance(self, now, grads, weights, slots):
-        found = {path: self._factor(path) for path in grads}
-        scaled = {path: factor for path, factor in found.items() if factor is not None}
-        return self.optimizer.advance(now.scaled(scaled), grads, weights, slots)
+    def advance(self, context, grads, weights, slots):
+        factors = {path: self._factor(path) for path in grads}
+        context = context.scale_rates({path: factor for path, factor in factors.items() if factor is not None})
+        return self.optimizer.advance(context, grads, weights, slots)
 
     def _factor(self, path: str) -> float | None:
         return next((factor for pattern, factor in self.factors if matches(pattern, path)), None)
@@ -146,10 +149,10 @@ class Rates(OptimizerWrapper):
 
 @frozen
 class LayerwiseRates(OptimizerWrapper):
-    """Rates that fall by `factor` from each layer to the one before it, down from the last, which keeps the rate.
+    """Layer-wise rate decay: the last layer has the full rate, each layer before it `factor` times that of the next.
 
-    `layers` are patterns in the order of the layers, from the input on. One of those that are `stacked`, weights of a
-    `Repeat`, stands for as many layers as its first axis is long. https://arxiv.org/abs/2106.08254
+    `layers` are patterns in order from the input. One that is also in `stacked`, for weights of a `Repeat`, counts as
+    many layers as the first axis of its leaves. https://arxiv.org/abs/2106.08254
     """
 
     layers: Patterns
@@ -160,30 +163,29 @@ class LayerwiseRates(OptimizerWrapper):
         super().__post_init__()
         unknown = set(self.stacked) - set(self.layers)
         if unknown:
-            raise ValueError(f"LayerwiseRates: {min(unknown)!r} is stacked, but is none of the layers.")
+            raise ValueError(f"LayerwiseRates: {min(unknown)!r} is stacked, but is not one of the layers.")
 
     def patterns(self):
         return (*self.layers, *self.optimizer.patterns())
 
-    def in_pieces(self, path):
-        return not self.stacked and self.optimizer.in_pieces(path)  # a piece does not know which layers it holds
+    def is_chunkable(self, path):
+        return not self.stacked and self.optimizer.is_chunkable(path)  # a chunk does not know which layers it has
 
-    def advance(self, now, grads, weights, slots):
-        return self.optimizer.advance(
-            now.scaled(self.factors({path: g.shape for path, g in grads.items()})), grads, weights, slots
-        )
+    def advance(self, context, grads, weights, slots):
+        context = context.scale_rates(self.factors({path: g.shape for path, g in grads.items()}))
+        return self.optimizer.advance(context, grads, weights, slots)
 
     def factors(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The factor of each leaf: a number, or for a stacked one an array that its first axis counts."""
-        own = {pattern: [path for path in shapes if matches(pattern, path)] for pattern in self.layers}
-        deep = {p: shapes[own[p][0]][0] if p in self.stacked and own[p] else 1 for p in self.layers}
-        above, found = 0, {}
+        """The factor of each leaf: a number or, if it is stacked, an array that broadcasts along its first axis."""
+        paths = {pattern: [path for path in shapes if matches(pattern, path)] for pattern in self.layers}
+        depths = {p: shapes[paths[p][0]][0] if p in self.stacked and paths[p] else 1 for p in self.layers}
+        above, factors = 0, {}
         for pattern in reversed(self.layers):
-            for path in own[pattern]:
+            for path in paths[pattern]:
                 if pattern in self.stacked:
-                    each = self.factor ** (above + np.arange(deep[pattern])[::-1])
-                    found[path] = each.reshape(-1, *[1] * (len(shapes[path]) - 1))
+                    each = self.factor ** (above + np.arange(depths[pattern])[::-1])
+                    factors[path] = each.reshape(-1, *[1] * (len(shapes[path]) - 1))
                 else:
-                    found[path] = self.factor**above
-            above += deep[pattern]
-        return found
+                    factors[path] = self.factor**above
+            above += depths[pattern]
+        return factors

@@ -1,4 +1,4 @@
-"""Muon: a momentum made orthogonal, for matrices; another optimizer for the rest."""
+"""Muon: orthogonalised momentum for matrices, another optimizer for the rest."""
 
 import math
 
@@ -7,8 +7,8 @@ import jax
 from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
 from mlax.optim._adam import AdamW
-from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, matches_any, subset
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate
+from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, subset
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, matches_any
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm
 
@@ -17,12 +17,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/po
 
 @frozen
 class Muon(Leafwise):
-    """`w - rate * (sqrt(max(1, outputs / inputs)) * orthogonal(mean) + decay * w)` for matrices; `rest` for the others.
+    """`w - rate * (sqrt(max(1, outputs / inputs)) * orthogonalise(mean) + decay * w)` for matrices; `rest` for others.
 
-    Matrices are the leaves that match a pattern of `matrices`; without patterns, those named kernel. One of more than
-    two axes, a convolution's, is taken as its first axis against the others, unless it is `stacked`. `newton_dtype` is
-    the dtype of the products that make the mean orthogonal. Slots: mean, and what `rest` keeps beside the others.
-    https://kellerjordan.github.io/posts/muon, with the decay of https://arxiv.org/abs/2502.16982
+    Matrices are the leaves that match `matrices`; without patterns, those named kernel. A leaf of more axes, a
+    convolution's say, is a matrix of its first axis against the others, unless it is `stacked`. `newton_dtype` is the
+    dtype of the matrix products. https://kellerjordan.github.io/posts/muon, with the weight decay of
+    https://arxiv.org/abs/2502.16982. Slots: mean, and those of `rest` for the other leaves.
     """
 
     rate: Rate = 0.02
@@ -47,40 +47,41 @@ class Muon(Leafwise):
     def slots(self, path, w):
         return super().slots(path, w) if self._is_matrix(path) else self.rest.slots(path, w)
 
-    def shows(self, path, w, slots, step):
-        return w if self._is_matrix(path) else self.rest.shows(path, w, slots, step)
+    def eval_weights(self, path, w, slots, step):
+        return w if self._is_matrix(path) else self.rest.eval_weights(path, w, slots, step)
 
     def scalars(self):
         return self.rest.scalars()
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         if len(w.shape) < 2:
-            raise ValueError(f"Muon: {path!r} has the shape {w.shape}, which is no matrix; name those by `matrices`.")
+            raise ValueError(f"Muon: {path!r} has shape {w.shape}, which is not a matrix; name matrices by `matrices`.")
         return {"mean": Slot()}
 
-    def advance(self, now, grads, weights, slots):
-        mine = [path for path in grads if self._is_matrix(path)]
-        others = [path for path in grads if path not in mine]
-        new, after = super().advance(now, subset(grads, mine), subset(weights, mine), slots)
-        rest, kept = self.rest.advance(now.without(self), subset(grads, others), subset(weights, others), slots)
+    def advance(self, context, grads, weights, slots):
+        matrices = [path for path in grads if self._is_matrix(path)]
+        others = [path for path in grads if path not in matrices]
+        new, new_slots = super().advance(context, subset(grads, matrices), subset(weights, matrices), slots)
+        context = context.without_overrides(self)
+        rest, rest_slots = self.rest.advance(context, subset(grads, others), subset(weights, others), slots)
         merged = {
-            name: {**after.get(name, {}), **leaves} if isinstance(leaves, dict) else leaves
-            for name, leaves in kept.items()
+            name: {**new_slots.get(name, {}), **leaves} if isinstance(leaves, dict) else leaves
+            for name, leaves in rest_slots.items()
         }
-        return StepResult({**new, **rest}, {**after, **merged})
+        return StepResult({**new, **rest}, {**new_slots, **merged})
 
-    def shared(self, now, scalars):
+    def shared_values(self, now, scalars):
         return dict(scalars)
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         mean = moving_average(slots["mean"], g, now.momentum)
         step = moving_average(g, mean, 1 - now.momentum) if self.nesterov else mean
         outputs, inputs = (g.shape[1], g.shape[0]) if g.ndim == 2 else (g.shape[0], math.prod(g.shape[1:]))
-        step = with_auto_axes(self._orthogonal, step, like=step) * math.sqrt(max(1.0, outputs / max(1, inputs)))
-        return w - now.rate * now.decayed(step, w), {"mean": mean}
+        step = with_auto_axes(self._orthogonalise, step, like=step) * math.sqrt(max(1.0, outputs / max(1, inputs)))
+        return w - now.rate * now.add_decay(step, w), {"mean": mean}
 
-    def _orthogonal(self, x: jax.Array) -> jax.Array:
-        """About `u v` where `x = u s v`: each singular value is brought near 1, by a polynomial of the matrix."""
+    def _orthogonalise(self, x: jax.Array) -> jax.Array:
+        """About `u v` where `x = u s v`: Newton-Schulz iterations bring every singular value near 1."""
         a, b, c = COEFFICIENTS
         matrix = x.reshape(x.shape[0], -1)
         matrix = (matrix / (norm(matrix) + 1e-7)).astype(self.newton_dtype or x.dtype)

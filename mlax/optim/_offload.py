@@ -1,138 +1,85 @@
-"""The update of leaves in host memory, in chunks."""
+"""The update of leaves in host memory: fetched to the device in chunks, updated and written back."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mlax._jax import map_chunks_inplace, plan_chunks, sum_chunks, to_device, to_memory_of
-from mlax.optim._slot_layout import SlotLayout
-from mlax.optim._trees import cast_like
-from mlax.optim._update import UpdateContext
+from mlax.optim._update import LeafArrays, Update
 
 
-class Part(NamedTuple):
-    """Some leaves, or some rows of them, as they are stored."""
+def apply_offloaded(update: Update, arrays: LeafArrays) -> tuple[LeafArrays, dict[str, Any]]:
+    """`update.apply(arrays)`, each array staying in its memory.
 
-    grads: dict[str, Any]  # by path
-    weights: dict[str, Any]
-    slots: dict[str, dict[str, Any]]  # by name and path
-
-    def of(self, paths: Iterable[str]) -> "Part":
-        """The part with these leaves only."""
-        chosen = list(paths)
-        slots = {name: {path: slot[path] for path in chosen if path in slot} for name, slot in self.slots.items()}
-        return Part({p: self.grads[p] for p in chosen}, {p: self.weights[p] for p in chosen}, slots)
-
-    def arrays(self, path: str) -> list[Any]:
-        """All there is at a path, its weights first."""
-        return [self.weights[path], self.grads[path], *(slot[path] for slot in self.slots.values() if path in slot)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """An update under way: `take` says if it is to be taken, and leaves everything as it was if it is not."""
-
-    optimizer: Any
-    layout: SlotLayout
-    now: UpdateContext
-    scalars: Mapping[str, jax.Array]
-    take: jax.Array | None = None
-
-    def __call__(self, part: Part) -> tuple[Part, dict[str, Any]]:
-        """The leaves after it, each where it was, and the step and the scalars."""
-        cut = plan_chunks({p: part.arrays(p) for p in part.weights if self.optimizer.in_pieces(p)})
-        if not cut:
-            return self._whole(part, self.now)
-        apart = {path for paths, _ in cut for path in paths}
-        rest = part.of(path for path in part.weights if path not in apart)
-        totals: list[jax.Array] = []  # of what the optimizer adds up over all leaves, in the order it asks for them
-        while True:
-            now = _knowing(self.now, totals)
-            try:
-                new, scalars = self._whole(rest, now)
-                break
-            except Unknown as asked:
-                amount = asked.amount
-                for paths, number in cut:
-                    amount = sum_chunks(lambda piece: self._amount(piece, totals), part.of(paths), number, amount)
-                totals.append(amount)
-        for paths, number in cut:
-            piece = self._cut(part.of(paths), number, totals)
-            new.weights.update(piece.weights)
-            for name, slot in piece.slots.items():
-                new.slots[name].update(slot)
-        return new, scalars
-
-    def _whole(self, part: Part, now: UpdateContext) -> tuple[Part, dict[str, Any]]:
-        new, scalars = self._taken(to_device(part), now)
-        return to_memory_of(new, part._replace(grads=new.grads)), scalars
-
-    def _cut(self, part: Part, number: int, totals: list[jax.Array]) -> Part:
-        def step(row: Any, written: Any, grads: Any) -> Any:
-            new, _ = self._taken(Part(grads, *written), _knowing(self.now, totals), row)
-            return new.weights, new.slots
-
-        return Part(part.grads, *map_chunks_inplace(step, (part.weights, part.slots), part.grads, number))
-
-    def _amount(self, piece: Part, totals: list[jax.Array]) -> jax.Array:
-        try:
-            self._taken(piece, _knowing(self.now, totals))
-        except Unknown as asked:
-            return asked.amount
-        raise TypeError(
-            f"{self.layout.leaves.owner}: what it adds up over all leaves by `now.total` depends on which leaves it "
-            "sees; call it equally often for any of them."
-        )
-
-    def _taken(self, part: Part, now: UpdateContext, row: Any = 0) -> tuple[Part, dict[str, Any]]:
-        """The update of leaves on the device, whose first row is `row` in the whole."""
-        layout, before = self.layout, {"step": now.step, **self.scalars}
-        old = {path: layout.read(path, w, part.slots) for path, w in part.weights.items()}
-        weights, after = self.optimizer.advance(
-            now,
-            {path: layout.widened(path, g) for path, g in part.grads.items()},
-            old,
-            {**before, "step": now.step + 1, **layout.opened(part.slots)},
-        )
-        new, slots = dict(part.weights), {name: dict(slot) for name, slot in part.slots.items()}
-        for path, w in weights.items():
-            if not layout.reads_weights(path):  # nor are they fetched to stay as they were
-                stored, remembered = layout.write(path, self._chosen(w, old[path]), now.step, row)
-                new[path] = cast_like(stored, new[path])
-            else:
-                stored, remembered = layout.write(path, w, now.step, row)
-                new[path] = self._chosen(cast_like(stored, new[path]), new[path])
-            for name, leaf in remembered.items():
-                slots[name][path] = self._chosen(leaf, slots[name][path])
-        for name in layout.names:
-            for path, leaf in after.get(name, {}).items():
-                slots[name][path] = self._chosen(cast_like(leaf, slots[name][path]), slots[name][path])
-        scalars = {name: self._chosen(after[name].astype(old.dtype), old) for name, old in before.items()}
-        return Part(part.grads, new, slots), scalars
-
-    def _chosen(self, new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if self.take is None or new is old else jnp.where(self.take, new, old)
+    The first pass over the chunks sums what the optimizer needs of all leaves, global norms say; the second updates.
+    Leaves that are small, or that the optimizer does not update row by row, go to the device whole.
+    """
+    chunkable = [path for path in arrays.weights if update.optimizer.is_chunkable(path)]
+    plan = plan_chunks({path: _all_arrays(arrays, path) for path in chunkable})
+    chunked = {path for paths, _ in plan for path in paths}
+    rest = arrays.subset(path for path in arrays.weights if path not in chunked)
+    groups = [(arrays.subset(paths), number) for paths, number in plan]
+    totals = _sum_totals(update, to_device(rest), groups) if groups else []
+    new, scalars, _ = _apply(update, to_device(rest), totals, chunked=bool(groups))
+    new = to_memory_of(new, rest._replace(grads=new.grads))
+    for group, number in groups:
+        weights, slots = _apply_chunks(update, group, number, totals)
+        new.weights.update(weights)
+        for name, slot in slots.items():
+            new.slots[name].update(slot)
+    return new, scalars
 
 
-class Unknown(Exception):
-    """A sum over all leaves was asked for, of which only this amount is known."""
+def _sum_totals(update: Update, rest: LeafArrays, groups: list[tuple[LeafArrays, int]]) -> list[jax.Array]:
+    """The sums over all leaves that the optimizer asks `context.total` for, in that order.
 
-    def __init__(self, amount: jax.Array):
-        super().__init__("a sum over all leaves is not known yet")
-        self.amount = amount
+    The second may depend on the first, as with nested clipping, so each is summed in its own pass over the chunks.
+    What the passes compute besides the sum is dead code, which XLA removes.
+    """
+    totals: list[jax.Array] = []
+
+    def amount(arrays: LeafArrays) -> jax.Array:
+        *_, amounts = _apply(update, arrays, totals)
+        if len(amounts) <= len(totals):
+            raise TypeError(
+                f"{update.layout.tree.owner}: how often it calls `context.total` depends on the leaves; call it "
+                "equally often for any of them."
+            )
+        return amounts[len(totals)]
+
+    count = len(jax.eval_shape(lambda rest: _apply(update, rest, [])[-1], rest))
+    for _ in range(count):
+        total = amount(rest)
+        for group, number in groups:
+            total = sum_chunks(amount, group, number, total)
+        totals.append(total)
+    return totals
 
 
-def _knowing(now: UpdateContext, totals: list[jax.Array]) -> UpdateContext:
-    """The moment, in which the sums over all leaves that are asked for first are these."""
-    known = iter(totals)
+def _apply_chunks(update: Update, group: LeafArrays, number: int, totals: list[jax.Array]) -> Any:
+    def step(row: Any, written: Any, grads: Any) -> Any:
+        new, _, _ = _apply(update, LeafArrays(grads, *written), totals, row)
+        return new.weights, new.slots
+
+    return map_chunks_inplace(step, (group.weights, group.slots), group.grads, number)
+
+
+def _apply(
+    update: Update, arrays: LeafArrays, totals: list[jax.Array], row: Any = 0, chunked: bool = True
+) -> tuple[LeafArrays, dict[str, Any], list[jax.Array]]:
+    """`update.apply` given the totals known so far, and what these leaves add to each."""
+    amounts: list[jax.Array] = []
 
     def total(amount: jax.Array) -> jax.Array:
-        found = next(known, None)
-        if found is None:
-            raise Unknown(amount)
-        return found
+        amounts.append(amount)
+        return totals[len(amounts) - 1] if len(amounts) <= len(totals) else amount
 
-    return dataclasses.replace(now, total=total, in_pieces=True)
+    context = dataclasses.replace(update.context, total=total, chunked=chunked)
+    return *dataclasses.replace(update, context=context).apply(arrays, row), amounts
+
+
+def _all_arrays(arrays: LeafArrays, path: str) -> list[Any]:
+    """All arrays of a leaf, its weights first."""
+    slots = [slot[path] for slot in arrays.slots.values() if path in slot]
+    return [arrays.weights[path], arrays.grads[path], *slots]

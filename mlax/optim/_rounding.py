@@ -1,8 +1,8 @@
-"""How new weights, computed in a wide dtype, are stored in a narrow one."""
+"""Rounding: how weights computed in a wide dtype are stored in a narrow one."""
 
 import abc
 import zlib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +14,28 @@ from mlax.optim._slots import Slot
 
 @frozen
 class Rounding(abc.ABC):
-    """How weights are read into the dtype of the arithmetic, and written back. Without effect if they are one."""
+    """How weights are read into the dtype of the arithmetic and written back; unused where both dtypes are the same."""
 
-    reads_weights: ClassVar[bool] = True  # False where a slot alone tells them
+    reads_weights: ClassVar[bool] = True  # False if a slot replaces them
 
     def slots(self) -> dict[str, Slot]:
-        """What it keeps beside a narrow parameter."""
+        """The slots that it stores for a narrow parameter."""
         return {}
 
-    def read(self, w: jax.Array, slots: dict[str, jax.Array], wide: Any) -> jax.Array:
-        """The parameter in the wide dtype."""
-        return w.astype(wide)
+    def read(self, w: jax.Array, slots: dict[str, jax.Array], dtype: Any) -> jax.Array:
+        """The parameter in `dtype`, that of the arithmetic."""
+        return w.astype(dtype)
 
     @abc.abstractmethod
     def write(
         self, new: jax.Array, dtype: Any, step: jax.Array, path: str, row: Any = 0
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The parameter, or some rows of it from `row` on, in its own dtype, and the slots."""
+        """The parameter, or some of its rows starting at `row`, in its own dtype, and the slots."""
 
 
 @frozen
 class RoundToNearest(Rounding):
-    """To the nearest number. A change smaller than half of the distance to the next one is lost."""
+    """Round to nearest. A change of less than half the distance to the next representable value is lost."""
 
     def write(self, new, dtype, step, path, row=0):
         return new.astype(dtype), {}
@@ -43,17 +43,17 @@ class RoundToNearest(Rounding):
 
 @frozen
 class MasterWeights(Rounding):
-    """To the nearest number, of weights that the slot `master` keeps in the wide dtype.
+    """Round to nearest, from a master copy of the weights in the wide dtype. https://arxiv.org/abs/1710.03740
 
-    https://arxiv.org/abs/1710.03740. The slot rules: weights that are replaced from outside need a new state.
+    The update reads the slot `master` and not the weights: after replacing the weights, make a new state.
     """
 
     reads_weights = False
 
     def slots(self):
-        return {"master": Slot(copies=True, wide=True)}
+        return {"master": Slot(copy=True, wide=True)}
 
-    def read(self, w, slots, wide):
+    def read(self, w, slots, dtype):
         return slots["master"]
 
     def write(self, new, dtype, step, path, row=0):
@@ -62,27 +62,28 @@ class MasterWeights(Rounding):
 
 @frozen
 class KahanSummation(Rounding):
-    """To the nearest number, and what that lost is kept in the slot `remainder` and added the next time.
+    """Round to nearest, and add the rounding error, stored in the slot `remainder`, to the weights in the next step.
 
-    The compensated summation of https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
+    Compensated summation, https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
     """
 
     def slots(self):
         return {"remainder": Slot()}
 
-    def read(self, w, slots, wide):
-        return w.astype(wide) + slots["remainder"].astype(wide)
+    def read(self, w, slots, dtype):
+        return w.astype(dtype) + slots["remainder"].astype(dtype)
 
     def write(self, new, dtype, step, path, row=0):
-        w = lax.reduce_precision(new, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)  # XLA would drop a cast and back
+        # XLA would remove a cast to the narrow dtype and back
+        w = lax.reduce_precision(new, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
         return w.astype(dtype), {"remainder": new - w}
 
 
 @frozen
 class StochasticRounding(Rounding):
-    """Up or down at random, the nearer the likelier, so that the mean is exact: small changes add up.
+    """Round up or down at random, with probabilities that make the mean exact. https://arxiv.org/abs/2010.06192
 
-    The draws follow from `seed`, the step, the path and the place in the leaf. https://arxiv.org/abs/2010.06192
+    The random bits are a function of `seed`, the step, the path and the index of the element.
     """
 
     seed: int = 0
@@ -92,39 +93,46 @@ class StochasticRounding(Rounding):
         return stochastic_round(new, dtype, hash_bits(new.shape, step, seed, row)), {}
 
 
-def stochastic_round(x: jax.Array, dtype: Any, draws: jax.Array) -> jax.Array:
-    """`x` rounded to one of its two neighbours in a narrower dtype, each as likely as it is near, by 32 random bits.
+class LeafPolicy(NamedTuple):
+    """The dtype of the arithmetic for a parameter, the dtypes of its slots by name, and how its weights are rounded."""
 
-    Beyond the largest number, which has a neighbour on one side only, to the nearest: chance makes no infinity.
+    accum_dtype: Any = None  # None: the parameter's, or float32 if that is narrower
+    slot_dtypes: tuple[tuple[str, Any], ...] = ()
+    rounding: Rounding = RoundToNearest()
+
+
+def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+    """`x` rounded to one of its two neighbours in a narrower dtype, the nearer the likelier, by 32 random bits each.
+
+    Beyond the largest finite value, rounded to nearest: a finite `x` that fits never becomes infinite by chance.
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     word = jnp.dtype(f"uint{wide.bits}")
-    gone = wide.nmant - narrow.nmant  # bits
-    mask = jnp.asarray((1 << gone) - 1, word)
-    high = draws.astype(word) << jnp.asarray(max(0, gone - 32), word)
-    bits = lax.bitcast_convert_type(x, word) + (high & mask)
-    rounded = lax.bitcast_convert_type(bits & ~mask, x.dtype)
-    if narrow.nexp < wide.nexp:  # below its normal numbers all neighbours are as far apart
-        grid = float(narrow.smallest_subnormal)
-        uniform = (draws >> 9).astype(x.dtype) * 2.0**-23
-        tiny = lax.sign(x) * lax.floor(lax.abs(x) * (1 / grid) + uniform) * grid
-        rounded = lax.select(lax.abs(x) < float(narrow.tiny), tiny, rounded)
+    dropped = wide.nmant - narrow.nmant  # bits
+    mask = jnp.asarray((1 << dropped) - 1, word)
+    noise = bits.astype(word) << jnp.asarray(max(0, dropped - 32), word)
+    perturbed = lax.bitcast_convert_type(x, word) + (noise & mask)
+    rounded = lax.bitcast_convert_type(perturbed & ~mask, x.dtype)
+    if narrow.nexp < wide.nexp:  # subnormal values are evenly spaced
+        spacing = float(narrow.smallest_subnormal)
+        uniform = (bits >> 9).astype(x.dtype) * 2.0**-23
+        subnormal = lax.sign(x) * lax.floor(lax.abs(x) * (1 / spacing) + uniform) * spacing
+        rounded = lax.select(lax.abs(x) < float(narrow.tiny), subnormal, rounded)
     return lax.select(lax.abs(x) <= float(narrow.max), rounded, x).astype(dtype)
 
 
 def hash_bits(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) -> jax.Array:
-    """32 bits for each place, which look random: a hash of the place, of the step and of the seed.
+    """32 pseudorandom bits per element: a hash of its index, the step and the seed.
 
-    `row` is where the first axis begins, in a larger array of which this is a piece.
-
-    A few operations beside each number, fused with the update that needs them, where JAX's generators are a pass of
-    their own. The hash and its constants are https://github.com/skeeto/hash-prospector's, applied twice.
+    `row` is the index of the first row, if this is a slice of a larger array. A few operations per element, which
+    fuse with the update, where JAX's generators take another pass over memory. The hash, applied twice, is that of
+    https://github.com/skeeto/hash-prospector
     """
-    place = jnp.zeros(shape, jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-        place = place if axis else place + jnp.asarray(row).astype(jnp.uint32)
-    return _hash(_hash(place ^ jnp.uint32(seed)) ^ _hash(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
+        index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index if axis else index + jnp.asarray(row).astype(jnp.uint32)
+    return _hash(_hash(index ^ jnp.uint32(seed)) ^ _hash(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
 
 
 def _hash(x: jax.Array) -> jax.Array:

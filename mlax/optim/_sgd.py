@@ -12,9 +12,10 @@ from mlax.optim._trees import moving_average, norm, trust_ratio
 
 @frozen
 class SGD(Leafwise):
-    """`w - rate * g`; with momentum, `m = momentum * m + g` in place of g; with Nesterov's, `g + momentum * m`.
+    """`w - rate * g`; with momentum, `m = momentum * m + g` in place of `g`; with Nesterov's, `g + momentum * m`.
 
-    Slot, if there is a momentum: momentum. https://proceedings.mlr.press/v28/sutskever13.html
+    Equations 1 to 4 of https://proceedings.mlr.press/v28/sutskever13.html, with the rate outside of the momentum.
+    Slot, if there is a momentum: momentum.
     """
 
     elementwise = True
@@ -27,10 +28,10 @@ class SGD(Leafwise):
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD: nesterov needs a momentum; pass momentum=0.9, say.")
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {} if self.momentum == 0 else {"momentum": Slot()}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         if not slots:
             return w - now.rate * g, {}
         m = now.momentum * slots["momentum"] + g
@@ -39,10 +40,10 @@ class SGD(Leafwise):
 
 @frozen
 class LARS(Leafwise):
-    """SGD with momentum at the rate `rate * trust * |w| / (|g| + decay * |w|)`, decay included, leaf by leaf.
+    """SGD with momentum and the rate `rate * trust * |w| / (|g| + decay * |w|)` for each leaf, weight decay included.
 
-    Leaves that do not decay, biases and norms for the most part, keep the rate as it is. `decayed` as in `AdamW`.
-    Slot: momentum. Algorithm 1 of https://arxiv.org/abs/1708.03888
+    Leaves without weight decay, mostly biases and norms, use `rate`. Algorithm 1 of https://arxiv.org/abs/1708.03888.
+    `decayed` as in `AdamW`. Slot: momentum.
     """
 
     rate: Rate
@@ -51,25 +52,25 @@ class LARS(Leafwise):
     decay: NonNegative = 1e-4
     decayed: Patterns | None = None
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {"momentum": Slot()}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         step = now.rate * g
-        if self._decays(now.path):
+        if self._is_decayed(now.path):
             size = norm(w)
             scale = trust_ratio(now.trust * size, norm(g), now.decay * size)
-            step = now.rate * scale * now.decayed(g, w)
+            step = now.rate * scale * now.add_decay(g, w)
         m = now.momentum * slots["momentum"] + step
         return w - m, {"momentum": m}
 
 
 @frozen
 class Lion(Leafwise):
-    """`w - rate * (sign(b1 * mean + (1 - b1) * g) + decay * w)`; one slot, mean, which averages by `b2`.
+    """`w - rate * (sign(b1 * mean + (1 - b1) * g) + decay * w)`, where `mean` is a moving average with `b2`.
 
-    Its rate is 3 to 10 times smaller than Adam's, its decay as much larger. `decayed` as in `AdamW`.
-    Program 1 of https://arxiv.org/abs/2302.06675
+    Its rate should be 3 to 10 times smaller than Adam's, and its decay larger by as much.
+    Program 1 of https://arxiv.org/abs/2302.06675. `decayed` as in `AdamW`. Slot: mean.
     """
 
     elementwise = True
@@ -79,21 +80,21 @@ class Lion(Leafwise):
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {"mean": Slot()}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         step = lax.sign(moving_average(slots["mean"], g, now.b1))
-        return w - now.rate * now.decayed(step, w), {"mean": moving_average(slots["mean"], g, now.b2)}
+        return w - now.rate * now.add_decay(step, w), {"mean": moving_average(slots["mean"], g, now.b2)}
 
 
 @frozen
 class RMSProp(Leafwise):
-    """`w - rate * g / (sqrt(square) + eps)`, where `square` is the moving average of the gradients' squares.
+    """`w - rate * g / (sqrt(square) + eps)`, where `square` is a moving average of `g * g`.
 
-    `centred` takes their variance instead; `momentum` adds up the steps. Slots: square; mean, if centred; momentum, if
-    there is one. https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf,
-    centred: equations 38 to 45 of https://arxiv.org/abs/1308.0850
+    With `centred`, `square` is the variance; with `momentum`, steps accumulate as in SGD.
+    https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf; centred, equations 38 to 45 of
+    https://arxiv.org/abs/1308.0850. Slots: square; mean, if centred; momentum, if there is one.
     """
 
     elementwise = True
@@ -103,19 +104,18 @@ class RMSProp(Leafwise):
     momentum: Beta = 0.0
     centred: bool = False
 
-    def keeps(self, path, w):
-        kept = {"square": Slot(wide=True)}
-        kept |= {"mean": Slot(wide=True)} if self.centred else {}
-        return kept if self.momentum == 0 else {**kept, "momentum": Slot()}
+    def leaf_slots(self, path, w):
+        slots = {"square": Slot(wide=True)}
+        slots |= {"mean": Slot(wide=True)} if self.centred else {}
+        return slots if self.momentum == 0 else {**slots, "momentum": Slot()}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         new = {"square": moving_average(slots["square"], g * g, now.b2)}
         square = new["square"]
         if self.centred:
             new["mean"] = moving_average(slots["mean"], g, now.b2)
-            square = lax.max(
-                square - new["mean"] * new["mean"], jnp.zeros_like(square)
-            )  # rounding may make it negative
+            variance = square - new["mean"] * new["mean"]
+            square = lax.max(variance, jnp.zeros_like(square))  # rounding can make it negative
         step = g / (lax.sqrt(square) + now.eps)
         if "momentum" in slots:
             step = new["momentum"] = now.momentum * slots["momentum"] + step
@@ -124,9 +124,9 @@ class RMSProp(Leafwise):
 
 @frozen
 class Adagrad(Leafwise):
-    """`w - rate * g / (sqrt(total) + eps)`, where `total` adds up the squares of the gradients, beginning at `start`.
+    """`w - rate * g / (sqrt(total) + eps)`, where `total` is `start` plus the sum of all squared gradients.
 
-    Slot: total. https://jmlr.org/papers/v12/duchi11a.html
+    Figure 1 of https://jmlr.org/papers/v12/duchi11a.html. Slot: total.
     """
 
     elementwise = True
@@ -134,19 +134,19 @@ class Adagrad(Leafwise):
     start: float = 0.0
     eps: NonNegative = 1e-10
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {"total": Slot(start=self.start, wide=True)}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         total = slots["total"] + g * g
         return w - now.rate * g / (lax.sqrt(total) + now.eps), {"total": total}
 
 
 @frozen
 class Adadelta(Leafwise):
-    """The gradient times the root of the mean square of past steps over that of past gradients.
+    """`w - rate * sqrt(change + eps) / sqrt(square + eps) * g`, with mean squares of past steps and of gradients.
 
-    Slots: square, of the gradients; change, the mean square of the steps. Algorithm 1 of https://arxiv.org/abs/1212.5701
+    Algorithm 1 of https://arxiv.org/abs/1212.5701. Slots: square, of the gradients; change, of the steps.
     """
 
     elementwise = True
@@ -154,10 +154,10 @@ class Adadelta(Leafwise):
     b2: Beta = 0.9
     eps: NonNegative = 1e-6
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {"square": Slot(wide=True), "change": Slot(wide=True)}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         square = moving_average(slots["square"], g * g, now.b2)
         step = lax.sqrt(slots["change"] + now.eps) / lax.sqrt(square + now.eps) * g
         return w - now.rate * step, {"square": square, "change": moving_average(slots["change"], step * step, now.b2)}

@@ -1,4 +1,4 @@
-"""Slot and OptimizerState: what an optimizer stores beside each parameter, and the tuple of all of it."""
+"""Slot and OptimizerState: what an optimizer stores for each parameter, and the named tuple of all of it."""
 
 import collections
 import functools
@@ -15,44 +15,43 @@ from mlax._jax import is_on_host, map_chunks, slice_to_device, to_host
 
 
 class Slot(NamedTuple):
-    """One leaf of a slot, declared: each of its axes is one of the parameter's, by number, or its own, None."""
+    """The declaration of one leaf of a slot: each axis is an axis of the parameter, by index, or a new one, None."""
 
-    axes: tuple[int | None, ...] | EllipsisType = ...  # ...: those of the parameter, all of them
-    own: tuple[int, ...] = ()  # the sizes of its own axes, in order
+    axes: tuple[int | None, ...] | EllipsisType = ...  # ...: all axes of the parameter
+    sizes: tuple[int, ...] = ()  # of the new axes, in order
     start: float = 0.0
-    dtype: Any = None  # None: the parameter's, or that of the arithmetic if it is `wide`
-    wide: bool = False  # for what changes by less than a narrow dtype can tell: long averages, sums, weights
-    copies: bool = False  # starts as the parameter itself
+    dtype: Any = None  # None: the parameter's, or that of the arithmetic if `wide`
+    wide: bool = False  # for values whose changes a narrow dtype would round away: long averages, sums, weights
+    copy: bool = False  # starts as a copy of the parameter
 
     def shape(self, parameter: Any) -> tuple[int, ...]:
-        """Its shape beside this parameter."""
+        """The shape of the slot for this parameter."""
         if isinstance(self.axes, EllipsisType):
             return parameter.shape
-        own = iter(self.own)
-        return tuple(next(own) if axis is None else parameter.shape[axis] for axis in self.axes)
+        sizes = iter(self.sizes)
+        return tuple(next(sizes) if axis is None else parameter.shape[axis] for axis in self.axes)
 
-    def first(self, parameter: jax.Array, dtype: Any) -> jax.Array:
-        """Its first value, laid over devices as the parameter's axes are.
+    def init_value(self, parameter: jax.Array, dtype: Any) -> jax.Array:
+        """The initial value, sharded along the axes of the parameter, and in the same memory.
 
-        A constant would lie wherever the compiler likes. So it is computed from the parameter, by a comparison which
-        never holds: that keeps the axes' placement, inside of jit and outside of it. Beside a parameter in host
-        memory it is there too.
+        XLA chooses the sharding of a constant. So the value is derived from the parameter, by a comparison that is
+        never true: that preserves the sharding of the axes, inside `jax.jit` and outside.
         """
         if is_on_host(parameter):
             return _init_on_host(self, jnp.dtype(dtype), parameter)
-        if self.copies:
-            return jnp.array(parameter, dtype, copy=True)  # with one buffer for both, neither could be donated
+        if self.copy:
+            return jnp.array(parameter, dtype, copy=True)  # a buffer that both share could not be donated
         never = (parameter < 0) & (parameter > 0)
         if not isinstance(self.axes, EllipsisType):
             kept = sorted(axis for axis in self.axes if axis is not None)
             never = lax.reduce_or(never, [axis for axis in range(parameter.ndim) if axis not in kept])
-            places = sorted((axis, place) for place, axis in enumerate(self.axes) if axis is not None)
-            never = lax.broadcast_in_dim(never, self.shape(parameter), [place for _, place in places])
+            order = sorted((axis, place) for place, axis in enumerate(self.axes) if axis is not None)
+            never = lax.broadcast_in_dim(never, self.shape(parameter), [place for _, place in order])
         zero = never.astype(dtype)
         return zero if self.start == 0 else zero + jnp.asarray(self.start, dtype)
 
     def sharding(self, parameter: Any) -> Any:
-        """Its PartitionSpec or Sharding, given the parameter's."""
+        """The PartitionSpec or Sharding of the slot, from that of the parameter."""
         if isinstance(self.axes, EllipsisType):
             return parameter
         if isinstance(parameter, NamedSharding):
@@ -63,26 +62,22 @@ class Slot(NamedTuple):
         return PartitionSpec(*entries)
 
 
+EMPTY = Slot((None,), (0,))  # the leaf of a slot that a parameter does not need
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_on_host(slot: Slot, dtype: Any, parameter: jax.Array) -> jax.Array:
-    """The first value in host memory, of which the device holds a piece at a time."""
-    follows = isinstance(slot.axes, EllipsisType) or slot.axes[:1] == (0,) or not parameter.ndim
-    if follows:
-        return map_chunks(lambda rows: slot.first(rows, dtype), parameter)
-    return to_host(
-        slot.first(slice_to_device(parameter, 0), dtype)
-    )  # of an axis that it does not keep one row is enough
-
-
-def empty_slot() -> Slot:
-    """The leaf of a slot that a parameter does not need: no numbers at all."""
-    return Slot((None,), (0,))
+    """The initial value in host memory, computed on the device in chunks."""
+    if isinstance(slot.axes, EllipsisType) or slot.axes[:1] == (0,) or not parameter.ndim:
+        return map_chunks(lambda rows: slot.init_value(rows, dtype), parameter)
+    row = slice_to_device(parameter, 0)  # one is enough, since the slot does not have the first axis
+    return to_host(slot.init_value(row, dtype))
 
 
 if TYPE_CHECKING:
 
     class OptimizerState(tuple[Any, ...]):
-        """A named tuple: `step`, the updates made so far, () int32; then slots, each like the trainables; scalars."""
+        """A named tuple: `step`, the number of updates so far, () int32; slots, each like the trainables; scalars."""
 
         step: jax.Array
         _fields: tuple[str, ...]
@@ -96,12 +91,12 @@ else:
 
 
 def make_state(fields: Mapping[str, Any]) -> OptimizerState:
-    """The state with these fields. Equal names are one type, so that JAX takes equal states for one tree."""
+    """The state with these fields. Equal names share one type, so that equal states have the same tree structure."""
     return _state_type(tuple(fields))(**fields)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def _state_type(names: tuple[str, ...]) -> type:
     kind = collections.namedtuple("OptimizerState", names)  # noqa: PYI024  # the names are known at run time only
-    kind.__reduce__ = lambda self: (make_state, (self._asdict(),))  # pickle cannot find a type that no module holds
+    kind.__reduce__ = lambda self: (make_state, (self._asdict(),))  # pickle cannot import a type created at run time
     return kind

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the basis in which Shampoo would precondition."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import dataclasses
 import math
@@ -10,23 +10,25 @@ from jax import lax
 
 from mlax._jax import with_auto_axes
 from mlax.core import frozen
-from mlax.optim._adam import adam, adam_direction
+from mlax.optim._adam import adam_direction, adam_moments
 from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
+Sides = dict[str, jax.Array]  # a matrix for "left", for "right", or for both
+
 
 @frozen
 class SOAP(Leafwise):
-    """AdamW whose mean square is kept, and whose step is taken, in the eigenbases of `g g'` and `g' g`.
+    """AdamW with its mean square and its step in the eigenbases of moving averages of `g g'` and `g' g`.
 
-    These are averaged by `b2`, and their bases refreshed every `every` steps by one power iteration. A leaf of more
-    than two axes is a matrix of its first against the others; a side longer than `largest` keeps its own basis, and
-    a vector is AdamW's. `decayed` as there. Slots: mean; square, in the bases; left and right, (rows, rows) and
-    (columns, columns); left_basis and right_basis, alike. Algorithm 3 of https://arxiv.org/abs/2409.11321. The first
-    gradient of a matrix only tells the bases, as in the authors' code: in its own it would be rounding errors for the
-    most part, which Adam would blow up.
+    The averages have the decay rate `b2`; every `every` steps one power iteration updates the bases. A leaf of more
+    than two axes is a matrix of its first axis against the others; a side longer than `largest` is not rotated, and
+    vectors are updated as by AdamW. Algorithm 3 of https://arxiv.org/abs/2409.11321. As in the authors' code, the
+    first gradient only initialises the bases: in its own eigenbasis it is mostly rounding errors, which Adam would
+    amplify. `decayed` as in `AdamW`. Slots: mean; square, in the eigenbases; left and right, (rows, rows) and
+    (columns, columns); left_basis and right_basis, of the same shapes.
     """
 
     rate: Rate
@@ -38,67 +40,61 @@ class SOAP(Leafwise):
     every: int = 10
     largest: int = 10_000
 
-    def keeps(self, path, w):
-        kept = {"mean": Slot(), "square": Slot(wide=True)}
+    def leaf_slots(self, path, w):
+        slots = {"mean": Slot(), "square": Slot(wide=True)}
         if len(w.shape) < 2:
-            return kept
+            return slots
         rows, columns = w.shape[0], math.prod(w.shape[1:])
         if rows <= self.largest:
-            kept |= dict.fromkeys(("left", "left_basis"), Slot((0, None), (rows,), wide=True))
+            slots |= dict.fromkeys(("left", "left_basis"), Slot((0, None), (rows,), wide=True))
         if columns <= self.largest:
             axes = (1, None) if len(w.shape) == 2 else (None, None)
             side = Slot(axes, (columns,) * axes.count(None), wide=True)
-            kept |= dict.fromkeys(("right", "right_basis"), side)
-        return kept
+            slots |= dict.fromkeys(("right", "right_basis"), side)
+        return slots
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         if not {"left", "right"} & slots.keys():
-            step, kept = adam(now, g, slots)
-            return w - now.rate * now.decayed(step, w), kept
+            moments = adam_moments(now, g, slots)
+            return w - now.rate * now.add_decay(adam_direction(now, **moments), w), moments
         arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
 
-        def turned(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
-            return self._turned(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
+        def rotated_step(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
+            return self._rotated_step(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
 
-        step, kept = with_auto_axes(turned, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
-        return jnp.where(now.step == 0, w, w - now.rate * now.decayed(step, w)), kept
+        step, new = with_auto_axes(rotated_step, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
+        return jnp.where(now.step == 0, w, w - now.rate * now.add_decay(step, w)), new
 
-    def _turned(
+    def _rotated_step(
         self, now: Hyperparams, g: jax.Array, slots: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The step of a leaf with bases, and its slots."""
+        """The step of a leaf with bases, and its new slots."""
         shape, g = g.shape, g.reshape(g.shape[0], -1)
         products = {"left": lambda: g @ g.T, "right": lambda: g.T @ g}
-        sides = {
-            name: moving_average(slots[name], product(), now.b2) for name, product in products.items() if name in slots
-        }
+        sides = {name: moving_average(slots[name], products[name](), now.b2) for name in products if name in slots}
         bases = {name: slots[f"{name}_basis"] for name in sides}
         mean, square = slots["mean"].reshape(g.shape), slots["square"].reshape(g.shape)
 
-        def told() -> tuple[Any, ...]:
+        def first_step() -> tuple[Any, ...]:
             return jnp.zeros_like(g), mean, square, {name: _eigenbasis(side) for name, side in sides.items()}
 
-        def stepped() -> tuple[Any, ...]:
-            later = dataclasses.replace(now, step=now.step - 1)
-            new_mean, new_square = (
-                moving_average(mean, g, now.b1),
-                moving_average(square, _project(g, bases) ** 2, now.b2),
-            )
-            step = adam_direction(later, _project(new_mean, bases), new_square)
-            step = _project(step, {name: basis.T for name, basis in bases.items()})
+        def later_step() -> tuple[Any, ...]:
+            since_first = dataclasses.replace(now, step=now.step - 1)
+            new_mean = moving_average(mean, g, now.b1)
+            new_square = moving_average(square, _rotate(g, bases) ** 2, now.b2)
+            step = adam_direction(since_first, _rotate(new_mean, bases), new_square)
+            step = _rotate(step, {name: basis.T for name, basis in bases.items()})
             due = now.step % self.every == 0
-            refreshed = lax.cond(
-                due, _refresh_bases, lambda square, bases, _: (square, bases), new_square, bases, sides
-            )
-            return step, new_mean, *refreshed
+            updated = lax.cond(due, _update_bases, lambda square, bases, _: (square, bases), new_square, bases, sides)
+            return step, new_mean, *updated
 
-        step, mean, square, bases = lax.cond(now.step == 0, told, stepped)
-        kept = {"mean": mean.reshape(shape), "square": square.reshape(shape), **sides}
-        return step.reshape(shape), kept | {f"{name}_basis": basis for name, basis in bases.items()}
+        step, mean, square, bases = lax.cond(now.step == 0, first_step, later_step)
+        new = {"mean": mean.reshape(shape), "square": square.reshape(shape), **sides}
+        return step.reshape(shape), new | {f"{name}_basis": basis for name, basis in bases.items()}
 
 
-def _project(x: jax.Array, bases: dict[str, jax.Array]) -> jax.Array:
-    """`left' x right`, where a side that is missing is the identity."""
+def _rotate(x: jax.Array, bases: Sides) -> jax.Array:
+    """`left' x right`, where a missing side is the identity."""
     x = bases["left"].T @ x if "left" in bases else x
     return x @ bases["right"] if "right" in bases else x
 
@@ -107,8 +103,8 @@ def _eigenbasis(side: jax.Array) -> jax.Array:
     return jnp.linalg.eigh(side)[1][:, ::-1]
 
 
-def _refresh_bases(square: jax.Array, bases: dict[str, jax.Array], sides: dict[str, jax.Array]) -> tuple[Any, Any]:
-    """The bases one power iteration on, sorted by the eigenvalues they say, and the squares in the same order."""
+def _update_bases(square: jax.Array, bases: Sides, sides: Sides) -> tuple[jax.Array, Sides]:
+    """The bases after one power iteration, sorted by their estimated eigenvalues, and the squares in that order."""
     new = {}
     for name, basis in bases.items():
         order = jnp.argsort(-jnp.sum(basis * (sides[name] @ basis), 0))

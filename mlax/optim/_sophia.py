@@ -1,4 +1,4 @@
-"""SophiaG: a momentum over the curvature, each step clipped."""
+"""SophiaG: momentum over an estimate of the curvature, with clipped steps."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from mlax.optim._trees import cast_like, flatten_trainables, moving_average
 
 @frozen
 class SophiaG(Leafwise):
-    """`w - rate * clip(mean / max(gamma * curvature, eps), -1, 1)`, with decay as in `AdamW`.
+    """`w - rate * clip(mean / max(gamma * curvature, eps), -1, 1)`, with weight decay as in `AdamW`.
 
-    Call `estimate` every ten steps or so: the curvature is an average over these calls. Slots: mean, curvature.
-    Algorithm 3, and 2 for the estimate, of https://arxiv.org/abs/2305.14342
+    The curvature is a moving average over calls of `estimate`, one every ten steps or so. Algorithm 3, and 2 for the
+    estimate, of https://arxiv.org/abs/2305.14342. Slots: mean, curvature.
     """
 
     elementwise = True
@@ -30,26 +30,26 @@ class SophiaG(Leafwise):
     decay: NonNegative = 0.1
     decayed: Patterns | None = None
 
-    def keeps(self, path, w):
+    def leaf_slots(self, path, w):
         return {"mean": Slot(), "curvature": Slot(wide=True)}
 
-    def step(self, now, g, w, slots):
+    def leaf_update(self, now, g, w, slots):
         mean = moving_average(slots["mean"], g, now.b1)
         step = jnp.clip(mean / jnp.maximum(now.gamma * slots["curvature"], now.eps), -1.0, 1.0)
-        return w - now.rate * now.decayed(step, w), {"mean": mean, "curvature": slots["curvature"]}
+        return w - now.rate * now.add_decay(step, w), {"mean": mean, "curvature": slots["curvature"]}
 
     def estimate(self, sampled: Tree, state: OptimizerState, batch: Any) -> OptimizerState:
-        """The state with a new estimate of the curvature.
+        """The state with an updated curvature.
 
-        `sampled` are gradients of the mean loss over `batch` examples whose labels were drawn from the model's own
-        prediction: `jax.random.categorical(rng, logits)`.
+        `sampled` are gradients of the mean loss over `batch` examples, with labels sampled from the predictions of the
+        model: `jax.random.categorical(rng, logits)`.
         """
-        leaves = flatten_trainables(self, sampled)
-        layout, values = slot_layout(self, leaves), hyperparams_at(self, state.step, {})
-        old = leaves.same(state.curvature, "curvature")
+        tree = flatten_trainables(self, sampled)
+        layout, values = slot_layout(self, tree), hyperparams_at(self, state.step, {})
+        old = tree.flatten_like(state.curvature, "curvature")
         new: dict[str, jax.Array] = {}
-        for path, g in leaves.by_path.items():
-            g, h = layout.widened(path, g), layout.widened(path, old[path])
+        for path, leaf in tree.by_path.items():
+            g, h = layout.leaves[path].upcast(leaf), layout.leaves[path].upcast(old[path])
             b2 = values["b2"] if isinstance(values["b2"], float) else values["b2"].astype(g.dtype)
             new[path] = cast_like(moving_average(h, g * g * jnp.asarray(batch, g.dtype), b2), old[path])
-        return state._replace(curvature=leaves.tree(new))
+        return state._replace(curvature=tree.unflatten(new))

@@ -1,37 +1,102 @@
-"""UpdateContext: what an update knows besides its arrays."""
+"""The update of leaves in device memory, and UpdateContext: what optimizers know of it besides the arrays."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from mlax._jax import is_on_host
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
+from mlax.optim._slot_layout import ByName, SlotLayout
+from mlax.optim._trees import cast_like
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateContext:
-    """The moment of an update, as an optimizer hands it to the ones that it wraps."""
+    """The step of an update and its inputs besides arrays, as each wrapper passes it on to the optimizer inside."""
 
-    step: jax.Array  # () int32, the updates made before this one
-    given: Mapping[str, Any]  # numbers passed to `update`
-    factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the rate, by path
-    value: Any = None
-    evaluate: Callable[[Any], Any] | None = None  # weights by path to the loss and its gradients by path
-    total: Callable[[jax.Array], jax.Array] = lambda amount: amount  # a sum over the leaves at hand to that over all
-    in_pieces: bool = False  # whether the leaves at hand are not all leaves, or not the whole of them
+    step: jax.Array  # () int32, the number of updates before this one
+    overrides: Mapping[str, Any]  # hyperparameters passed to `update`
+    rate_factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # factors of the rate, by path
+    value: Any = None  # the loss
+    evaluate: Callable[[Any], Any] | None = None  # maps weights by path to the loss and its gradients by path
+    total: Callable[[jax.Array], jax.Array] = lambda amount: amount  # maps a sum over these leaves to that over all
+    chunked: bool = False  # whether these may be some of the leaves, or some of their rows
 
-    def numbers(self, optimizer: Any) -> dict[str, Any]:
-        """The numbers of an optimizer at this step."""
-        return hyperparams_at(optimizer, self.step, self.given)
+    def hyperparams(self, optimizer: Any) -> dict[str, Any]:
+        """The hyperparameters of an optimizer at this step."""
+        return hyperparams_at(optimizer, self.step, self.overrides)
 
-    def scaled(self, factors: Mapping[str, Any]) -> "UpdateContext":
-        """The same moment with the rates of some leaves multiplied."""
-        both = {path: factor * self.factors.get(path, 1.0) for path, factor in factors.items()}
-        return dataclasses.replace(self, factors={**self.factors, **both})
+    def scale_rates(self, factors: Mapping[str, Any]) -> "UpdateContext":
+        """The context with the rates of some leaves multiplied by factors."""
+        scaled = {path: factor * self.rate_factors.get(path, 1.0) for path, factor in factors.items()}
+        return dataclasses.replace(self, rate_factors={**self.rate_factors, **scaled})
 
-    def without(self, optimizer: Any) -> "UpdateContext":
-        """The same moment without the numbers given to this optimizer, for one inside of it that has the same."""
-        return dataclasses.replace(
-            self, given={k: v for k, v in self.given.items() if k not in hyperparam_ranges(type(optimizer))}
-        )
+    def without_overrides(self, optimizer: Any) -> "UpdateContext":
+        """The context without the overrides of this optimizer, for one inside it with fields of the same names."""
+        own = hyperparam_ranges(type(optimizer))
+        return dataclasses.replace(self, overrides={k: v for k, v in self.overrides.items() if k not in own})
+
+
+class LeafArrays(NamedTuple):
+    """Gradients, weights and slots of some leaves, or of some of their rows, as stored."""
+
+    grads: dict[str, Any]  # by path
+    weights: dict[str, Any]  # by path
+    slots: ByName
+
+    def subset(self, paths: Iterable[str]) -> "LeafArrays":
+        """The arrays of some leaves."""
+        paths = list(paths)
+        slots = {name: {path: slot[path] for path in paths if path in slot} for name, slot in self.slots.items()}
+        return LeafArrays({path: self.grads[path] for path in paths}, {p: self.weights[p] for p in paths}, slots)
+
+    def any_on_host(self) -> bool:
+        """Whether one of the arrays is in host memory."""
+        return any(map(is_on_host, jax.tree.leaves(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of an optimizer; where `take` is False, it leaves everything unchanged."""
+
+    optimizer: Any
+    layout: SlotLayout
+    context: UpdateContext
+    scalars: Mapping[str, jax.Array]
+    take: jax.Array | None = None
+
+    def apply(self, arrays: LeafArrays, row: Any = 0) -> tuple[LeafArrays, dict[str, Any]]:
+        """The new arrays, and the new step and scalars; `row` is the index of the first row, if these are slices."""
+        layouts, before = self.layout.leaves, {"step": self.context.step, **self.scalars}
+        grads = {path: layouts[path].upcast(g) for path, g in arrays.grads.items()}
+        weights = {
+            path: layouts[path].read(w, {name: slot[path] for name, slot in arrays.slots.items() if path in slot})
+            for path, w in arrays.weights.items()
+        }
+        slots = {**before, "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
+        new_weights, new_slots = self.optimizer.advance(self.context, grads, weights, slots)
+        new = LeafArrays(arrays.grads, dict(arrays.weights), {name: dict(slot) for name, slot in arrays.slots.items()})
+        for path, w in new_weights.items():
+            self._store_weights(new, path, w, weights[path], row)
+        for name, slot in new.slots.items():
+            for path, leaf in new_slots.get(name, {}).items():
+                slot[path] = self._select(cast_like(leaf, slot[path]), slot[path])
+        return new, {name: self._select(new_slots[name].astype(old.dtype), old) for name, old in before.items()}
+
+    def _store_weights(self, arrays: LeafArrays, path: str, w: jax.Array, before: jax.Array, row: Any) -> None:
+        """Store the weights of a leaf, and the slots of their rounding, in `arrays`."""
+        layout, old = self.layout.leaves[path], arrays.weights[path]
+        if layout.reads_weights:
+            stored, slots = layout.write(w, self.context.step, row)
+            arrays.weights[path] = self._select(cast_like(stored, old), old)
+        else:  # do not read the weights just to leave them unchanged: they may be in host memory
+            stored, slots = layout.write(self._select(w, before), self.context.step, row)
+            arrays.weights[path] = cast_like(stored, old)
+        for name, leaf in slots.items():
+            arrays.slots[name][path] = self._select(leaf, arrays.slots[name][path])
+
+    def _select(self, new: jax.Array, old: jax.Array) -> jax.Array:
+        return new if self.take is None or new is old else jnp.where(self.take, new, old)

@@ -153,7 +153,7 @@ def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
         return jnp.asarray(hyperparams_at(optimizer, step, {})["rate"], jnp.float32)
     if isinstance(optimizer, Accumulate):
         step = step // optimizer.every
-    rates: list[Any] = [learning_rate(inner, step) for inner in optimizer.within()]
+    rates: list[Any] = [learning_rate(inner, step) for inner in optimizer.inner_optimizers()]
     return next((rate for rate in rates if rate is not None), None)
 
 

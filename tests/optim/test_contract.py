@@ -26,7 +26,7 @@ def signature(tree):
 
 def has_rate(row):
     def nest(optimizer):
-        return [optimizer, *(one for inner in optimizer.within() for one in nest(inner))]
+        return [optimizer, *(one for inner in optimizer.inner_optimizers() for one in nest(inner))]
 
     return any(hasattr(one, "rate") for one in nest(row.optimizer))
 
@@ -100,7 +100,7 @@ def test_each_slot_has_the_tree_of_the_trainables(row):
 
 def test_wrapping_moves_no_slot(row):
     trainables = tree("float32")
-    for inner in row.optimizer.within():
+    for inner in row.optimizer.inner_optimizers():
         outer, own = row.optimizer.init(trainables)._asdict(), inner.init(trainables)._asdict()
         assert outer.keys() >= own.keys()
         if not row.no_inner_slots:

@@ -14,7 +14,7 @@ W = tree("float32")
 G = tree("float32", 1)
 NO_MATCH = ("nothing/*",)
 OPTAX = optim.from_optax(optax.sgd(0.1))
-ALONE = ["FromOptax", "inside no other optimizer", "Optax's own wrappers", "from_optax(optax.chain("]
+ALONE = ["FromOptax", "cannot be wrapped", "Optax's own wrappers", "from_optax(optax.chain("]
 
 
 def without(whole, layer, name):
@@ -47,7 +47,7 @@ MISTAKES = {
     "a gradient too many": (
         updated(grads=with_leaf(G, "dense", "shift", jnp.zeros(4))),
         ValueError,
-        ["gradients", "also hold 'dense/shift'", "Differentiate"],
+        ["gradients", "also have 'dense/shift'", "Differentiate"],
     ),
     "a gradient that is None": (
         updated(grads=with_leaf(G, "dense", "bias", None)),
@@ -57,19 +57,19 @@ MISTAKES = {
     "a gradient of another shape": (
         updated(grads=with_leaf(G, "dense", "bias", jnp.zeros((1, 4)))),
         ValueError,
-        ["dense/bias", "float32[1, 4]", "float32[4]", "give gradients of that shape"],
+        ["dense/bias", "float32[1, 4]", "float32[4]", "pass gradients of that shape"],
     ),
     "a gradient of another dtype": (
         updated(grads=HALF),
         ValueError,
-        ["dense/bias", "float16[4]", "float32[4]", "give gradients"],
+        ["dense/bias", "float16[4]", "float32[4]", "pass gradients"],
     ),
-    "a gradient of whole numbers": (
+    "an integer gradient": (
         updated(grads=with_leaf(G, "dense", "bias", jnp.zeros(4, jnp.int32))),
         ValueError,
-        ["int32[4]", "float32[4]", "give gradients"],
+        ["int32[4]", "float32[4]", "pass gradients"],
     ),
-    "a weight of whole numbers": (
+    "an integer weight": (
         after(ADAM, with_leaf(W, "dense", "count", jnp.zeros(3, jnp.int32))),
         TypeError,
         ["dense/count", "int32[3]", "floating-point", "mlax.freeze"],
@@ -90,7 +90,7 @@ MISTAKES = {
         ["kernel", "complex64[2]", "floating-point"],
     ),
     "a rate that is infinite": (lambda: optim.Adam(float("inf")), ValueError, ["Adam: rate is inf", "finite"]),
-    "a rate that is no number": (lambda: optim.SGD(float("nan")), ValueError, ["SGD: rate is nan", "finite"]),
+    "a rate that is NaN": (lambda: optim.SGD(float("nan")), ValueError, ["SGD: rate is nan", "finite"]),
     "a negative rate": (lambda: optim.SGD(-0.1), ValueError, ["rate is -0.1", "at least 0"]),
     "a rate that is a word": (lambda: optim.SGD("fast"), TypeError, ["rate is 'fast'", "a number or a schedule"]),
     "a rate that is an array": (
@@ -106,7 +106,7 @@ MISTAKES = {
     "a rate that is True": (lambda: optim.SGD(True), TypeError, ["rate is True", "a number or a schedule"]),
     "an infinite rate in update": (updated(rate=jnp.inf), ValueError, ["Adam: rate is inf", "finite"]),
     "a negative rate in update": (updated(rate=-1.0), ValueError, ["rate is -1", "at least 0"]),
-    "several rates in update": (updated(rate=jnp.ones(3)), ValueError, ["rate has the shape (3,)", "scalar"]),
+    "several rates in update": (updated(rate=jnp.ones(3)), ValueError, ["rate has shape (3,)", "scalar"]),
     "a rate in update that is a word": (updated(rate="fast"), TypeError, ["rate is 'fast'", "number"]),
     "a rate in update that is None": (updated(rate=None), TypeError, ["rate is None", "number"]),
     "a negative beta": (lambda: optim.Adam(0.1, b1=-0.1), ValueError, ["b1 is -0.1", "at least 0 and below 1"]),
@@ -145,18 +145,18 @@ MISTAKES = {
     "layers that match nothing": (after(optim.LayerwiseRates(ADAM, NO_MATCH)), KeyError, ["matches nothing"]),
     "stacked that match nothing": (after(optim.LAMB(0.1, stacked=NO_MATCH)), KeyError, ["matches nothing"]),
     "matrices that match nothing": (after(optim.Muon(matrices=NO_MATCH)), KeyError, ["matches nothing"]),
-    "stacked that are no layers": (
+    "stacked that are not layers": (
         lambda: optim.LayerwiseRates(ADAM, ("dense/**",), stacked=("stack/**",)),
         ValueError,
-        ["'stack/**' is stacked", "none of the layers"],
+        ["'stack/**' is stacked", "not one of the layers"],
     ),
-    "a vector that shall be a matrix": (after(optim.Muon(matrices=("**",))), ValueError, ["dense/bias", "no matrix"]),
+    "a vector named as a matrix": (after(optim.Muon(matrices=("**",))), ValueError, ["dense/bias", "not a matrix"]),
     "the state of another optimizer": (
         updated(state=optim.SGD(0.1, momentum=0.9).init(W)),
         ValueError,
         ["step, momentum", "step, mean, square", "`init` of the same"],
     ),
-    "something that is no state": (updated(state=W), ValueError, ["dict", "step, mean, square", "`init`"]),
+    "a dict as the state": (updated(state=W), ValueError, ["dict", "step, mean, square", "`init`"]),
     "the state of other weights": (
         updated(state=ADAM.init(WIDER)),
         ValueError,
@@ -168,13 +168,13 @@ MISTAKES = {
         ValueError,
         ["mean at 'dense/bias'", "bfloat16[4]", "float32[4]"],
     ),
-    "an unknown number": (updated(learning_rate=0.1), TypeError, ["'learning_rate'", "b1, b2, eps, rate"]),
-    "a number of an optimizer without any": (
+    "an unknown hyperparameter": (updated(learning_rate=0.1), TypeError, ["'learning_rate'", "b1, b2, eps, rate"]),
+    "a hyperparameter that no optimizer has": (
         updated(optim.SkipNonFinite(optim.SGD(0.1)), limit=0.1),
         TypeError,
         ["'limit'", "momentum, rate"],
     ),
-    "a number that two have": (
+    "a hyperparameter that two optimizers have": (
         updated(optim.Decay(optim.AdamW(0.1), 0.1), decay=0.1),
         TypeError,
         ["'decay'", "AdamW and of Decay", "schedule"],
@@ -184,10 +184,10 @@ MISTAKES = {
         KeyError,
         ["no pattern matches 'dense/bias'", '("**", ...)'],
     ),
-    "groups that are no pairs": (
+    "groups that are not pairs": (
         lambda: optim.Groups(ADAM),
         TypeError,
-        ["no pair of a pattern and an optimizer", "pass"],
+        ["not a pair of a pattern and an optimizer", "pass"],
     ),
     "a dtype of no slot": (
         after(optim.Adam(0.1, slot_dtypes=(("variance", "float32"),))),
@@ -198,8 +198,8 @@ MISTAKES = {
     "LBFGS without the loss": (updated(optim.LBFGS()), TypeError, ["LBFGS", "loss=loss", "search=0"]),
     "Plateau without the value": (updated(optim.Plateau(ADAM)), TypeError, ["Plateau", "value=loss"]),
     "Nesterov without momentum": (lambda: optim.SGD(0.1, nesterov=True), ValueError, ["momentum", "pass momentum=0.9"]),
-    "a wrapper around a class": (lambda: optim.Average(optim.Adam), TypeError, ["Average", "no optimizer"]),
-    "a wrapper around a number": (lambda: optim.ClipNorm(0.1), TypeError, ["ClipNorm", "0.1", "no optimizer"]),
+    "a wrapper around a class": (lambda: optim.Average(optim.Adam), TypeError, ["Average", "is not an optimizer"]),
+    "a wrapper around a number": (lambda: optim.ClipNorm(0.1), TypeError, ["ClipNorm", "0.1", "is not an optimizer"]),
     "two averages": (after(optim.Average(optim.Average(ADAM))), ValueError, ["Average", "slot 'average' already"]),
     "two schedules of accumulation": (
         after(optim.Accumulate(optim.Accumulate(ADAM, 2), 2)),
@@ -214,7 +214,7 @@ MISTAKES = {
         ValueError,
         ["step, mean, square", "step, mean, square, average", "`init` of the same"],
     ),
-    "numbers for Optax": (
+    "hyperparameters for Optax": (
         updated(optim.from_optax(optax.sgd(0.1)), rate=0.1),
         TypeError,
         ["'rate'", "inject_hyperparams"],
@@ -223,7 +223,7 @@ MISTAKES = {
     "Optax inside of groups": (lambda: optim.Groups(("**", OPTAX)), TypeError, ["Groups", *ALONE]),
     "Optax beside Muon": (lambda: optim.Muon(rest=OPTAX), TypeError, ["Muon", *ALONE]),
     "the slots of Optax": (lambda: OPTAX.slots("dense/bias", jnp.zeros(4)), TypeError, ALONE),
-    "a rest of Muon that is a number": (lambda: optim.Muon(rest=0.1), TypeError, ["Muon", "0.1", "no optimizer"]),
+    "a rest of Muon that is a number": (lambda: optim.Muon(rest=0.1), TypeError, ["Muon: 0.1 is not an optimizer"]),
 }
 
 

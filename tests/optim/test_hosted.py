@@ -102,14 +102,14 @@ def test_slots_alone_can_be_in_host_memory():
 def test_optax_refuses_weights_in_host_memory():
     import optax
 
-    with pytest.raises(ValueError, match=r"'blocks/bias' is in host memory, but Optax takes all leaves at once"):
+    with pytest.raises(ValueError, match=r"'blocks/bias' is in host memory, but Optax updates all leaves at once"):
         optim.from_optax(optax.adam(1e-3)).init(hosted(trees("float32")))
 
 
 def test_accumulate_refuses_to_add_up_inside_of_its_condition():
     optimizer = optim.Accumulate(optim.ClipGlobalNorm(optim.SGD(0.1), 1.0), 2)
     held = hosted(trees("float32"))
-    with pytest.raises(ValueError, match="put it around Accumulate"):
+    with pytest.raises(ValueError, match="wrap Accumulate in it"):
         optimizer.update(hosted(trees("float32", 1)), optimizer.init(held), held)
 
 

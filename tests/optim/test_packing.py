@@ -135,11 +135,11 @@ MISTAKES = {
         ["temperature", "float32[]", "float16[]"],
     ),
     "a leaf too many": (lambda: PACKING.pack(broken(extra=jnp.ones(2))), ValueError, ["also", "extra"]),
-    "a vector is missing": (lambda: PACKING.unpack({}), ValueError, ["no vector 'float32'", "`pack`"]),
+    "a vector is missing": (lambda: PACKING.unpack({}), ValueError, ["the vector 'float32' is missing", "`pack`"]),
     "a vector of another length": (
         lambda: PACKING.unpack({"float32": jnp.ones(7)}),
         ValueError,
-        ["'float32'", "float32[7]", "101 numbers"],
+        ["'float32'", "float32[7]", "101 elements"],
     ),
     "a group that matches nothing": (
         lambda: optim.Packing.of(tree("float32"), ("group", "nothing/*")),
