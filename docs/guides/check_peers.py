@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.docs.blocks import blocks, run  # noqa: E402
+from tests.docs.blocks import blocks, run_page  # noqa: E402
 
 PEERS = {"PyTorch": "torch", "Flax": "flax", "Equinox": "equinox", "Haiku": "haiku"}
 
@@ -49,7 +49,7 @@ def check_page(peer: str, python: str, folder: Path) -> str:
         return process.stderr[-2000:]
     os.chdir(folder)
     try:
-        run(page)
+        run_page(page)
     except AssertionError as error:
         return str(error)
     finally:

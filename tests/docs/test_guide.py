@@ -1,4 +1,4 @@
-"""The pages of the JAX guide, their notebooks and their figures are all there, and were made from their sources."""
+"""The pages, notebooks and figures of the JAX guide all exist, and were generated from their sources."""
 
 import base64
 import importlib.util
@@ -25,20 +25,20 @@ def notebook_of(source):
 
 
 def cells_in(source):
-    """The code cells of a source, with their tags: split by hand, for the reader is not to be believed by itself."""
+    """The code cells of a source with their tags, split here, so that the guide's own reader is tested too."""
     for block in re.split(r"^# %%", source.read_text(), flags=re.M)[1:]:
         head, _, code = block.partition("\n")
         if "[markdown]" not in head:
             yield code.strip(), set(re.findall(r'"([\w-]+)"', head))
 
 
-def test_there_are_fourteen_pages_and_the_index_leads_to_each():
+def test_there_are_fourteen_pages_and_the_index_links_each():
     linked = re.findall(r"\]\((\d\d_\w+)\.md\)", (PAGES / "index.md").read_text())
     assert linked == [source.stem for source in SOURCES]
     assert len(linked) == 14
 
 
-def test_nothing_is_left_of_pages_that_are_gone():
+def test_no_file_is_left_of_a_removed_page():
     named = {source.stem for source in SOURCES}
     assert {page.stem for page in PAGES.glob("[0-9]*.md")} == named
     assert {page.stem for page in (PAGES / "notebooks").glob("*")} == named
@@ -46,7 +46,7 @@ def test_nothing_is_left_of_pages_that_are_gone():
 
 
 @each_page
-def test_the_notebook_was_made_by_this_source(source):
+def test_the_notebook_was_generated_from_this_source(source):
     notebook = notebook_of(source)
     assert notebook["metadata"]["mlax"]["source"] == guide.digest(source), "run `make guide`"
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -54,14 +54,14 @@ def test_the_notebook_was_made_by_this_source(source):
 
 
 @each_page
-def test_the_page_shows_what_the_notebook_holds(source):
+def test_the_page_shows_the_notebook(source):
     page = (PAGES / f"{source.stem}.md").read_text()
     assert page == guide.render(source.stem, notebook_of(source)), "run `make guide`"
     assert guide.digest(source) in page.splitlines()[0]
 
 
 @each_page
-def test_the_figures_are_those_of_the_notebook_and_light(source):
+def test_the_figures_are_those_of_the_notebook_and_small(source):
     drawn = [base64.b64decode(picture) for picture in guide.figures(notebook_of(source))]
     files = sorted((PAGES / "figures").glob(f"{source.stem}-*.png"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
     assert [file.read_bytes() for file in files] == drawn
@@ -69,21 +69,21 @@ def test_the_figures_are_those_of_the_notebook_and_light(source):
 
 
 @each_page
-def test_cells_end_in_an_error_only_where_they_say_so(source):
+def test_cells_raise_exactly_where_they_are_tagged(source):
     for cell in notebook_of(source)["cells"]:
         raised = any(output["output_type"] == "error" for output in cell.get("outputs", ()))
         assert raised == ("raises-exception" in guide.tags(cell)), cell["source"]
 
 
 @each_page
-def test_what_is_measured_is_either_drawn_or_asserted_somewhere_on_the_page(source):
-    """A claim about a time is worth what can fail about it."""
+def test_a_page_with_measurements_asserts_something(source):
+    """A claim about a time is worth only what can fail."""
     cells = list(cells_in(source))
     if any("measured" in tags for _, tags in cells):
         assert any("assert" in code for code, tags in cells if "drawing" not in tags)
 
 
-def test_a_changed_output_is_told_and_a_measured_one_is_not(tmp_path, monkeypatch):
+def test_a_changed_output_is_reported_unless_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(guide, "PAGES", tmp_path)
     (tmp_path / "notebooks").mkdir()
     page = tmp_path / "01_one.py"
@@ -94,15 +94,15 @@ def test_a_changed_output_is_told_and_a_measured_one_is_not(tmp_path, monkeypatc
         cell = {"cell_type": "code", "source": "print(1)", "metadata": {"tags": list(tags)}, "outputs": [stream]}
         return {"cells": [cell], "metadata": {"mlax": {"source": guide.digest(page), "jax": jax}}}
 
-    def told(before, now):
+    def differences(before, now):
         (tmp_path / "notebooks" / "01_one.ipynb").write_text(json.dumps(before))
         return guide.find_differences(page, now)
 
-    assert told(notebook("1\n"), notebook("1\n")) == []
-    assert "-1\n+2" in told(notebook("1\n"), notebook("2\n"))[0]
-    assert told(notebook("1\n", ["measured"]), notebook("2\n", ["measured"])) == []
-    assert told(notebook("1\n", ["version"]), notebook("2\n", ["version"], jax="2")) == []
-    assert told(notebook("1\n", ["version"]), notebook("2\n", ["version"])) != []
+    assert differences(notebook("1\n"), notebook("1\n")) == []
+    assert "-1\n+2" in differences(notebook("1\n"), notebook("2\n"))[0]
+    assert differences(notebook("1\n", ["measured"]), notebook("2\n", ["measured"])) == []
+    assert differences(notebook("1\n", ["version"]), notebook("2\n", ["version"], jax="2")) == []
+    assert differences(notebook("1\n", ["version"]), notebook("2\n", ["version"])) != []
     before = notebook("1\n")
     page.write_text("# %%\nprint(2)\n")
-    assert "run `make guide`" in told(before, before)[0]
+    assert "run `make guide`" in differences(before, before)[0]

@@ -1,4 +1,4 @@
-"""The reference has a page for every public name, and every public name is documented."""
+"""Every public name is in the reference and in docs/api.md, and is documented."""
 
 import re
 import subprocess
@@ -22,13 +22,13 @@ def test_every_room_has_a_page():
 
 
 @pytest.mark.parametrize("page", rooms())
-def test_every_public_name_has_its_place(page, pages):
+def test_every_public_name_is_in_the_reference(page, pages):
     room = rooms()[page]
     shown = re.findall(r"^::: (\S+)$", pages[f"reference/{page}.md"], re.M)
     assert sorted(shown) == sorted(f"{room.__name__}.{name}" for name in room.__all__)
 
 
-def test_the_page_of_the_command_has_every_command(pages):
+def test_the_page_of_the_command_line_has_every_command(pages):
     commands = re.findall(r"^    (\w+) ", pages["reference/command.md"], re.M)
     assert len(commands) > 3
     for command in commands:
@@ -36,19 +36,19 @@ def test_the_page_of_the_command_has_every_command(pages):
 
 
 @pytest.mark.parametrize("page", rooms())
-def test_every_public_name_says_what_it_is(page):
+def test_every_public_name_has_a_summary(page):
     room = rooms()[page]
     for name in room.__all__:
         assert summary(room, name), f"{name} has no docstring, or is an alias without a comment behind it"
 
 
-def test_the_page_of_all_names_is_up_to_date():
+def test_the_page_of_all_names_is_current():
     check = [sys.executable, ROOT / "scripts/api.py", "--check"]
     checked = subprocess.run(check, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
 
 
-def test_names_are_linked_by_how_pages_speak_of_them():
+def test_names_are_linked_as_pages_write_them():
     names = reference_names()
     assert names["nn.Linear"] == "mlax.nn.Linear"
     assert names["mlax.Series"] == "mlax.core.Series"

@@ -1,4 +1,4 @@
-"""The drawing of digits, small and trained for a few steps."""
+"""The diffusion model of digits, small and trained for a few steps."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from numpy.testing import assert_allclose
 
 from mlax import train
-from tests.examples.example import example
+from tests.examples.example_modules import load_example
 
 SMALL = {
     "steps": 500,
@@ -24,8 +24,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Where a short run wrote, its scores, and its step."""
-    diffusion, folder, steps = example("diffusion"), tmp_path_factory.mktemp("runs") / "diffusion", []
+    """The folder of a short run, its scores, and its step."""
+    diffusion, folder, steps = load_example("diffusion"), tmp_path_factory.mktemp("runs") / "diffusion", []
     make = train.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "step", lambda *given: steps.append(make(*given)) or steps[-1])
@@ -34,31 +34,31 @@ def run(tmp_path_factory):
     return folder, scores, step
 
 
-def test_a_few_steps_draw_digits_that_are_mostly_those_asked_for(run):
+def test_after_a_few_steps_many_samples_are_the_requested_digits(run):
     _, scores, _ = run
     assert scores["accuracy"] > 0.4
     assert scores["real_accuracy"] > 0.98
 
 
-def test_the_picture_shows_a_hundred_digits(run):
+def test_the_image_shows_a_hundred_digits(run):
     folder, _, _ = run
     picture = imread(folder / "digits.png")
     assert picture.shape[:2] == (600, 600)
     assert np.std(picture[..., :3]) > 0.05
 
 
-def test_training_and_testing_are_compiled_once_each(run):
+def test_the_step_and_the_evaluation_are_compiled_once_each(run):
     _, _, step = run
     assert len(step.aot.compiled) == 1
     assert len(step.evaluation.aot.compiled) == 1
 
 
-def test_a_drawing_follows_the_flow_from_noise_to_the_image():
-    """With a flow that leads straight to an image, any number of moves arrives there."""
-    diffusion = example("diffusion")
+def test_sampling_follows_the_flow_from_noise_to_the_image():
+    """With a flow that points straight at an image, any number of steps arrives there."""
+    diffusion = load_example("diffusion")
     model = diffusion.VelocityField(8, 1, 0.0)
     x = {"image": jnp.zeros((2, 8, 8)), "time": jnp.zeros(2), "digit": jnp.zeros(2, jnp.int32)}
-    trainables, _ = model.init(jax.random.key(0), x)  # its last map begins as zeros: the flow is its bias
+    trainables, _ = model.init(jax.random.key(0), x)  # its last kernel is zero at first: the flow is its bias
     trainables["out"]["bias"] = jnp.full(64, 0.25)
     noise = jax.random.normal(jax.random.key(1), (3, 8, 8))
     for moves in (1, 5):
@@ -66,8 +66,8 @@ def test_a_drawing_follows_the_flow_from_noise_to_the_image():
         assert_allclose(drawn, jnp.clip(noise + 0.25, -1, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_copies_of_what_was_trained_on_are_neither_new_nor_various():
-    diffusion = example("diffusion")
+def test_copies_of_the_training_images_score_no_novelty():
+    diffusion = load_example("diffusion")
     data, test = diffusion.load()
     copies = diffusion.score_samples(data, data, test)
     assert copies["accuracy"] > 0.99 and copies["novelty"] < 1e-3 and copies["diversity"] == pytest.approx(1.0)
@@ -77,8 +77,8 @@ def test_copies_of_what_was_trained_on_are_neither_new_nor_various():
 
 
 @pytest.mark.thorough
-def test_a_whole_run_draws_what_is_asked_for(tmp_path):
-    diffusion = example("diffusion")
+def test_a_full_run_samples_the_requested_digits(tmp_path):
+    diffusion = load_example("diffusion")
     scores = diffusion.main(diffusion.Config(run=str(tmp_path)))
     assert scores["accuracy"] > 0.99
     assert scores["novelty"] > 0.85

@@ -1,14 +1,14 @@
-"""The three precisions beside each other, for a few epochs and whole; only with `--thorough`."""
+"""The three precisions side by side, for a few epochs and in full; only with `--thorough`."""
 
 import pytest
 
-from tests.examples.conftest import compilations_after_the_first_step, loaded
+from tests.examples.example_modules import compilations_after_the_first_step, load_example
 
-mixed = loaded("mixed_precision")
+mixed = load_example("mixed_precision")
 
 
 @pytest.mark.thorough
-def test_narrow_numbers_learn_as_well_and_keep_less(tmp_path, events, capsys):
+def test_narrow_dtypes_learn_as_well_and_store_smaller_residuals(tmp_path, events, capsys):
     scores = mixed.main(mixed.Config(steps=66, width=8, run=str(tmp_path)))
     printed = capsys.readouterr().out
     for name in ("bfloat16", "float16"):
@@ -24,6 +24,6 @@ def test_narrow_numbers_learn_as_well_and_keep_less(tmp_path, events, capsys):
 
 
 @pytest.mark.thorough
-def test_all_three_read_985_in_a_thousand_rightly(tmp_path):
+def test_the_accuracy_of_each_dtype_is_above_0_985(tmp_path):
     scores = mixed.main(mixed.Config(run=str(tmp_path)))
     assert min(scores[f"{name}_accuracy"] for name in ("float32", "bfloat16", "float16")) > 0.985

@@ -1,25 +1,25 @@
-"""The ResNet on MNIST, for two epochs and smaller; whole with `--thorough`."""
+"""The ResNet on MNIST, smaller and for two epochs; in full with `--thorough`."""
 
 import numpy as np
 import pytest
 
-from tests.examples.conftest import compilations_after_the_first_step, loaded
+from tests.examples.example_modules import compilations_after_the_first_step, load_example
 
-mnist = loaded("mnist_resnet")
+mnist = load_example("mnist_resnet")
 
 
-def test_two_epochs_read_most_test_images_rightly_and_compile_nothing_after_the_first_step(tmp_path, events):
+def test_two_epochs_reach_an_accuracy_of_0_8_and_compile_nothing_after_the_first_step(tmp_path, events):
     config = mnist.Config(epochs=2, widths=(8, 16), rate=1e-2, run=str(tmp_path / "mnist"))
     assert mnist.main(config)["accuracy"] > 0.8
     assert compilations_after_the_first_step(events) == 0
 
 
 @pytest.mark.thorough
-def test_more_than_985_in_a_thousand_test_images_are_read_rightly(tmp_path):
+def test_the_accuracy_of_a_full_run_is_above_0_985(tmp_path):
     assert mnist.main(mnist.Config(run=str(tmp_path / "mnist")))["accuracy"] > 0.985
 
 
-def test_there_are_100_test_images_of_each_digit_and_none_is_trained_on():
+def test_the_test_set_has_100_images_of_each_digit_and_is_disjoint_from_the_training_set():
     data, test = mnist.load()
     assert np.bincount(data["digit"]).tolist() == [400] * 10
     assert np.bincount(test["digit"]).tolist() == [100] * 10
@@ -27,7 +27,7 @@ def test_there_are_100_test_images_of_each_digit_and_none_is_trained_on():
     assert not any(image.tobytes() in seen for image in test["image"])
 
 
-def test_an_image_that_is_moved_by_nothing_stays_as_it_is():
+def test_augmentation_by_zero_returns_the_image():
     import jax
 
     data, _ = mnist.load()
