@@ -7,13 +7,13 @@ from mlax.train._divergence import Diverged
 from mlax.train._divergence import Divergence as Divergence
 from mlax.train._evaluation import Evaluation
 from mlax.train._fit import Fitted, fit
-from mlax.train._heartbeat import heartbeat
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._objective import gradients as gradients
 from mlax.train._run import Run as Run
+from mlax.train._signals import heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step, step
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize

@@ -10,11 +10,9 @@ from jax import random
 
 from mlax.core import NoMatch
 from mlax.train._divergence import Divergence
-from mlax.train._export import export_weights
-from mlax.train._heartbeat import heartbeat
 from mlax.train._monitor import Monitor, describe_run, format_values
-from mlax.train._run import Run, command, configuration, open_checkpoints, record_config, restore_latest
-from mlax.train._signals import TERMINATED, Signals
+from mlax.train._run import Run, command, configuration, export_weights, open_checkpoints, record_config, restore_latest
+from mlax.train._signals import TERMINATED, Signals, heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
@@ -138,7 +136,7 @@ def fit(
             saved = _wait_for_saves(checkpoints, monitor)
             stopped = signals.pending() if at < steps else ""
             monitor.print(_closing_message(folder, at, steps, scores, stopped))
-        export_weights(folder, step, state, checkpoints, monitor.print)
+        export_weights(folder, step.optimizer, state, checkpoints, monitor.print)
         folder.update_curves(last=not stopped)
         folder.write_report(str(folder.folder), {"reached": f"step {at:,} of {steps:,}", **scores, **parts})
     if stopped == "SIGTERM":

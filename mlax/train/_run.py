@@ -1,4 +1,4 @@
-"""The folder of a training run: its lock, configuration, curves and report, and resuming from it."""
+"""The folder of a training run: its lock, configuration, curves, report and weights, and resuming from it."""
 
 import contextlib
 import dataclasses
@@ -13,12 +13,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+from jax.experimental import multihost_utils
 
+from mlax import files
+from mlax.core import Tree
+from mlax.optim import Optimizer
 from mlax.train._curves import read_records
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
@@ -199,8 +203,43 @@ def command() -> str:
     return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]) if sys.orig_argv else ""
 
 
+def export_weights(
+    run: Run, optimizer: Optimizer, state: TrainState, checkpoints: Checkpoints | None, report: Callable[[str], None]
+) -> None:
+    """Write the weights to evaluate with, last and best. All processes must call it; the first one writes."""
+    last, best = run.path("last.safetensors"), run.path("best.safetensors")
+    if last is None or best is None or checkpoints is None:
+        return
+    try:
+        _write_gathered(last, _inference_variables(optimizer, state))
+        if checkpoints.by is not None and (number := checkpoints.best()) is not None:
+            _write_gathered(best, _inference_variables(optimizer, checkpoints.restore(state, step=number).tree))
+    except Exception as failure:  # the checkpoints hold everything, and `fit` should still return
+        report(f"the weights could not be written to {last.parent}: {failure}")
+
+
+def _inference_variables(optimizer: Optimizer, state: TrainState) -> Tree:
+    trainables = optimizer.averaged(state.optimizer, state.trainables)
+    variables = {"trainables": trainables, "non_trainables": state.non_trainables}
+    return {name: tree for name, tree in variables.items() if tree is not None}
+
+
+def _write_gathered(path: Path, variables: Tree) -> None:
+    gathered = jax.tree.map(_gather, variables)
+    if jax.process_index() == 0:
+        files.save(path, gathered)
+
+
+def _gather(leaf: jax.Array) -> Any:
+    """The whole leaf; if other processes hold parts of it, on the host of the first process only."""
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return leaf
+    whole = multihost_utils.process_allgather(leaf, tiled=True)
+    return whole if jax.process_index() == 0 else None
+
+
 def _to_plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__repr__ is not repr:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         with contextlib.suppress(TypeError):
             return dataclasses.asdict(value)
     return value if isinstance(value, dict | int | float | str | bool) else repr(value)
