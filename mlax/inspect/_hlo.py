@@ -1,4 +1,4 @@
-"""Compiled HLO text parsed into instructions, and what each one transfers."""
+"""The text of a compiled HLO program: parse it into instructions, and find what each instruction transfers."""
 
 import math
 import re
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from mlax._jax import fused_op_names, path_of, scopes_of_op_name
 
-HOST_SPACE = 5  # the memory space of the host, written S(5)
+HOST_SPACE = 5  # the memory space of host memory, written S(5) in a layout
 
 
 class Shape(NamedTuple):
-    """One array as one device holds it."""
+    """The shape of one array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
-    space: int = 0  # of memory; 0 is the device's own
+    space: int = 0  # memory space; 0 is device memory
 
     @property
     def bytes(self) -> int:
-        """Its size; tokens and other things that are no arrays have none."""
+        """The size of the array; 0 for tokens and other non-arrays."""
         bits = 8 if self.dtype == "pred" else int((re.search(r"\d+", self.dtype) or ["0"])[0])
         return math.prod(self.dims) * bits // 8
 
@@ -28,10 +28,10 @@ class Instruction(NamedTuple):
     """One operation: `%name = shapes opcode(operands), attributes`."""
 
     name: str
-    shapes: tuple[Shape, ...]  # of the result, a tuple of any depth laid out flat
+    shapes: tuple[Shape, ...]  # of the result; a nested tuple is flattened
     opcode: str
-    operands: tuple[str, ...]  # names; for a constant or a parameter, what stands between its brackets
-    attributes: dict[str, str]  # as they are written
+    operands: tuple[str, ...]  # names; of a constant or a parameter, the text in parentheses
+    attributes: dict[str, str]  # as text
     is_root: bool = False
 
     @property
@@ -41,52 +41,52 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The name that JAX gave it: `jit(f)/up/dot_general`; empty if it has none."""
+        """The op_name of its metadata, such as `jit(f)/up/dot_general`; empty if it has none."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
         return found[1] if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs: a loop's body, branches, the inside of a fusion or of a call."""
-        written = " ".join(self.attributes.get(name, "") for name in _CALLS)
-        return tuple(re.findall(r"[\w.\-]+", written))
+        """The computations that it runs: the body of a loop, the branches of a conditional, a fusion or a callee."""
+        text = " ".join(self.attributes.get(name, "") for name in _CALLS)
+        return tuple(re.findall(r"[\w.\-]+", text))
 
 
 class Computation(NamedTuple):
-    """Instructions by name, in the order in which they run if the program is scheduled."""
+    """Instructions by name, in the order of the schedule, if there is one."""
 
     name: str
     instructions: dict[str, Instruction]
 
     @property
     def root(self) -> Instruction:
-        """The one whose result is the computation's."""
+        """The instruction whose result is the result of the computation."""
         return next((each for each in self.instructions.values() if each.is_root), list(self.instructions.values())[-1])
 
 
 class Program(NamedTuple):
-    """All computations of a compiled program by name, the entry, and on how many devices it runs."""
+    """The computations of a compiled program by name, the name of its entry, and its number of devices."""
 
     computations: dict[str, Computation]
     entry: str
     devices: int
 
-    def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs, if that can be known."""
-        written = re.search(r'"known_trip_count":\s*{\s*"n":\s*"?(\d+)', loop.attributes.get("backend_config", ""))
-        if written:
-            return int(written[1])
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs; None if unknown."""
+        known = re.search(r'"known_trip_count":\s*{\s*"n":\s*"?(\d+)', loop.attributes.get("backend_config", ""))
+        if known:
+            return int(known[1])
         condition = self.computations[_operand_name(loop.attributes["condition"])]
         test = condition.root
-        inside = [self.computations[name].root for name in test.called]
-        if not any(each.attributes.get("direction") == "LT" for each in (test, *inside)):
+        fused = [self.computations[name].root for name in test.called]
+        if not any(each.attributes.get("direction") == "LT" for each in (test, *fused)):
             return None
         limits = [each for each in map(condition.instructions.get, test.operands) if each and each.opcode == "constant"]
         return int(limits[0].operands[0]) if limits and re.fullmatch(r"\d+", limits[0].operands[0]) else None
 
 
 def parse_hlo(text: str) -> Program:
-    """The program whose text `jax.jit(f).lower(...).compile().as_text()` gives, of any backend."""
+    """Parse the text of `jax.jit(f).lower(...).compile().as_text()`, of any backend."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -117,7 +117,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     if not opcode:
         return None
     close = _closing_bracket(line, opcode.end() - 1)
-    operands = tuple(_operand_name(each) for each in _split_commas(line[opcode.end() : close - 1]))
+    operands = tuple(map(_operand_name, _split_commas(line[opcode.end() : close - 1])))
     attributes = dict(each.split("=", 1) for each in _split_commas(line[close:]) if "=" in each)
     shapes = tuple(_parse_shapes(line[begin:end]))
     return Instruction(start["name"], shapes, opcode["opcode"], operands, attributes, bool(start["root"]))
@@ -131,12 +131,12 @@ def _parse_shapes(text: str) -> Iterator[Shape]:
 
 
 def _operand_name(text: str) -> str:
-    """`%x` of `%x`, and of `f32[8]{0} %x` too."""
+    """`x` from `%x` or `f32[8]{0} %x`."""
     return text.rsplit(" ", 1)[-1].removeprefix("%")
 
 
 def _closing_bracket(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` has been closed."""
+    """The index after the bracket that closes the one at `start`."""
     depth = 0
     for mark in _MARKS.finditer(text, start):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
@@ -146,7 +146,7 @@ def _closing_bracket(text: str, start: int) -> int:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split at the commas that are in no bracket and in no string."""
+    """Split at the commas that are outside of brackets and strings."""
     pieces, begin, depth = [], 0, 0
     for mark in _MARKS.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")
@@ -156,33 +156,33 @@ def _split_commas(text: str) -> list[str]:
     return [piece for each in (*pieces, text[begin:]) if (piece := _COMMENT.sub("", each).strip())]
 
 
-_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # a string is one mark, whatever stands in it
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # a string is one mark, whatever it contains
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 TO_DEVICE, TO_HOST, ON_HOST = "host to device", "device to host", "computed on the host"
 
 
 class Event(NamedTuple):
-    """One transfer, or as many of the same as a loop makes."""
+    """A transfer: one collective or host-device copy, or several equal ones in a loop."""
 
     kind: str
-    group: int  # how many devices take part; 1 for a copy between a device and its host
-    parts: tuple[tuple[str, int], ...]  # the bytes of each layer that has a part in it
-    sends: float  # what share of its bytes a device sends
+    group: int  # the number of devices that take part; 1 for a host-device copy
+    bytes_by_layer: tuple[tuple[str, int], ...]
+    sent_fraction: float  # of its bytes, by each device
     times: int = 1
 
     @property
     def bytes(self) -> int:
-        """Of all parts, all times."""
-        return self.times * sum(size for _, size in self.parts)
+        """The bytes of all layers, all times."""
+        return self.times * sum(size for _, size in self.bytes_by_layer)
 
 
 def most_expensive(branches: Iterable[list[Event]]) -> list[Event]:
-    """The branch of a conditional that moves most."""
+    """The events of the branch of a conditional that transfers most."""
     return max(branches, key=lambda events: sum(event.bytes for event in events), default=[])
 
 
-# What each device sends of n bytes in a ring of g devices. The bytes of a gather are those of what is gathered.
+# The fraction that each device sends in a ring of g devices: of the result of an all-gather, else of the operands.
 _SENT_FRACTION = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "all-gather": lambda g: (g - 1) / g,
@@ -195,7 +195,7 @@ _SENT_FRACTION = {
 
 
 def instruction_events(program: Program, computation: Computation, instruction: Instruction) -> list[Event]:
-    """The transfers that an instruction is: none as a rule; of a pair of start and done the start has them."""
+    """The transfers of an instruction, usually none; of a start and done pair the start has them."""
     kind = instruction.opcode.removesuffix("-start")
     operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
     if kind in _SENT_FRACTION:
@@ -212,19 +212,19 @@ def instruction_events(program: Program, computation: Computation, instruction: 
 
 
 def _group_size(program: Program, instruction: Instruction) -> int:
-    """The number of devices that a collective brings together, in each of the ways in which XLA writes that."""
+    """The number of devices in each group of a collective, in any of the notations of XLA."""
     pairs = instruction.attributes.get("source_target_pairs")
     if pairs is not None:
         return len(set(re.findall(r"\d+", pairs)))
-    written = instruction.attributes.get("replica_groups", "")
-    if written.startswith("mesh"):  # mesh['data'=2,'model'=4] {'data'}, maybe with the order of the devices in between
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", written))
-        _, _, axes = f"{written} {instruction.attributes.get('device_ids', '')}".rpartition("{")
+    groups = instruction.attributes.get("replica_groups", "")
+    if groups.startswith("mesh"):  # mesh['data'=2,'model'=4] {'data'}, possibly with device_ids in between
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", groups))
+        _, _, axes = f"{groups} {instruction.attributes.get('device_ids', '')}".rpartition("{")
         chosen = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
         return math.prod(int(part or sizes[axis]) for axis, part in chosen)
-    if listed := re.match(r"\{\{([\d, ]*)\}", written):  # {{0,1},{2,3}}
+    if listed := re.match(r"\{\{([\d, ]*)\}", groups):  # {{0,1},{2,3}}
         return len(re.findall(r"\d+", listed[1]))
-    if counted := re.match(r"\[(\d+),(\d+)\]<=", written):  # [4,2]<=[8]: four groups of two
+    if counted := re.match(r"\[(\d+),(\d+)\]<=", groups):  # [4,2]<=[8]: four groups of two
         return int(counted[2])
     return program.devices  # {}: all of them
 
@@ -232,23 +232,23 @@ def _group_size(program: Program, instruction: Instruction) -> int:
 def _bytes_by_layer(
     computation: Computation, instruction: Instruction, sizes: list[int]
 ) -> tuple[tuple[str, int], ...]:
-    """Whose the bytes are: XLA makes one collective of many, and keeps the names of all of them, or of one."""
+    """The bytes of each layer: XLA combines collectives, and keeps the op_names of all of them, or of one."""
     names = fused_op_names(instruction.op_name)
     if len(sizes) == 1:
         return ((_layer_of(computation, instruction), sizes[0]),)
     if len(names) == len(sizes):
         layers = [path_of(scopes_of_op_name(name)) for name in names]
     else:
-        makers = [computation.instructions.get(name, instruction) for name in instruction.operands]
-        layers = [_layer_of(computation, each) or _layer_of(computation, instruction) for each in makers]
+        producers = [computation.instructions.get(name, instruction) for name in instruction.operands]
+        layers = [_layer_of(computation, each) or _layer_of(computation, instruction) for each in producers]
     return tuple(zip(layers, sizes, strict=False))
 
 
 def _layer_of(computation: Computation, instruction: Instruction) -> str:
-    """The path of the layer that it belongs to: its own name tells, or that of what it is made of or used by."""
+    """The path of the layer of an instruction, by its op_name, or else by that of a producer or consumer nearby."""
     for step in (_producer, _consumer):
         current: Instruction | None = instruction
-        for _ in range(8):  # steps away, at most
+        for _ in range(8):  # steps at most
             if current is None:
                 break
             if _names_layer(current.op_name):
@@ -258,7 +258,7 @@ def _layer_of(computation: Computation, instruction: Instruction) -> str:
 
 
 def _names_layer(name: str) -> bool:
-    """An argument's name tells nothing, and a scan takes slices of its weights before any layer asks for them."""
+    """Whether an op_name contains a layer; those of arguments and of the slices that a scan takes do not."""
     return "/" in name and "/while/body/jit(dynamic_index_in_dim)" not in name
 
 
@@ -278,7 +278,7 @@ def _runs_on_host(instruction: Instruction) -> bool:
 
 
 _MOVES = {"MoveToHost": TO_HOST, "MoveToDevice": TO_DEVICE}
-# These hand on what is there already, wherever it lies.
+# Instructions that pass on a buffer, in whichever memory it is.
 _NO_COPY = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "custom-call"),
     *("optimization-barrier", "after-all", "async-start", "async-update", "async-done", "partition-id"),
@@ -286,7 +286,7 @@ _NO_COPY = (
 
 
 def _host_copies(program: Program, instruction: Instruction, operands: list[Instruction]) -> dict[str, int]:
-    """The bytes that go from host to device or back, by direction: where result and operands lie tells."""
+    """The bytes copied between host and device, by direction, from the memory spaces of operands and results."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     if target == "annotate_device_placement":
         placement = re.search(r'_xla_buffer_placement="(\w+)"', instruction.attributes.get("frontend_attributes", ""))
@@ -295,39 +295,33 @@ def _host_copies(program: Program, instruction: Instruction, operands: list[Inst
         return {_MOVES[target]: instruction.bytes}
     if instruction.opcode in _NO_COPY or instruction.opcode.endswith("-done"):
         return {}
-    arrays = [shape for each in operands for shape in each.shapes if shape.dims] or [
-        shape for each in operands for shape in each.shapes
-    ]
-    return _copies_across(
-        arrays, _final_results(instruction, operands), _updated_slice_bytes(program, instruction, operands)
-    )
-
-
-def _copies_across(sources: list[Shape], results: tuple[Shape, ...], written: int | None) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for shape in results:
-        kind = TO_HOST if shape.space == HOST_SPACE else TO_DEVICE
+    shapes = [shape for operand in operands for shape in operand.shapes]
+    sources = [shape for shape in shapes if shape.dims] or shapes  # scalars, such as indices, only if there is no array
+    slice_bytes = _updated_slice_bytes(program, instruction, operands)
+    copied: dict[str, int] = {}
+    for shape in _final_results(instruction, operands):
+        direction = TO_HOST if shape.space == HOST_SPACE else TO_DEVICE
         if any((source.space == HOST_SPACE) != (shape.space == HOST_SPACE) for source in sources):
-            found[kind] = found.get(kind, 0) + (shape.bytes if written is None else written)
-    return found
+            copied[direction] = copied.get(direction, 0) + (shape.bytes if slice_bytes is None else slice_bytes)
+    return copied
 
 
 def _final_results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
-    """What it gives in the end: a start gives its operands along with that."""
+    """The shapes of the actual results; those of a start include its operands."""
     if instruction.opcode == "copy-start":
         return instruction.shapes[:1]
     if instruction.opcode.endswith("-start"):
-        taken = sum(len(each.shapes) for each in operands)
-        return instruction.shapes[taken : taken + 1]
+        first = sum(len(each.shapes) for each in operands)
+        return instruction.shapes[first : first + 1]
     return instruction.shapes
 
 
 def _updated_slice_bytes(program: Program, instruction: Instruction, operands: list[Instruction]) -> int | None:
-    """The bytes of the slice that is written into an array, which is all that moves; None if this is no such thing."""
+    """The bytes that a dynamic-update-slice writes, which is all that is copied; None for other instructions."""
     if instruction.opcode == "fusion":
-        inside = program.computations[instruction.called[0]]
-        root = inside.root
-        operands = [inside.instructions[name] for name in root.operands if name in inside.instructions]
+        fused = program.computations[instruction.called[0]]
+        root = fused.root
+        operands = [fused.instructions[name] for name in root.operands if name in fused.instructions]
     else:
         root = instruction
     return operands[1].bytes if root.opcode.startswith("dynamic-update-slice") else None

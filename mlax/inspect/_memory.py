@@ -5,7 +5,7 @@ from typing import Any
 
 
 def free_bytes(device: Any) -> int | None:
-    """What can still be allocated on a device, if it says so."""
+    """Bytes that can still be allocated on a device; None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -13,7 +13,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def used_bytes(device: Any) -> int | None:
-    """What is allocated on a device; on a CPU, by this process."""
+    """Bytes that are allocated on a device, on a CPU by this process; None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_in_use" in stats:
         return stats["bytes_in_use"]
@@ -24,7 +24,7 @@ def used_bytes(device: Any) -> int | None:
 
 
 def total_bytes(device: Any) -> int | None:
-    """What a device has; of a simulated one, its share of what the host can still give."""
+    """The memory of a device in bytes, of a simulated one its share of the free host memory; None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -41,16 +41,16 @@ def _host_free_bytes() -> int | None:
 
 
 def _container_free_bytes() -> int:
-    """What a container may still take, where it is limited."""
+    """Bytes that can still be allocated within the memory limit of the container."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         return int(limit.read_text()) - int(used.read_text())
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):  # there is no limit
         return 2**62
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes in words."""
+    """A number of bytes with a unit, such as "1.5 KiB"."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:{'.3g' if size < 999.5 * scale else '.0f'}} {unit}"

@@ -25,29 +25,29 @@ from mlax.inspect._memory import format_bytes
 class Transfer(NamedTuple):
     """All transfers of one kind that belong to one layer."""
 
-    layer: str  # its path, like "blocks/mlp/up"; "" outside of any
-    kind: str  # like "all-reduce", or "host to device"
-    group: int  # how many devices take part in each; 1 for a copy between a device and its host
+    layer: str  # its path, such as "blocks/mlp/up"; "" outside of any layer
+    kind: str  # such as "all-reduce" or "host to device"
+    group: int  # the number of devices that take part in each; 1 for a host-device copy
     count: int
-    bytes: int  # of all of them together, as one device holds them: of a gather, what it has gathered
-    sent: int  # of that, what each device sends, in a ring
+    bytes: int  # of all of them, on one device; for an all-gather, of the result
+    sent: int  # the bytes that each device sends, in a ring
 
 
 class Transfers(NamedTuple):
-    """What a compiled function sends; printed, it is a table."""
+    """The transfers of a compiled function; printed, they are a table."""
 
     rows: tuple[Transfer, ...]
-    totals: tuple[Transfer, ...]  # one for each kind and group; what XLA made one of for several layers counts once
-    events: tuple[Event, ...] = ()  # what the rows and totals count
+    totals: tuple[Transfer, ...]  # by kind and group; a collective of several layers counts once
+    events: tuple[Event, ...] = ()  # the single transfers that the rows and totals sum up
 
     def __str__(self) -> str:
         if not self.rows:
-            return "No collective, and no copy between host and device."
-        head = ("layer", "kind", "devices", "count", "bytes", "sent by each")
+            return "No collectives and no host-device copies."
+        head = ("layer", "kind", "devices", "count", "bytes", "sent per device")
         lines = [
             head,
             *map(_format_row, self.rows),
-            *(_format_row(row._replace(layer="in all")) for row in self.totals),
+            *(_format_row(row._replace(layer="total")) for row in self.totals),
         ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
@@ -58,20 +58,20 @@ class Transfers(NamedTuple):
             for line in lines
         ]
         if sum(row.count for row in self.rows) > sum(row.count for row in self.totals):
-            shown.append("What several layers share counts in the row of each of them, and once in all.")
+            shown.append("A collective of several layers counts in the row of each of them, and once in the total.")
         return "\n".join(shown)
 
 
 def transfers(function: Any, *args: Any) -> Transfers:
-    """Count the collectives and the copies between host and device of a function, as XLA compiled it.
+    """The collectives and host-device copies of a function as XLA compiled it, by layer.
 
-    `function` is one to compile for `args`, arrays or `jax.ShapeDtypeStruct`s with shardings, or a `train.step`; or,
-    without any `args`, what `jax.jit(f).lower(...).compile()` gave, or a step that has been compiled already.
+    `function` is a function to compile for `args`, arrays or `jax.ShapeDtypeStruct`s with shardings, or a `train.step`;
+    or, without `args`, the result of `jax.jit(f).lower(...).compile()`, or a step that is already compiled.
 
-    What is in a loop counts as often as the loop runs, or once if nobody knows how often; of a conditional the branch
-    counts that sends most. A collective that XLA made of those of several layers counts in the row of each of them.
-    On a CPU host and device share their memory and XLA copies nothing; there the copies that the function asks for are
-    counted, if there is a function to ask: of one that was compiled by `lower().compile()` nobody can tell any more.
+    What is in a loop counts as often as the loop runs, or once if that is unknown; of a conditional the branch counts
+    that transfers most. A collective that XLA combined from several layers counts in the row of each of them. On a CPU
+    host and device share their memory and XLA copies nothing; there the copies in the jaxpr are counted, which the
+    result of `lower().compile()` no longer has.
     """
     traced, compiled = _trace_and_compile(function, args)
     events = list(program_events(program := parse_hlo(compiled.as_text()), program.entry))
@@ -83,13 +83,13 @@ def transfers(function: Any, *args: Any) -> Transfers:
 
 
 def summarize_events(events: Iterable[Event]) -> Transfers:
-    """The rows and totals of these events, those that send most first."""
-    rows: dict[tuple[str, str, int], list[float]] = {}
-    totals: dict[tuple[str, str, int], list[float]] = {}
+    """The rows and totals of these events, those that send the most bytes first."""
+    rows: dict[Key, list[float]] = {}
+    totals: dict[Key, list[float]] = {}
     events = tuple(events)
     for event in events:
         layers: dict[str, int] = {}
-        for layer, size in event.parts:
+        for layer, size in event.bytes_by_layer:
             layers[layer] = layers.get(layer, 0) + size
         for layer, size in layers.items():
             _add_event(rows, (layer, event.kind, event.group), event, size)
@@ -98,18 +98,18 @@ def summarize_events(events: Iterable[Event]) -> Transfers:
 
 
 def _trace_and_compile(function: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(what was traced, if that is known, and what was compiled)."""
-    aot = getattr(function, "aot", None)
+    """The traced function, or None if only the compiled one is known, and the compiled function."""
+    aot = getattr(function, "aot", None)  # of a `train.step`
     if aot is not None:
         if not args and not aot.compiled:
-            raise ValueError(f"transfers: {function} is not compiled yet; pass its arguments too: a state and a batch.")
+            raise ValueError(f"transfers: {function} is not compiled yet; pass a state and a batch as well.")
         return aot.stages(*args)
     if hasattr(function, "as_text"):
         if args:
-            raise TypeError("transfers: what is compiled already takes no arguments; pass it alone.")
+            raise TypeError("transfers: a compiled function takes no arguments here; pass it alone.")
         return None, function
     if not callable(function):
-        raise TypeError(f"transfers: {function!r} is neither a function nor a compiled one.")
+        raise TypeError(f"transfers: {function!r} is neither a function nor a compiled function.")
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     traced = jitted.trace(*args)
     return traced, traced.lower().compile()
@@ -121,12 +121,13 @@ def _platform(compiled: Any) -> str:
 
 
 def program_events(program: Program, name: str, *, fused: bool = False) -> Iterator[Event]:
+    """The transfers of the computation of this name and of those that it calls."""
     computation = program.computations[name]
     for instruction in computation.instructions.values():
         found = instruction_events(program, computation, instruction)
-        yield from (event for event in found if not fused or event.group > 1)  # a fusion itself tells what it copies
+        yield from (event for event in found if not fused or event.group > 1)  # the copies of a fusion are counted once
         if instruction.opcode == "while":
-            times = program.trips(instruction)
+            times = program.trip_count(instruction)
             for inner in program_events(program, instruction.called[0]):
                 yield inner._replace(times=inner.times * (1 if times is None else times))
         elif instruction.opcode == "conditional":
@@ -140,16 +141,17 @@ def _called_events(program: Program, instruction: Instruction) -> Iterator[Event
         yield from program_events(program, called, fused=instruction.opcode == "fusion")
 
 
-def _add_event(
-    table: dict[tuple[str, str, int], list[float]], key: tuple[str, str, int], event: Event, size: int
-) -> None:
+Key = tuple[str, str, int]  # layer, kind and group
+
+
+def _add_event(table: dict[Key, list[float]], key: Key, event: Event, size: int) -> None:
     row = table.setdefault(key, [0, 0, 0.0])
     row[0] += event.times
     row[1] += event.times * size
-    row[2] += event.times * size * event.sends
+    row[2] += event.times * size * event.sent_fraction
 
 
-def _sorted_rows(table: dict[tuple[str, str, int], list[float]]) -> tuple[Transfer, ...]:
+def _sorted_rows(table: dict[Key, list[float]]) -> tuple[Transfer, ...]:
     rows = [
         Transfer(layer, kind, group, int(count), int(size), round(sent))
         for (layer, kind, group), (count, size, sent) in table.items()
@@ -162,66 +164,68 @@ def _format_row(row: Transfer) -> tuple[str, ...]:
     return layer, row.kind, str(row.group), str(row.count), format_bytes(row.bytes), format_bytes(row.sent)
 
 
-Shards = tuple[int, ...]  # in how many an array is cut, axis by axis
+Shards = tuple[int, ...]  # the number of shards of each axis of an array
 
 
 def jaxpr_transfers(jaxpr: Any, shardings: list[Any]) -> Iterator[Event]:
-    """The copies of a traced function whose arguments have these shardings, or None where they are not known.
+    """The host-device copies of a traced function whose arguments have these shardings; None where unknown.
 
-    An array whose cut is not known counts whole: that of a slice of an argument is, that of a result is not.
+    The shards of an argument, and of a slice of it, are known; an array whose shards are not known counts in full.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    cuts = {
-        variable: _num_shards(sharding, variable.aval.shape)
+    shards = {
+        variable: _shards(sharding, variable.aval.shape)
         for variable, sharding in zip(jaxpr.invars, shardings, strict=True)
         if sharding is not None
     }
-    yield from _walk_jaxpr(jaxpr, cuts, (), 1)
+    yield from _walk_jaxpr(jaxpr, shards, (), 1)
 
 
-def _walk_jaxpr(jaxpr: Any, cuts: dict[Any, Shards], around: tuple[Any, ...], times: int) -> Iterator[Event]:
+def _walk_jaxpr(jaxpr: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
     for equation in jaxpr.eqns:
-        scopes = (*around, *equation.source_info.name_stack.stack)
+        inner_scopes = (*scopes, *equation.source_info.name_stack.stack)
         if equation.primitive.name == "device_put":
-            yield from _equation_copies(equation, cuts, scopes, times)
+            yield from _equation_copies(equation, shards, inner_scopes, times)
             continue
-        repeated = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        inner = [getattr(body, "jaxpr", body) for body in sub_jaxprs(equation.params)]
-        found = [list(_walk_jaxpr(body, _body_shards(equation, body, cuts), scopes, repeated)) for body in inner]
+        inner_times = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        bodies = [getattr(body, "jaxpr", body) for body in sub_jaxprs(equation.params)]
+        found = [
+            list(_walk_jaxpr(body, _body_shards(equation, body, shards), inner_scopes, inner_times)) for body in bodies
+        ]
         yield from most_expensive(found) if equation.primitive.name == "cond" else itertools.chain(*found)
 
 
-def _body_shards(equation: Any, body: Any, cuts: dict[Any, Shards]) -> dict[Any, Shards]:
-    """What is known of the arguments of a body that an equation runs."""
-    if equation.primitive.name == "shard_map":  # its body sees the pieces
+def _body_shards(equation: Any, body: Any, shards: dict[Any, Shards]) -> dict[Any, Shards]:
+    """The shards of the arguments of a jaxpr that an equation runs, as far as they are known."""
+    if equation.primitive.name == "shard_map":  # its body sees single shards
         return {}
-    given = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars  # the first chooses
-    if len(given) != len(body.invars):
+    arguments = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars  # the first is the index
+    if len(arguments) != len(body.invars):
         return {}
-    pairs = [(inner, outer, _known_shards(outer, cuts)) for inner, outer in zip(body.invars, given, strict=True)]
-    # A scan takes slices: its body sees one axis less.
-    return {inner: cut[outer.aval.ndim - inner.aval.ndim :] for inner, outer, cut in pairs if cut is not None}
+    known = [(inner, outer, _known_shards(outer, shards)) for inner, outer in zip(body.invars, arguments, strict=True)]
+    # the body of a scan sees slices, which lack the leading axis
+    return {inner: each[outer.aval.ndim - inner.aval.ndim :] for inner, outer, each in known if each is not None}
 
 
-def _known_shards(variable: Any, cuts: dict[Any, Shards]) -> Shards | None:
-    return None if hasattr(variable, "val") else cuts.get(variable)  # a literal has a value, and no hash
+def _known_shards(variable: Any, shards: dict[Any, Shards]) -> Shards | None:
+    return None if hasattr(variable, "val") else shards.get(variable)  # literals are not hashable
 
 
-def _equation_copies(equation: Any, cuts: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
+def _equation_copies(equation: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
+    """The copies of a `device_put` equation that cross between host and device memory."""
     path = path_of(scopes_of_stack(scopes))
     for source, result, target in zip(equation.invars, equation.outvars, equation.params["devices"], strict=True):
-        before, after = (_is_host(each.aval) for each in (source, result))
-        if before != after:
-            whole = result.aval.size * result.aval.dtype.itemsize
-            placed = hasattr(target, "shard_shape")
-            cut = _num_shards(target, result.aval.shape) if placed else _known_shards(source, cuts)
-            size = whole // math.prod(cut or ())
-            yield Event(TO_HOST if after else TO_DEVICE, 1, ((path, size),), 1.0, times)
+        from_host, to_host = _is_host(source.aval), _is_host(result.aval)
+        if from_host != to_host:
+            has_sharding = hasattr(target, "shard_shape")
+            known = _shards(target, result.aval.shape) if has_sharding else _known_shards(source, shards)
+            size = result.aval.size * result.aval.dtype.itemsize // math.prod(known or ())
+            yield Event(TO_HOST if to_host else TO_DEVICE, 1, ((path, size),), 1.0, times)
 
 
-def _num_shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
-    pieces = zip(shape, sharding.shard_shape(shape), strict=True)
-    return tuple(whole // piece if piece else 1 for whole, piece in pieces)
+def _shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
+    sizes = zip(shape, sharding.shard_shape(shape), strict=True)
+    return tuple(size // shard if shard else 1 for size, shard in sizes)
 
 
 def _is_host(aval: Any) -> bool:

@@ -151,7 +151,7 @@ def group_rows(rows: tuple[LayerMemory, ...], limit: int = 24) -> list[LayerMemo
 def _group_by_part(transfers: Transfers) -> Transfers:
     """The transfers by the first name of the layer's path."""
     return summarize_events(
-        event._replace(parts=tuple((layer.split("/")[0], size) for layer, size in event.parts))
+        event._replace(bytes_by_layer=tuple((layer.split("/")[0], size) for layer, size in event.bytes_by_layer))
         for event in transfers.events
     )
 

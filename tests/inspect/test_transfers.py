@@ -120,7 +120,7 @@ def test_a_permutation_and_an_exchange_send_what_they_hold():
 def test_one_device_sends_nothing():
     found = transfers(lambda x: x @ x, jnp.ones((8, 8)))
     assert found.rows == found.totals == ()
-    assert str(found) == "No collective, and no copy between host and device."
+    assert str(found) == "No collectives and no host-device copies."
 
 
 def test_a_weight_in_host_memory_is_fetched_once():
@@ -166,7 +166,7 @@ def test_a_step_says_what_it_sends_before_it_ran_and_after():
         return jnp.mean(y * y), non_trainables
 
     step = train.step(objective, optim.SGD(0.1))
-    with pytest.raises(ValueError, match="not compiled yet; pass its arguments too"):
+    with pytest.raises(ValueError, match="not compiled yet; pass a state and a batch"):
         transfers(step)
     whole = NamedSharding(mesh(), P())
     state = step.init(*jax.device_put((jax.random.key(0), BLOCK.init(jax.random.key(0), jnp.ones((1, D)))[0]), whole))
@@ -219,17 +219,17 @@ def test_the_table_has_a_line_for_each_row_and_total():
     found = transfers(gradient, variables(lambda path, leaf: P()), struct((64, D), P("data")))
     lines = str(found).splitlines()
     assert len(lines) == 1 + len(found.rows) + len(found.totals) + 1
-    assert lines[0].split() == ["layer", "kind", "devices", "count", "bytes", "sent", "by", "each"]
+    assert lines[0].split() == ["layer", "kind", "devices", "count", "bytes", "sent", "per", "device"]
     assert re.fullmatch(r"blocks/up +all-reduce +8 +5 +41.2 KiB +72.2 KiB", lines[1])
-    assert lines[-2].startswith("in all")
-    assert lines[-1] == "What several layers share counts in the row of each of them, and once in all."
+    assert lines[-2].startswith("total")
+    assert lines[-1] == "A collective of several layers counts in the row of each of them, and once in the total."
 
 
 def test_the_table_says_nothing_of_shared_transfers_where_there_are_none():
     alone = Event("all-reduce", 8, (("up", 64),), 1.75)
-    assert str(summarize_events([alone])).splitlines()[-1].startswith("in all")
-    shared = alone._replace(parts=(("up", 64), ("down", 64)))
-    assert str(summarize_events([alone, shared])).splitlines()[-1].startswith("What several layers share")
+    assert str(summarize_events([alone])).splitlines()[-1].startswith("total")
+    shared = alone._replace(bytes_by_layer=(("up", 64), ("down", 64)))
+    assert str(summarize_events([alone, shared])).splitlines()[-1].startswith("A collective of several layers")
 
 
 def test_sizes_are_three_digits_and_a_unit():
