@@ -14,25 +14,25 @@ def run(folder, steps, *saved):
         (folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
 
 
-def test_every_example_is_listed_with_what_it_does(capsys):
+def test_examples_are_listed_with_their_descriptions(capsys):
     assert main(["demo", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(examples())
     assert any(line.startswith("digits") and "handwritten digits" in line for line in lines)
 
 
-def test_an_example_that_is_not_there_is_an_error_that_names_those_that_are():
+def test_an_unknown_example_is_an_error_that_lists_the_known_ones():
     with pytest.raises(SystemExit, match=r"there is no example 'digit'; there are .*digits"):
         main(["demo", "digit"])
 
 
-def test_a_folder_that_is_new_or_empty_is_taken(tmp_path):
+def test_a_new_or_empty_folder_is_used(tmp_path):
     assert free_folder(tmp_path / "digits") == (tmp_path / "digits", "")
     (tmp_path / "digits").mkdir()
     assert free_folder(tmp_path / "digits") == (tmp_path / "digits", "")
 
 
-def test_a_finished_run_stays_and_the_next_goes_beside_it(tmp_path):
+def test_a_finished_run_is_kept_and_the_next_gets_a_new_folder(tmp_path):
     run(tmp_path / "digits", 20, 10, 20)
     folder, words = free_folder(tmp_path / "digits")
     assert folder == tmp_path / "digits-2" and "finished" in words and "digits-2" in words
@@ -40,20 +40,20 @@ def test_a_finished_run_stays_and_the_next_goes_beside_it(tmp_path):
     assert free_folder(tmp_path / "digits")[0] == tmp_path / "digits-3"
 
 
-def test_an_unfinished_run_goes_on(tmp_path):
+def test_an_unfinished_run_is_resumed(tmp_path):
     run(tmp_path / "digits", 20, 5, 10)
     folder, words = free_folder(tmp_path / "digits")
     assert folder == tmp_path / "digits" and "resuming from step 10 of 20" in words
 
 
-def test_of_several_runs_in_a_folder_one_that_is_unfinished_is_enough(tmp_path):
+def test_a_folder_of_several_runs_is_resumed_if_one_is_unfinished(tmp_path):
     run(tmp_path / "mixed" / "float32", 20, 20)
     run(tmp_path / "mixed" / "bfloat16", 20)
     folder, words = free_folder(tmp_path / "mixed")
     assert folder == tmp_path / "mixed" and "bfloat16 holds an unfinished run" in words
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "thesis.tex").touch()
     assert free_folder(tmp_path / "digits")[0] == tmp_path / "digits-2"
@@ -61,7 +61,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 @pytest.fixture
 def demo(tmp_path, monkeypatch, capsys):
-    """Run an example whose folder is `tmp_path / "digits"`; gives what it said."""
+    """Run an example whose default folder is `tmp_path / "digits"`; returns the lines that it printed."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it was")
     (tmp_path / "digits.py").write_text(
         "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    steps: int = 20\n"
@@ -70,20 +70,20 @@ def demo(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(inspect.getmodule(examples), "examples", lambda: {"digits": tmp_path / "digits.py"})
 
-    def demonstrated(*args):
+    def run_demo(*args):
         assert main(["demo", *args]) == 0
         return capsys.readouterr().out.replace(str(tmp_path), "").splitlines()
 
-    return demonstrated
+    return run_demo
 
 
-def test_a_demo_after_a_finished_one_says_where_it_goes(demo, tmp_path):
+def test_a_demo_after_a_finished_one_prints_its_new_folder(demo, tmp_path):
     assert demo() == ["20 /digits"]
     run(tmp_path / "digits", 20, 20)
-    said = ["/digits holds a finished run; this one is saved in /digits-2", "30 /digits-2"]
-    assert demo("digits", "--steps", "30") == said
+    printed = ["/digits holds a finished run; this one is saved in /digits-2", "30 /digits-2"]
+    assert demo("digits", "--steps", "30") == printed
 
 
-def test_a_folder_that_the_user_names_is_taken_as_it_is(demo, tmp_path):
+def test_a_folder_that_the_user_chooses_is_used(demo, tmp_path):
     run(tmp_path / "digits", 20, 20)
     assert demo("digits", "--run", "here") == ["20 here"]

@@ -5,7 +5,7 @@ from mlax.cli import Finding, main
 _doctor = inspect.getmodule(Finding)
 
 
-def test_the_doctor_finds_what_works_and_says_what_to_do_elsewhere(monkeypatch, capsys, tmp_path):
+def test_the_doctor_reports_what_works_and_what_to_do_otherwise(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_doctor, "_check_two_processes", lambda: Finding(True, "two processes", "tested elsewhere"))
     monkeypatch.setattr(_doctor, "EXTRAS", {"numpy": "arrays", "no-such-package": "nothing"})
@@ -17,7 +17,7 @@ def test_the_doctor_finds_what_works_and_says_what_to_do_elsewhere(monkeypatch, 
     assert "no  no-such-package             not installed; needed for nothing: pip install no-such-package" in lines
 
 
-def test_something_needed_that_does_not_work_gives_the_status_1(monkeypatch):
+def test_the_exit_status_is_1_only_if_something_needed_fails(monkeypatch):
     monkeypatch.setattr(_doctor, "_check_all", lambda: [Finding(False, "devices", "there are none")])
     assert main(["doctor"]) == 1
     monkeypatch.setattr(_doctor, "_check_all", lambda: [Finding(False, "grain", "not here", needed=False)])

@@ -4,7 +4,7 @@ from mlax.cli import HangDetector, Heartbeat, WorkerProcess
 
 
 class Worker:
-    """A process that is what the test says it is."""
+    """A fake process in the state that the test sets."""
 
     def __init__(self, index):
         self.index, self.status, self.state, self.last = index, None, "S", None
@@ -12,14 +12,14 @@ class Worker:
     def heartbeat(self):
         return self.last
 
-    def says(self, count, step, phase):
+    def beat(self, count, step, phase):
         self.last = Heartbeat(count, step, phase)
 
     def __str__(self):
         return f"process {self.index}"
 
 
-def watched(count=2, hang=20, patience=100):
+def detect(count=2, hang=20, patience=100):
     now = [0.0]
     workers = [Worker(index) for index in range(count)]
     detector = HangDetector(workers, hang, patience, lambda: now[0])
@@ -39,52 +39,52 @@ def test_the_supervisor_reads_the_heartbeats_of_a_process(tmp_path):
     assert process.status == 0 and process.heartbeat() == (2, 4, "waiting for data")
 
 
-def test_the_one_furthest_behind_hangs_when_nothing_moves():
-    (first, second), after = watched()
-    first.says(9, 3, "step")
-    second.says(8, 3, "waiting for data")
+def test_without_heartbeats_the_process_furthest_behind_hangs():
+    (first, second), after = detect()
+    first.beat(9, 3, "step")
+    second.beat(8, 3, "waiting for data")
     assert after(0) is None and after(19) is None
     hung = after(2)
     assert hung.process is second
     assert "furthest behind, at step 3, waiting for data; process 0 at step 3, step" in hung.why
 
 
-def test_nobody_hangs_while_anybody_moves():
-    (first, second), after = watched()
-    second.says(1, 1, "step")
+def test_no_process_hangs_while_any_sends_heartbeats():
+    (first, second), after = detect()
+    second.beat(1, 1, "step")
     for count in range(1, 10):
-        first.says(count, count, "step")
+        first.beat(count, count, "step")
         assert after(15) is None
 
 
 def test_compiling_and_saving_may_take_longer():
-    (first, second), after = watched()
+    (first, second), after = detect()
     for worker, count in ((first, 2), (second, 1)):
-        worker.says(count, 0, "compiling")
+        worker.beat(count, 0, "compiling")
     assert after(0) is None and after(99) is None
     assert after(2).process is second
 
 
-def test_a_script_that_never_beats_does_not_hang():
-    _, after = watched()
+def test_a_script_without_heartbeats_does_not_hang():
+    _, after = detect()
     assert after(10_000) is None
 
 
-def test_a_stopped_process_hangs_whatever_the_others_do():
-    (first, second), after = watched()
+def test_a_stopped_process_hangs_even_if_others_progress():
+    (first, second), after = detect()
     first.state = "T"
     for count in range(1, 20):
-        second.says(count, count, "step")
+        second.beat(count, count, "step")
         assert after(1) is None
     assert after(2).process is first
     first.state = "S"
     assert after(1) is None
 
 
-def test_a_process_that_has_ended_does_not_hang():
-    (first, second), after = watched()
-    first.says(5, 5, "ending")
+def test_a_process_that_exited_does_not_hang():
+    (first, second), after = detect()
+    first.beat(5, 5, "ending")
     first.status = 0
-    second.says(9, 5, "step")
+    second.beat(9, 5, "step")
     assert after(0) is None
     assert after(21).process is second

@@ -8,7 +8,7 @@ import mlax
 from mlax.cli import main
 
 
-def test_help_names_every_command_and_loads_no_jax():
+def test_help_lists_every_command_without_importing_jax():
     code = "import sys, mlax.cli\ntry: mlax.cli.main(['--help'])\nfinally: print('jax' in sys.modules)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -17,21 +17,21 @@ def test_help_names_every_command_and_loads_no_jax():
     assert done.stdout.strip().endswith("False")
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"mlax {mlax.__version__}\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["launch", "script.py"], ["launch", "-n", "0", "script.py"]])
-def test_a_command_that_makes_no_sense_is_refused_with_status_2(argv, capsys):
+def test_an_invalid_command_exits_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as refused:
         main(argv)
     assert refused.value.code == 2
     assert "usage: mlax" in capsys.readouterr().err
 
 
-def test_the_rooms_and_the_names_of_core_are_found_when_they_are_used():
+def test_submodules_and_names_of_core_are_imported_on_first_use():
     assert mlax.Series is mlax.core.Series
     assert {"Series", "nn", "train"} <= set(dir(mlax))
     with pytest.raises(AttributeError, match="mlax has no 'Serie'; it has"):

@@ -13,7 +13,7 @@ def run(folder, losses, accuracies=()):
     return str(folder)
 
 
-def test_runs_are_compared_in_a_table_and_a_picture(tmp_path, capsys):
+def test_runs_are_compared_in_a_table_and_a_plot(tmp_path, capsys):
     runs = [run(tmp_path / "one", [2, 1], [0.5, 0.8, 0.7]), run(tmp_path / "two", [2, 1.5], [0.25, 0.9])]
     assert main(["plot", *runs, "-o", str(tmp_path / "both.png")]) == 0
     head, one, two, _ = capsys.readouterr().out.splitlines()
@@ -23,7 +23,7 @@ def test_runs_are_compared_in_a_table_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_metrics_is_left_out_with_words(tmp_path, capsys):
+def test_a_folder_without_metrics_is_reported_and_left_out(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     main(["plot", run(tmp_path / "one", [2, 1]), str(tmp_path / "empty"), "-o", str(tmp_path / "one.png")])
     assert "left out" in capsys.readouterr().out

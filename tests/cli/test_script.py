@@ -36,30 +36,30 @@ def script(tmp_path, monkeypatch):
     return write
 
 
-def test_the_fields_of_a_dataclass_are_options(script, capsys):
+def test_the_fields_of_a_dataclass_become_options(script, capsys):
     assert main(["train", script(CONFIG), "--steps", "7"]) == 0
     assert capsys.readouterr().out == "trained Config(steps=7, rate=0.1)\n"
 
 
-def test_help_of_a_script_shows_its_fields(script, capsys):
+def test_help_for_a_script_lists_its_options(script, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", script(CONFIG), "--help"])
     words = capsys.readouterr().out
     assert all(word in words for word in ("Train something.", "--steps", "how many", "--rate", "0.1"))
 
 
-def test_another_script_is_run_as_python_would(script, capsys):
+def test_a_script_without_config_runs_as_under_python(script, capsys):
     text = "import sys\nassert __name__ == '__main__'\nprint(sys.argv[1:])"
     assert main(["train", script(text), "--steps", "7"]) == 0
     assert capsys.readouterr().out == "['--steps', '7']\n"
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path):
+def test_a_missing_script_is_reported(tmp_path):
     with pytest.raises(SystemExit, match=r"there is no script .*nowhere\.py"):
         main(["train", str(tmp_path / "nowhere.py")])
 
 
-def test_what_is_compiled_is_kept_for_the_next_process(script, tmp_path, monkeypatch, capsys):
+def test_the_compilation_cache_is_enabled(script, tmp_path, monkeypatch, capsys):
     import jax
 
     names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]

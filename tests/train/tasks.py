@@ -1,4 +1,4 @@
-"""Small things to train, shared by the tests of training."""
+"""A small model, objective and dataset, shared by the tests of training."""
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,6 @@ def feed(n=75, size=8, seed=0, **options):
     return train.Feed(arrays(n), batch=size, seed=seed, **options)
 
 
-def begun(step, model=MODEL, seed=0):
+def init_state(step, model=MODEL, seed=0):
     init, rng = jax.random.split(jax.random.key(seed))
     return step.init(rng, *model.init(init, jax.ShapeDtypeStruct((8, 5), jnp.float32)))

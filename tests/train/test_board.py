@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run that was broken and resumed."""
+"""What TensorBoard shows of a run that was interrupted and resumed."""
 
 import pytest
 
@@ -13,14 +13,14 @@ def events(folder):
 
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
-        while data:  # 8 bytes of length, 4 of check, the event, 4 of check
+        while data:  # 8 bytes of length, 4 of checksum, the event, 4 of checksum
             size = int.from_bytes(data[:8], "little")
             yield Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
 
 
-def shown(folder):
-    """The points that are left: a session that starts at a step hides those of that step and of later ones."""
+def visible_points(folder):
+    """The visible points: a session that starts at a step hides those of that step and of later ones."""
     points = []
     for event in events(folder):
         if event.HasField("session_log"):
@@ -29,18 +29,18 @@ def shown(folder):
     return points
 
 
-def written(folder, start, steps, value):
+def write_session(folder, start, steps, value):
     board = TensorBoard(folder, start=start)
     board.add([{"step": step, "seconds": 1.0, "loss": value} for step in steps])
     board.close()
 
 
-def test_points_that_come_again_after_a_resume_are_shown_once(tmp_path):
-    written(tmp_path, 0, range(1, 6), 0.0)
-    written(tmp_path, 3, range(4, 8), 1.0)
-    written(tmp_path, 6, range(7, 9), 2.0)
+def test_points_of_steps_that_run_again_are_shown_once(tmp_path):
+    write_session(tmp_path, 0, range(1, 6), 0.0)
+    write_session(tmp_path, 3, range(4, 8), 1.0)
+    write_session(tmp_path, 6, range(7, 9), 2.0)
     values = {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2}
-    assert shown(tmp_path) == [("train/loss", step, value) for step, value in values.items()]
+    assert visible_points(tmp_path) == [("train/loss", step, value) for step, value in values.items()]
 
 
 def test_without_a_folder_nothing_is_written():

@@ -1,4 +1,4 @@
-"""The loop: it resumes to the bit, notes every step once, survives what comes, and leaves a report."""
+"""fit: it resumes bitwise, logs every step once, handles signals and divergence, and writes a report."""
 
 import functools
 import inspect
@@ -14,43 +14,43 @@ import pytest
 from mlax import files, optim, train
 from mlax.train import Divergence, Run, read_records
 from tests.asserts import unequal_leaves
-from tests.train.tasks import OPTIMIZER, arrays, begun, feed, objective
+from tests.train.tasks import OPTIMIZER, arrays, feed, init_state, objective
 from tests.train.test_step import compilations
 
 STEP = train.step(objective, OPTIMIZER)
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Matplotlib takes a second to load, so only the unbroken run draws."""
+def hide_matplotlib(monkeypatch):
+    """Matplotlib takes a second to import, so only the uninterrupted run plots."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def fitted(run, steps, *, step=STEP, data=None, **options):
+def fit(run, steps, *, step=STEP, data=None, **options):
     test = train.Feed(arrays(30, seed=1), batch=8)
     return train.fit(
-        step, begun(step), data or feed(), steps=steps, run=run, **{"evaluate": test, "show": False, **options}
+        step, init_state(step), data or feed(), steps=steps, run=run, **{"evaluate": test, "show": False, **options}
     )
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "unbroken"
-    return run, fitted(run, 40)
+def uninterrupted(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    return run, fit(run, 40)
 
 
-def test_a_run_that_was_cut_ends_with_the_same_bits(unbroken, tmp_path):
+def test_an_interrupted_run_ends_bitwise_equal(uninterrupted, tmp_path):
     for steps in (7, 13, 22, 40):  # in the middle of an epoch of 10
-        result = fitted(tmp_path / "cut", steps)
+        result = fit(tmp_path / "cut", steps)
     assert result.step == result.saved == 40
-    assert not unequal_leaves(result.state, unbroken[1].state)
-    assert result.scores == unbroken[1].scores
+    assert not unequal_leaves(result.state, uninterrupted[1].state)
+    assert result.scores == uninterrupted[1].scores
 
 
-def test_every_step_is_noted_once_and_so_is_every_evaluation(unbroken, tmp_path):
+def test_every_step_and_every_evaluation_is_logged_once(uninterrupted, tmp_path):
     for steps in (15, 40):
-        fitted(tmp_path / "cut", steps, save_every=10, evaluate_every=10)
-    for run in (unbroken[0], tmp_path / "cut"):
+        fit(tmp_path / "cut", steps, save_every=10, evaluate_every=10)
+    for run in (uninterrupted[0], tmp_path / "cut"):
         records = read_records(run / "metrics.jsonl")
         assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
         assert {10, 20, 30, 40} <= {r["step"] for r in records if "evaluation" in r}
@@ -59,18 +59,18 @@ def test_every_step_is_noted_once_and_so_is_every_evaluation(unbroken, tmp_path)
     assert {"step", "seconds", "loss", "accuracy", "gradient_norm", "rate", "skipped"} <= set(records[0])
 
 
-def test_records_beyond_the_step_that_is_resumed_are_made_again(tmp_path):
+def test_records_after_the_step_to_resume_from_are_replaced(tmp_path):
     run = tmp_path / "run"
-    fitted(run, 10)
+    fit(run, 10)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')  # noted, but killed before it was saved
-    fitted(run, 20)
+        file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')  # logged, but killed before the save
+    fit(run, 20)
     steps = [r["step"] for r in read_records(run / "metrics.jsonl") if "loss" in r]
     assert steps == list(range(1, 21))
 
 
-def test_the_folder_is_the_report(unbroken):
-    run, result = unbroken
+def test_the_folder_holds_configuration_metrics_curves_report_and_weights(uninterrupted):
+    run, result = uninterrupted
     for name in ("config.json", "metrics.jsonl", "curves.png", "report.md", "last.safetensors", "best.safetensors"):
         assert (run / name).stat().st_size > 0, name
     config = json.loads((run / "config.json").read_text())
@@ -83,30 +83,30 @@ def test_the_folder_is_the_report(unbroken):
     assert train.Checkpoints(run / "checkpoints", best=train.Minimize("loss")).best() == min(scores, key=scores.get)
 
 
-def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
-    before = (unbroken[0] / "metrics.jsonl").read_text()
-    result = fitted(unbroken[0], 40)
-    assert not unequal_leaves(result.state, unbroken[1].state)
-    assert (unbroken[0] / "metrics.jsonl").read_text() == before
+def test_a_finished_run_is_not_run_again(uninterrupted, tmp_path):
+    before = (uninterrupted[0] / "metrics.jsonl").read_text()
+    result = fit(uninterrupted[0], 40)
+    assert not unequal_leaves(result.state, uninterrupted[1].state)
+    assert (uninterrupted[0] / "metrics.jsonl").read_text() == before
 
 
 def test_nothing_compiles_after_the_first_step_and_evaluation(tmp_path):
-    fitted(None, 10)
-    assert compilations(lambda: fitted(tmp_path / "run", 30)) <= compilations(lambda: fitted(tmp_path / "other", 10))
+    fit(None, 10)
+    assert compilations(lambda: fit(tmp_path / "run", 30)) <= compilations(lambda: fit(tmp_path / "other", 10))
     assert len(STEP.aot.compiled) == len(STEP.evaluation.aot.compiled) == 1
 
 
-def test_many_steps_a_call_are_noted_one_by_one(tmp_path):
-    result = fitted(tmp_path / "run", 40, step=train.step(objective, OPTIMIZER, many=4))
+def test_many_steps_per_call_are_logged_one_by_one(tmp_path):
+    result = fit(tmp_path / "run", 40, step=train.step(objective, OPTIMIZER, many=4))
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
     assert result.step == 40 and int(result.state.step) == 40
     with pytest.raises(ValueError, match="steps is 41, but must be a multiple of the 4 steps per call"):
-        fitted(None, 41, step=train.step(objective, OPTIMIZER, many=4))
+        fit(None, 41, step=train.step(objective, OPTIMIZER, many=4))
 
 
-def poisoned(steps):
-    """A feed whose batches of some steps hold what is not finite."""
+def poisoned_feed(steps):
+    """A feed whose batches of some steps hold NaN, and the ids of their examples."""
     clean = feed()
     bad = {i for step in steps for i in clean.indices(step).tolist()}
 
@@ -116,26 +116,26 @@ def poisoned(steps):
     return feed(transform=poison), bad
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_its_examples_are_noted(tmp_path):
-    data, bad = poisoned([3])
-    result = fitted(tmp_path / "run", 10, data=data)
+def test_a_non_finite_step_is_skipped_and_its_examples_are_logged(tmp_path):
+    data, bad = poisoned_feed([3])
+    result = fit(tmp_path / "run", 10, data=data)
     events = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     assert [(e["step"], set(e["ids"])) for e in events] == [(4, bad)]
     assert int(result.state.skipped) == 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.trainables))
 
 
-def test_steps_without_end_that_are_not_finite_end_the_run_after_so_many_returns(tmp_path, monkeypatch):
+def test_non_finite_steps_without_end_raise_after_the_last_rollback(tmp_path, monkeypatch):
     monkeypatch.setattr(inspect.getmodule(train.fit), "Divergence", functools.partial(Divergence, patience=4))
-    data, _ = poisoned(range(3, 10))
+    data, _ = poisoned_feed(range(3, 10))
     with pytest.raises(train.Diverged, match=r"in any of the steps \d+ to \d+.*Lower the learning rate.*out of range"):
-        fitted(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
+        fit(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     assert len([event for event in events if event.startswith("rolled back to the weights of step")]) == 1
 
 
-def struck(number, at):
-    """A feed that sends this process a signal when it makes the batch of a step."""
+def signaling_feed(number, at):
+    """A feed that sends this process a signal when it loads the batch of a step."""
 
     def strike(batch, generator):
         if int(batch["id"][0]) == first:
@@ -146,69 +146,69 @@ def struck(number, at):
     return feed(transform=strike, ahead=1)
 
 
-def test_ctrl_c_saves_and_returns_and_the_rest_ends_with_the_same_bits(tmp_path, unbroken, capsys):
+def test_ctrl_c_saves_and_returns_and_the_resumed_run_is_bitwise_equal(tmp_path, uninterrupted, capsys):
     handler = signal.getsignal(signal.SIGINT)
-    result = fitted(tmp_path / "run", 40, data=struck(signal.SIGINT, 5), show=True)
+    result = fit(tmp_path / "run", 40, data=signaling_feed(signal.SIGINT, 5), show=True)
     assert result.stopped == "SIGINT" and result.saved == result.step < 10
     assert "resume with:" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is handler
-    assert not unequal_leaves(fitted(tmp_path / "run", 40).state, unbroken[1].state)
+    assert not unequal_leaves(fit(tmp_path / "run", 40).state, uninterrupted[1].state)
 
 
-def test_sigterm_saves_and_exits(tmp_path, unbroken):
+def test_sigterm_saves_and_exits(tmp_path, uninterrupted):
     with pytest.raises(SystemExit) as ended:
-        fitted(tmp_path / "run", 40, data=struck(signal.SIGTERM, 5))
+        fit(tmp_path / "run", 40, data=signaling_feed(signal.SIGTERM, 5))
     assert ended.value.code == 143
     assert 4 <= train.Checkpoints(tmp_path / "run" / "checkpoints").latest() <= 8
-    assert not unequal_leaves(fitted(tmp_path / "run", 40).state, unbroken[1].state)
+    assert not unequal_leaves(fit(tmp_path / "run", 40).state, uninterrupted[1].state)
 
 
-def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
+def test_a_run_folder_is_locked(tmp_path):
     with Run(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
-        fitted(tmp_path / "run", 10)
+        fit(tmp_path / "run", 10)
 
 
-def test_it_says_what_is_trained_and_how_it_goes(tmp_path, capsys):
-    fitted(tmp_path / "run", 30, show=True, config={"width": 16})
+def test_configuration_progress_and_changes_are_printed(tmp_path, capsys):
+    fit(tmp_path / "run", 30, show=True, config={"width": 16})
     out = capsys.readouterr().out
     for words in ("AdamW", "75 examples", "all parameters", "width", "30/30", "steps/s", "finished: 30 of 30"):
         assert words in out
-    fitted(tmp_path / "run", 40, show=True, config={"width": 17})
+    fit(tmp_path / "run", 40, show=True, config={"width": 17})
     out = capsys.readouterr().out
     assert "resumes from step 30" in out
     assert "changed since this run started: width was 16 and is now 17" in out
     with pytest.raises(ValueError, match=r"a finished run, 40 of 40 steps, of another configuration \(width was 17"):
-        fitted(tmp_path / "run", 40, config={"width": 18})
+        fit(tmp_path / "run", 40, config={"width": 18})
     words = r"feed was \.\.\. batches of 8, 10 \.\.\. and is now \.\.\. batches of 15, 5 \.\.\.\); choose"
     with pytest.raises(ValueError, match=words):
-        fitted(tmp_path / "run", 40, config={"width": 17}, data=train.Feed(arrays(75), batch=15, seed=0))
+        fit(tmp_path / "run", 40, config={"width": 17}, data=train.Feed(arrays(75), batch=15, seed=0))
 
 
-def test_a_folder_of_another_model_or_optimizer_is_refused_with_what_fit_can_do(tmp_path):
-    fitted(tmp_path / "run", 10)
+def test_the_folder_of_another_model_or_optimizer_is_rejected_with_advice(tmp_path):
+    fit(tmp_path / "run", 10)
     words = r"holds the run of another model or optimizer: .* (not saved|not in the target).*; choose another folder"
     with pytest.raises(ValueError, match=words) as caught:
-        fitted(tmp_path / "run", 20, step=train.step(objective, optim.Lion(1e-3)))
+        fit(tmp_path / "run", 20, step=train.step(objective, optim.Lion(1e-3)))
     assert "only=" not in str(caught.value)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert fitted(None, 10).saved is None
+    assert fit(None, 10).saved is None
     assert not list(tmp_path.iterdir())
 
 
-def test_accumulation_over_batches_resumes_in_its_middle(tmp_path):
+def test_accumulation_over_batches_resumes_in_the_middle(tmp_path):
     step = train.step(objective, optim.Accumulate(OPTIMIZER, 4))
-    whole = fitted(tmp_path / "whole", 30, step=step)
+    whole = fit(tmp_path / "whole", 30, step=step)
     for steps in (6, 17, 30):
-        cut = fitted(tmp_path / "cut", steps, step=step)
+        cut = fit(tmp_path / "cut", steps, step=step)
     assert not unequal_leaves(cut.state, whole.state)
 
 
 def test_metrics_go_to_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
-    fitted(tmp_path / "run", 10, tensorboard=True)
+    fit(tmp_path / "run", 10, tensorboard=True)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
@@ -220,17 +220,17 @@ def test_metrics_go_to_tensorboard(tmp_path):
         ({"steps": 10, "evaluate_every": 0}, "evaluate_every is 0"),
     ],
 )
-def test_bad_options_are_refused(options, words):
+def test_invalid_step_counts_are_rejected(options, words):
     with pytest.raises(ValueError, match=words):
-        fitted(None, **options)
+        fit(None, **options)
 
 
-def test_a_run_is_never_written_over(unbroken):
+def test_a_run_is_never_overwritten(uninterrupted):
     with pytest.raises(FileExistsError, match=r"holds a run at step 40.*choose another folder"):
-        fitted(unbroken[0], 50, resume=False)
+        fit(uninterrupted[0], 50, resume=False)
 
 
-def test_a_signal_that_comes_while_waiting_for_data_loses_nothing(tmp_path):
+def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path):
     import threading
 
     asked = threading.Event()
@@ -238,16 +238,16 @@ def test_a_signal_that_comes_while_waiting_for_data_loses_nothing(tmp_path):
     def stall(batch, generator):
         if int(batch["id"][0]) == first:
             os.kill(os.getpid(), signal.SIGINT)
-            asked.wait(30)  # a disk that does not answer
+            asked.wait(30)  # a disk that does not respond
         return batch
 
     first = int(feed().indices(6)[0])
-    result = fitted(tmp_path / "run", 40, data=feed(transform=stall, workers=1, ahead=1))
+    result = fit(tmp_path / "run", 40, data=feed(transform=stall, workers=1, ahead=1))
     asked.set()
     assert result.step == result.saved == 6
 
 
-def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, monkeypatch):
+def test_the_last_plot_replaces_one_in_progress(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with Run(tmp_path) as run:
@@ -258,54 +258,54 @@ def test_the_last_drawing_takes_the_place_of_one_that_is_under_way(tmp_path, mon
     assert (tmp_path / "curves.png").exists()
 
 
-def test_only_weights_that_were_tested_can_be_the_best(tmp_path):
-    fitted(tmp_path / "run", 35, evaluate_every=10, save_every=5, keep=10)
+def test_only_evaluated_weights_can_be_the_best(tmp_path):
+    fit(tmp_path / "run", 35, evaluate_every=10, save_every=5, keep=10)
     saved = train.Checkpoints(tmp_path / "run" / "checkpoints", best=train.Minimize("loss"), keep=10)
     assert saved.steps() == (5, 10, 15, 20, 25, 30, 35)
     assert saved.best() in (10, 20, 30, 35)
 
 
-def test_going_back_goes_back_before_the_bad_steps(tmp_path, monkeypatch):
+def test_a_rollback_restores_a_checkpoint_before_the_skipped_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(inspect.getmodule(train.fit), "Divergence", functools.partial(Divergence, patience=4))
-    data, _ = poisoned(range(3, 10))
+    data, _ = poisoned_feed(range(3, 10))
     with pytest.raises(train.Diverged):
-        fitted(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
+        fit(tmp_path / "run", 100, data=data, save_every=1, evaluate=None, rollbacks=1)
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     (back,) = [event for event in events if event.startswith("rolled back")]
     assert int(back.split()[-1]) <= 3
 
 
-def test_an_iterator_can_be_trained_on(tmp_path):
+def test_fit_takes_an_iterable_feed(tmp_path):
     def made():
         return iter([{name: array[i : i + 8] for name, array in arrays(40).items()} for i in range(0, 40, 8)])
 
-    result = fitted(tmp_path / "run", 20, data=train.IterableFeed(made))
+    result = fit(tmp_path / "run", 20, data=train.IterableFeed(made))
     assert result.step == 20
 
 
-def test_the_log_of_a_run_that_was_killed_before_its_first_save_has_no_step_twice(tmp_path):
+def test_a_run_killed_before_its_first_save_logs_no_step_twice(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
-    fitted(run, 10)
+    fit(run, 10)
     assert [r["step"] for r in read_records(run / "metrics.jsonl") if "loss" in r] == list(range(1, 11))
 
 
-def test_what_cannot_be_written_at_the_end_is_said_and_the_result_is_given(tmp_path, monkeypatch, capsys):
+def test_weights_that_cannot_be_written_are_reported_and_fit_returns(tmp_path, monkeypatch, capsys):
     def full(*args):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(files, "save", full)
-    assert fitted(tmp_path / "run", 10, show=True).saved == 10
+    assert fit(tmp_path / "run", 10, show=True).saved == 10
     assert "could not be written" in capsys.readouterr().out
 
 
-def test_a_finished_run_is_left_as_it_is(unbroken):
+def test_the_files_of_a_finished_run_stay_unchanged(uninterrupted):
     def times():
-        return {path.name: path.stat().st_mtime_ns for path in unbroken[0].iterdir() if path.name != "lock"}
+        return {path.name: path.stat().st_mtime_ns for path in uninterrupted[0].iterdir() if path.name != "lock"}
 
     before = times()
-    fitted(unbroken[0], 20)
+    fit(uninterrupted[0], 20)
     assert times() == before
 
 
@@ -336,6 +336,6 @@ def test_a_finished_run_is_left_as_it_is(unbroken):
         ),
     ],
 )
-def test_wrong_calls_of_fit_are_told_what_is_right(call, error, words):
+def test_wrong_arguments_of_fit_are_rejected_with_advice(call, error, words):
     with pytest.raises(error, match=words):
-        call(begun(STEP))
+        call(init_state(STEP))

@@ -1,4 +1,4 @@
-"""Checkpoints and devices: what one placement saved another restores, each process reading only what it needs."""
+"""Checkpoints restored onto other shardings, devices and processes, each of which reads only what it needs."""
 
 import os
 
@@ -24,7 +24,7 @@ def tree(seed=0):
 
 
 def placed(devices, seed=0):
-    """The tree over some of the devices, the kernel in two directions."""
+    """The tree sharded over some of the devices, its kernel over both axes."""
     mesh = jax.make_mesh((max(1, devices // 2), min(2, devices)), ("a", "b"), devices=jax.devices()[:devices])
     specs = {"kernel": P("a", "b"), "table": P(("a", "b")), "scale": P(), "empty": P(None, "b")}
     arrays = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in tree(seed).items()}
@@ -36,7 +36,7 @@ def data(tree):
     return {name: jax.random.key_data(leaf) if name == "keys" else leaf for name, leaf in tree.items()}
 
 
-def test_eight_then_four_then_one_then_eight_devices_hold_the_same_bits(tmp_path):
+def test_a_state_moves_over_eight_four_one_and_eight_devices_bitwise_unchanged(tmp_path):
     checkpoints = train.Checkpoints(tmp_path)
     state = placed(8, seed=3)
     for step, devices in enumerate((8, 4, 1, 8)):
@@ -48,7 +48,7 @@ def test_eight_then_four_then_one_then_eight_devices_hold_the_same_bits(tmp_path
             assert state[name].sharding == target[name].sharding and state[name].committed
 
 
-def test_an_array_that_is_in_pieces_is_saved_once_and_read_where_it_is_needed(tmp_path):
+def test_a_sharded_array_is_saved_once_and_read_where_it_is_needed(tmp_path):
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(1, placed(8))
     checkpoints.wait()
@@ -63,7 +63,7 @@ def test_an_array_that_is_in_pieces_is_saved_once_and_read_where_it_is_needed(tm
     assert not plain.tree["kernel"].committed and (np.asarray(plain.tree["kernel"]) == tree()["kernel"]).all()
 
 
-def test_host_memory_is_a_placement_like_any_other(tmp_path):
+def test_an_array_in_host_memory_is_restored_there(tmp_path):
     sharding = placed(8)["kernel"].sharding.with_memory_kind("pinned_host")
     state = {"kernel": jax.device_put(tree()["kernel"], sharding)}
     checkpoints = train.Checkpoints(tmp_path)
@@ -81,11 +81,11 @@ checkpoints = train.Checkpoints(sys.argv[2])
 state = checkpoints.restore(placed(int(sys.argv[1]), seed=1)).tree
 for name, leaf in data(state).items():
     assert np.asarray(leaf).tobytes() == np.asarray(data(placed(1, seed=5))[name]).tobytes(), name
-checkpoints.save(checkpoints.latest() + 1, state)  # an interpreter that ends waits for it
+checkpoints.save(checkpoints.latest() + 1, state)  # the interpreter waits for it at exit
 """
 
 
-def test_processes_with_other_numbers_of_devices_restore_what_eight_saved(tmp_path, request):
+def test_processes_with_fewer_devices_restore_what_eight_devices_saved(tmp_path, request):
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(0, placed(8, seed=5))
     checkpoints.wait()
@@ -126,7 +126,7 @@ else:
             for shard in leaf.addressable_shards:
                 wanted = np.asarray(tree(int(part))[name])[shard.index]
                 assert np.asarray(shard.data).tobytes() == wanted.tobytes(), name
-    if index == 1:  # a disk that is full for one of them alone
+    if index == 1:  # only one of them has a full disk
         def full(*_):
             raise OSError(28, "full")
         real, os.fsync = os.fsync, full
@@ -145,7 +145,7 @@ else:
 """
 
 
-def test_two_processes_write_their_pieces_and_any_number_reads_them(tmp_path):
+def test_two_processes_write_their_shards_and_any_number_reads_them(tmp_path):
     def both(part):
         with reserved_port() as port:
             outputs_of(*(start_python("-c", SEVERAL, index, port, tmp_path, part) for index in (0, 1)))
@@ -160,13 +160,13 @@ def test_two_processes_write_their_pieces_and_any_number_reads_them(tmp_path):
     assert all(np.asarray(restored[name]).tobytes() == np.asarray(x).tobytes() for name, x in tree(3).items())
     path = tmp_path / "step-00000003" / "arrays-00002-of-00002.safetensors"
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # damage that only one of the two reads
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # corrupts what only one of the two reads
     both("2")
     assert train.Checkpoints(tmp_path).latest() == 10 and not [n for n in os.listdir(tmp_path) if "saving" in n]
 
 
 @pytest.mark.parametrize("missing", [0, 7])
-def test_pieces_that_are_not_the_whole_array_are_refused(missing):
+def test_shards_that_do_not_cover_the_array_are_rejected(missing):
     blocks = [((row, column), (2, 4)) for row in (0, 2, 4, 6) for column in (0, 4)]
     assert train.checkpoints.is_partition((8, 8), blocks)
     assert not train.checkpoints.is_partition((8, 8), blocks[:missing] + blocks[missing + 1 :])

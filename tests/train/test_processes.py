@@ -1,4 +1,4 @@
-"""Two processes that train as one, on this machine, with simulated devices."""
+"""Two processes that train together on this machine, with simulated devices."""
 
 import json
 
@@ -14,7 +14,7 @@ TWO = ("-n", 2, "--devices", 2)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folders of a run of two processes of two devices, and of one process of four; and what the first said."""
+    """The folders of a run of two processes with two devices each and of one with four, and the output of the first."""
     parent = tmp_path_factory.mktemp("processes")
     argv = ("--steps", STEPS, "--fsdp")
     two = launch("--run", parent / "two", *argv, options=(*TWO, "--restarts", 0))
@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
     return parent / "two", parent / "one", two.lines
 
 
-def test_two_processes_give_the_numbers_of_one(runs):
+def test_two_processes_compute_the_same_metrics_as_one(runs):
     two, one, _ = runs
     mine, theirs = (files.load(folder / "last.safetensors") for folder in (two, one))
     for room in theirs:
@@ -39,7 +39,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
         assert mine[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-5)
 
 
-def test_two_processes_evaluate_as_one(runs):
+def test_two_processes_evaluate_the_same_as_one(runs):
     def scores(folder):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return [line["evaluation"] for line in lines if "evaluation" in line]
@@ -51,11 +51,11 @@ def test_two_processes_evaluate_as_one(runs):
 
 def test_only_the_first_process_prints(runs):
     assert any(line.startswith("[0] finished: 12 of 12 steps") for line in runs[2])
-    said = [line for line in runs[2] if line.startswith("[1]") and "peer ranks" not in line]  # that is Gloo
-    assert not said
+    printed = [line for line in runs[2] if line.startswith("[1]") and "peer ranks" not in line]  # that is Gloo
+    assert not printed
 
 
-def test_the_folder_is_written_once_and_the_checkpoints_in_pieces(runs):
+def test_the_folder_is_written_by_one_process_and_the_checkpoints_by_both(runs):
     two, one, _ = runs
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
     assert saved_steps(two) == saved_steps(one)
@@ -64,11 +64,11 @@ def test_the_folder_is_written_once_and_the_checkpoints_in_pieces(runs):
     assert json.loads((two / "config.json").read_text())["processes"] == 2
 
 
-def test_a_killed_process_is_named_and_the_restart_reaches_the_same_weights(runs, tmp_path):
+def test_a_killed_process_is_reported_and_the_restart_reaches_the_same_weights(runs, tmp_path):
     fault = ("--process", 1, "--at", 7, "--phase", "after a step", "--fault", 9)
     child = launch("--run", tmp_path / "killed", "--steps", STEPS, "--fsdp", *fault, options=(*TWO, "--restarts", 1))
     assert child.wait() == 0, child.lines
     died, again = [line for line in child.lines if line.startswith("mlax launch: ")]
-    assert "process 1 (pid " in died and "was ended by SIGKILL, at step 7, after a step" in died
+    assert "process 1 (pid " in died and "was killed by SIGKILL, at step 7, after a step" in died
     assert "restart 1 of at most 1" in again
     assert weight_bytes(tmp_path / "killed") == weight_bytes(runs[0])

@@ -1,4 +1,4 @@
-"""What a device is sold with, by its name."""
+"""Peak FLOP/s by the name of the device."""
 
 from types import SimpleNamespace
 
@@ -29,5 +29,5 @@ from mlax.train import peak_flops
         ("cpu", None),
     ],
 )
-def test_a_device_is_found_by_whole_words_of_its_name(kind, expected):
+def test_peak_flops_are_found_by_whole_words_of_the_device_kind(kind, expected):
     assert peak_flops(SimpleNamespace(device_kind=kind)) == expected

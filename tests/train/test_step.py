@@ -1,4 +1,4 @@
-"""The step: equal to the loop that one would write by hand, compiled once, and safe."""
+"""The step: equal to a hand-written one, compiled once, and guarded."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import dtypes, nn, optim, place, train
 from tests.asserts import assert_close, unequal_leaves
-from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, begun, feed, objective
+from tests.train.tasks import MODEL, OPTIMIZER, arrays, batch, feed, init_state, objective
 
 
 def compilations(function):
-    """How many programs the backend compiled while `function` ran."""
+    """The number of programs that were compiled while `function` ran."""
     seen = []
 
     def listen(event, *_, **__):
@@ -30,9 +30,9 @@ def compilations(function):
     return len(seen)
 
 
-def test_a_step_is_the_loop_one_would_write_by_hand():
+def test_a_step_equals_a_hand_written_one():
     step = train.step(objective, OPTIMIZER)
-    state = begun(step)
+    state = init_state(step)
     weights, statistics, slots, rng = jax.tree.map(
         jnp.copy, (state.trainables, state.non_trainables, state.optimizer, state.rng)
     )
@@ -58,7 +58,7 @@ def test_a_step_is_the_loop_one_would_write_by_hand():
 
 def test_a_step_compiles_once():
     step = train.step(objective, OPTIMIZER)
-    state, _ = step(begun(step), batch())
+    state, _ = step(init_state(step), batch())
     batches = [batch(seed=i) for i in range(10)]
 
     def ten():
@@ -80,17 +80,17 @@ def test_a_step_compiles_once():
         (lambda b: {"x": b["x"], "id": b["id"]}, r"batch/y was int32\[8\] and is now missing"),
     ],
 )
-def test_a_batch_that_would_compile_anew_is_refused_by_name_and_nothing_is_lost(other, words):
+def test_a_batch_that_would_recompile_is_rejected_by_name_and_donates_nothing(other, words):
     step = train.step(objective, OPTIMIZER)
-    state, _ = step(begun(step), batch())
+    state, _ = step(init_state(step), batch())
     with pytest.raises(train.RetraceError, match=words):
         step(state, other(batch()))
-    step(state, batch())  # not donated by the call that was refused
+    step(state, batch())  # was not donated by the rejected call
 
 
-def test_a_state_that_would_compile_anew_is_refused_by_name():
+def test_a_state_that_would_recompile_is_rejected_by_name():
     step = train.step(objective, OPTIMIZER)
-    state, _ = step(begun(step), batch())
+    state, _ = step(init_state(step), batch())
     head = {**state.trainables["head"], "bias": jnp.zeros(3, jnp.bfloat16)}
     with pytest.raises(
         train.RetraceError, match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\]"
@@ -98,9 +98,9 @@ def test_a_state_that_would_compile_anew_is_refused_by_name():
         step(state._replace(trainables={**state.trainables, "head": head}), batch())
 
 
-def test_declared_signatures_compile_and_no_others():
+def test_a_step_compiles_for_as_many_signatures_as_allowed():
     step = train.step(objective, OPTIMIZER, compilations=2)
-    state = begun(step)
+    state = init_state(step)
     for size in (8, 16, 8, 16):
         state, _ = step(state, batch(size))
     assert len(step.aot.compiled) == 2
@@ -108,20 +108,20 @@ def test_declared_signatures_compile_and_no_others():
         step(state, batch(24))
 
 
-def test_an_error_of_the_objective_is_the_one_that_is_seen():
+def test_an_error_of_the_objective_is_not_masked():
     def refusing(batch, *args, **kwargs):
         if len(batch["x"]) != 8:
             raise ValueError("my own words")
         return objective(batch, *args, **kwargs)
 
     step = train.step(refusing, OPTIMIZER, compilations=2)
-    state, _ = step(begun(step), batch(8))
+    state, _ = step(init_state(step), batch(8))
     with pytest.raises(ValueError, match="my own words"):
         step(state, batch(16))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_parts_give_the_gradient_of_the_whole(masked):
+def test_microbatches_give_the_gradient_of_the_whole_batch(masked):
     model = mlax.Series(up=nn.Linear(16), tanh=mlax.F(jnp.tanh), head=nn.Linear(3))
 
     def plain(batch, *variables, rng=None, inference_mode=False):
@@ -129,39 +129,39 @@ def test_parts_give_the_gradient_of_the_whole(masked):
 
     given = batch(16)
     if masked:
-        given = {**given, "mask": jnp.arange(16) % 5 != 0}  # the parts do not weigh alike
+        given = {**given, "mask": jnp.arange(16) % 5 != 0}  # the microbatches have different weights
     found = []
     for parts in (1, 2, 4):
         step = train.step(plain, optim.SGD(0.1), accumulate=parts)
-        found.append(step(begun(step, model), given))
+        found.append(step(init_state(step, model), given))
     for state, metrics in found[1:]:
         assert_close(state.trainables, found[0][0].trainables, 1e-5, 1e-7)
         assert_close(metrics.to_numpy(), found[0][1].to_numpy(), 1e-5, 1e-6)
 
 
-def test_parts_must_divide_the_batch():
+def test_accumulate_must_divide_the_batch():
     step = train.step(objective, OPTIMIZER, accumulate=3)
     with pytest.raises(ValueError, match=r"accumulate is 3, which does not divide the batch, .*\[8"):
-        step(begun(step), batch())
+        step(init_state(step), batch())
 
 
-def test_many_steps_in_one_call_are_those_steps():
+def test_many_steps_in_one_call_equal_single_steps():
     one, four = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER, many=4)
-    state = begun(one)
+    state = init_state(one)
     batches = [batch(seed=i) for i in range(4)]
     losses = []
     for each in batches:
         state, metrics = one(state, each)
         losses.append(metrics["loss"])
-    at_once, metrics = four(begun(four), jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+    at_once, metrics = four(init_state(four), jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
     assert_close(at_once.trainables, state.trainables, 1e-4, 1e-6)
     np.testing.assert_allclose(metrics["loss"], losses, 1e-5)
     assert int(at_once.step) == 4
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
+def test_a_non_finite_step_changes_only_the_counts():
     step = train.step(objective, OPTIMIZER)
-    state, _ = step(begun(step), batch())
+    state, _ = step(init_state(step), batch())
     before = jax.tree.map(jnp.copy, state)
     state, metrics = step(state, {**batch(), "x": jnp.full((8, 5), jnp.nan)})
     assert bool(metrics["skipped"]) and not np.isfinite(metrics["loss"])
@@ -170,14 +170,14 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts():
     assert not bool(metrics["skipped"]) and np.isfinite(metrics["loss"])
 
 
-def test_without_the_guard_such_a_step_is_taken():
+def test_without_the_guard_a_non_finite_step_is_taken():
     step = train.step(objective, OPTIMIZER, guard=False)
-    state, metrics = step(begun(step), {**batch(), "x": jnp.full((8, 5), jnp.nan)})
+    state, metrics = step(init_state(step), {**batch(), "x": jnp.full((8, 5), jnp.nan)})
     assert "skipped" not in metrics
     assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainables))
 
 
-def test_a_scaled_loss_saves_gradients_that_float16_would_lose():
+def test_loss_scaling_keeps_float16_gradients_from_underflowing():
     def tiny(batch, trainables, non_trainables, rng=None, inference_mode=False):
         return (trainables["w"] * jnp.float16(1e-5)).astype(jnp.float16) * batch["x"], non_trainables
 
@@ -191,9 +191,9 @@ def test_a_scaled_loss_saves_gradients_that_float16_would_lose():
     np.testing.assert_allclose(moved[train.StaticLossScale(2.0**12)], 1, rtol=0.05)
 
 
-def test_a_dynamic_scale_halves_when_it_overflows_and_doubles_when_all_is_well():
+def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_finite_steps():
     step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(scale=8.0, every=3))
-    state = begun(step)
+    state = init_state(step)
     scales = []
     for i in range(8):
         given = batch(seed=i)
@@ -203,14 +203,14 @@ def test_a_dynamic_scale_halves_when_it_overflows_and_doubles_when_all_is_well()
     assert float(state.scaling["scale"]) == 16 and int(state.skipped) == 1
 
 
-def test_float16_trains_with_a_dynamic_scale():
+def test_float16_trains_with_a_dynamic_loss_scale():
     model = dtypes.mixed_float16(MODEL)
 
     def half(batch, *variables, rng=None, inference_mode=False):
         return objective(batch, *variables, rng=rng, inference_mode=inference_mode, model=model)
 
     step = train.step(half, OPTIMIZER, scaling=train.DynamicLossScale())
-    state = begun(step, model)
+    state = init_state(step, model)
     losses = []
     for each in feed(size=16).stream(stop=60):
         state, metrics = step(state, each)
@@ -219,16 +219,16 @@ def test_float16_trains_with_a_dynamic_scale():
 
 
 @pytest.mark.parametrize("transformation", [optax.adam(1e-2), optax.scale_by_adam(), optax.sgd(0.1, momentum=0.9)])
-def test_an_optimizer_of_optax_works(transformation):
+def test_an_optax_optimizer_works(transformation):
     step = train.step(objective, optim.from_optax(transformation))
-    state, _ = step(begun(step), batch())
+    state, _ = step(init_state(step), batch())
     state, metrics = step(state, batch())
     assert np.isfinite(metrics["loss"]) and int(state.step) == 2
 
 
-def test_optimizers_that_evaluate_more_often_are_given_the_loss():
+def test_optimizers_that_evaluate_the_loss_again_receive_it():
     step = train.step(objective, optim.SAM(optim.SGD(0.1)))
-    _, metrics = step(begun(step), batch())
+    _, metrics = step(init_state(step), batch())
     assert np.isfinite(metrics["loss"])
 
 
@@ -247,9 +247,9 @@ def test_a_layer_can_be_the_objective():
     assert np.isfinite(metrics["loss"])
 
 
-def test_evaluation_weighs_every_example_alike_and_uses_the_averaged_weights():
+def test_evaluation_weights_examples_equally_and_uses_averaged_weights():
     step = train.step(objective, optim.Average(optim.SGD(0.1)))
-    state = begun(step)
+    state = init_state(step)
     for each in feed().stream(stop=7):
         state, _ = step(state, each)
     found = step.evaluation(state, train.Feed(arrays(), batch=8).epoch())  # 75 examples: the last batch is ragged
@@ -270,12 +270,12 @@ def test_the_state_is_donated_and_the_callers_key_is_not():
 
 
 @pytest.mark.parametrize("spec", [P(), P("data")])
-def test_a_state_over_eight_devices_stays_where_it_is_and_learns_the_same(spec):
+def test_a_state_sharded_over_eight_devices_keeps_its_sharding_and_trains_the_same(spec):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("data",), axis_types=auto, devices=jax.devices("cpu"))
     step, alone = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER)
-    state, single = begun(step), begun(alone)
-    state = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, _fitting(spec, leaf))), state)
+    state, single = init_state(step), init_state(alone)
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, _spec_for(spec, leaf))), state)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     over = NamedSharding(mesh, P("data"))
     for i in range(5):
@@ -291,11 +291,11 @@ def test_a_state_over_eight_devices_stays_where_it_is_and_learns_the_same(spec):
     )
 
 
-def _fitting(spec, leaf):
+def _spec_for(spec, leaf):
     return spec if leaf.ndim and leaf.shape[0] % 8 == 0 else P()
 
 
-def test_a_step_that_cannot_fit_is_refused_before_the_state_is_given_up():
+def test_a_step_that_does_not_fit_in_memory_is_rejected_before_the_state_is_donated():
     def greedy(batch, trainables, non_trainables, rng=None, inference_mode=False):
         big = jax.random.normal(rng, (1 << 20, 1 << 20))
         return jnp.sort(big, axis=0).sum() * trainables["w"], non_trainables
@@ -317,7 +317,7 @@ def test_a_step_that_cannot_fit_is_refused_before_the_state_is_given_up():
         (lambda v: ({"loss": v[:3]}, None), ValueError, r"'loss' is float32\[3\], but the mask is bool\[8\]"),
     ],
 )
-def test_what_an_objective_must_return_is_said(returned, error, words):
+def test_wrong_outputs_of_an_objective_are_rejected(returned, error, words):
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         return returned(trainables["w"] * batch["x"][:, 0])
 
@@ -347,12 +347,12 @@ def test_what_an_objective_must_return_is_said(returned, error, words):
         ),
     ],
 )
-def test_bad_options_are_refused_in_words(make, error, words):
+def test_invalid_options_are_rejected(make, error, words):
     with pytest.raises(error, match=words):
         make()
 
 
-def test_a_state_can_be_made_while_tracing():
+def test_a_state_can_be_initialized_under_jit():
     step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale())
 
     def made(rng):
@@ -368,7 +368,7 @@ def test_a_state_can_be_made_while_tracing():
 
 def test_batches_of_several_shapes_can_be_evaluated():
     step = train.step(objective, OPTIMIZER)
-    state = begun(step)
+    state = init_state(step)
     whole = step.evaluation(state, [batch(24)])
     parts = step.evaluation(
         state, [jax.tree.map(lambda leaf: leaf[:8], batch(24)), jax.tree.map(lambda leaf: leaf[8:], batch(24))]
@@ -377,7 +377,7 @@ def test_batches_of_several_shapes_can_be_evaluated():
     assert step.evaluation(state, feed()) == step.evaluation(state, feed().epoch())
 
 
-def test_training_and_evaluation_draw_other_numbers():
+def test_training_and_evaluation_use_different_keys():
     def drawn(batch, trainables, non_trainables, rng=None, inference_mode=False):
         return trainables["w"] * 0 + jax.random.uniform(rng), non_trainables
 
@@ -388,7 +388,7 @@ def test_training_and_evaluation_draw_other_numbers():
     assert abs(evaluated - float(metrics["loss"])) > 1e-6
 
 
-def test_a_part_without_examples_spoils_no_mean_of_ones_own():
+def test_a_microbatch_without_examples_does_not_spoil_a_custom_mean():
     def own_mean(batch, trainables, non_trainables, rng=None, inference_mode=False):
         weights = batch["mask"].astype(jnp.float32)
         return jnp.sum(trainables["w"] * batch["x"][:, 0] * weights) / jnp.sum(weights), non_trainables
@@ -402,7 +402,7 @@ def test_a_part_without_examples_spoils_no_mean_of_ones_own():
     np.testing.assert_allclose(found[0], found[1], 1e-6)
 
 
-def test_an_optimizer_that_evaluates_more_often_sees_the_same_parts():
+def test_an_optimizer_that_evaluates_the_loss_again_uses_the_same_microbatches():
     sizes = []
 
     def noting(batch, *variables, rng=None, inference_mode=False):
@@ -410,7 +410,7 @@ def test_an_optimizer_that_evaluates_more_often_sees_the_same_parts():
         return objective(batch, *variables, rng=rng, inference_mode=inference_mode)
 
     step = train.step(noting, optim.SAM(optim.SGD(0.1)), accumulate=4)
-    step(begun(step), batch())
+    step(init_state(step), batch())
     assert set(sizes) == {2}
 
 
@@ -432,22 +432,22 @@ def test_an_optimizer_that_evaluates_more_often_sees_the_same_parts():
         ),
     ],
 )
-def test_wrong_calls_are_told_what_is_right(call, error, words):
+def test_wrong_calls_are_rejected_with_advice(call, error, words):
     step = train.step(objective, OPTIMIZER)
     with pytest.raises(error, match=words):
-        call(step, begun(step))
+        call(step, init_state(step))
 
 
-def test_one_array_in_two_places_is_refused_by_name():
+def test_the_same_array_in_two_places_is_rejected_by_name():
     shared = jnp.ones((3, 3))
     with pytest.raises(ValueError, match=r"trainables/b and trainables/a are the same array.*mlax.Tied"):
         train.step(objective, OPTIMIZER).init(jax.random.key(0), {"a": shared, "b": shared})
 
 
-def test_many_steps_need_as_many_batches():
+def test_many_steps_per_call_need_stacked_batches():
     step = train.step(objective, OPTIMIZER, many=8)
     with pytest.raises(ValueError, match=r"many is 8, so each array holds 8 batches.*feed.stream\(stacked=8\)"):
-        step(begun(step), {**batch(), "mask": jnp.ones(8, bool)})
+        step(init_state(step), {**batch(), "mask": jnp.ones(8, bool)})
 
 
 def test_non_trainables_that_change_are_named():
@@ -460,7 +460,7 @@ def test_non_trainables_that_change_are_named():
         step(state, batch())
 
 
-def test_names_that_the_log_uses_are_refused():
+def test_reserved_metric_names_are_rejected():
     def clashing(batch, trainables, non_trainables, rng=None, inference_mode=False):
         return {"loss": trainables["w"] * batch["x"][:, 0], "step": trainables["w"]}, non_trainables
 
@@ -469,6 +469,6 @@ def test_names_that_the_log_uses_are_refused():
         step(step.init(jax.random.key(0), {"w": jnp.ones(())}), batch())
 
 
-def test_a_plan_that_is_none_is_refused():
+def test_a_plan_must_be_a_plan():
     with pytest.raises(TypeError, match=r"plan is 'fsdp', but must be a place\.Plan"):
         train.step(lambda *args, **kwargs: (0.0, None), optim.SGD(0.1), plan="fsdp")  # pyright: ignore
