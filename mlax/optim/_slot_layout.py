@@ -165,7 +165,7 @@ def slot_table(layout: SlotLayout) -> str:
     state += _table_rows("step", [((), jnp.int32)])
     for name in layout.scalars:
         state += _table_rows(name, [((), layout.scalar_dtype(name))])
-    lines = [("", "dtype", "leaves", "numbers", "bytes")]
+    lines = [("", "dtype", "leaves", "elements", "bytes")]
     lines += [(name, dtype, *(f"{count:,}" for count in counts)) for name, dtype, *counts in (*weights, *state)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [

@@ -38,7 +38,7 @@ BAD = {
     "growth without bound": (lambda: Exponential(0.1, 2.0), "grows without bound; pass end="),
     "no growth": (lambda: Exponential(0.1, 1.0), "factor is 1, which changes nothing; use Constant"),
     "negative factor": (lambda: Exponential(0.1, -0.5), "factor is -0.5, but must be more than 0"),
-    "floor above": (lambda: Exponential(0.1, 0.5, end=0.2), "end is 0.2, but it falls from 0.1"),
+    "floor above": (lambda: Exponential(0.1, 0.5, end=0.2), "end is 0.2, but it decays from 0.1"),
     "ceiling below": (lambda: Exponential(0.1, 2.0, end=0.05), "end is 0.05, but it grows from 0.1"),
     "staircase": (lambda: Exponential(0.1, 0.5, staircase=1), "staircase is 1, but must be True or False"),
     "no drops": (lambda: PiecewiseConstant(0.1, ()), r"drops is \(\), but must be pairs"),
@@ -59,12 +59,15 @@ BAD = {
     "all rise": (lambda: OneCycle(0.1, 10, rise=1.0), "rise is 1.0 of 10 steps, but must be less than all"),
     "no rise": (lambda: OneCycle(0.1, 3), "rise is 0.3 of 3 steps, but must be less than all of them and more"),
     "first": (lambda: OneCycle(0.1, 10, first=0.0), "first is 0.0, but must be more than 0"),
-    "a first that overflows": (lambda: OneCycle(0.1, 10, first=1e-44), "which no float32 holds; raise first or last"),
-    "a number for a schedule": (lambda: Warmup(0.1, 5), "0.1 stands where a schedule must stand"),
-    "a class for a schedule": (lambda: ScaledSchedule(Cosine, 2.0), "stands where a schedule must stand"),
-    "warmup too long": (lambda: Warmup(Cosine(0.1, LAST), 1), "lasts 2147483648 steps, but a step counts to"),
+    "a first that overflows": (
+        lambda: OneCycle(0.1, 10, first=1e-44),
+        "float32 cannot hold; raise first or last",
+    ),
+    "a number for a schedule": (lambda: Warmup(0.1, 5), "0.1 is not a schedule"),
+    "a class for a schedule": (lambda: ScaledSchedule(Cosine, 2.0), "is not a schedule; pass one"),
+    "warmup too long": (lambda: Warmup(Cosine(0.1, LAST), 1), "has 2147483648 steps, but the last step is"),
     "no parts": (lambda: JoinedSchedules(()), r"parts is \(\), but must be pairs"),
-    "no schedule in a part": (lambda: JoinedSchedules(((0.1, 5),)), "0.1 stands where a schedule must stand"),
+    "no schedule in a part": (lambda: JoinedSchedules(((0.1, 5),)), "0.1 is not a schedule"),
     "endless in the middle": (
         lambda: JoinedSchedules(((ConstantSchedule(0.1), None), (ConstantSchedule(0.2), 5))),
         "part 0 has None steps, but must have an integer",
@@ -73,24 +76,27 @@ BAD = {
         lambda: JoinedSchedules(
             ((ConstantSchedule(0.1), LAST), (ConstantSchedule(0.1), 9), (InverseSqrt(1.0, 1), None))
         ),
-        "its last part begins at 2147483656",
+        "its last part starts at 2147483656",
     ),
     "restarts without end": (lambda: WarmRestarts(InverseSqrt(0.1, 5), 2), "has no end to restart at"),
     "restarts of a constant": (lambda: WarmRestarts(ConstantSchedule(0.1), 2), "has no end to restart at"),
-    "restarts too long": (lambda: WarmRestarts(Cosine(0.1, 2**20), 12, stretch=2), "lasts 4293918720 steps"),
+    "restarts too long": (lambda: WarmRestarts(Cosine(0.1, 2**20), 12, stretch=2), "has 4293918720 steps"),
     "restarts too often": (lambda: WarmRestarts(Cosine(0.1, 1), 10**9, stretch=2), "more steps than an int32 counts"),
     "restarts half as long": (
         lambda: WarmRestarts(Cosine(0.1, 8), 2, stretch=0.5),
         "stretch is 0.5, but must be an integer",
     ),
-    "restarts too high": (lambda: WarmRestarts(Cosine(0.1, 8), 999, factor=10.0), "no float32 holds after 999 times"),
+    "restarts too high": (
+        lambda: WarmRestarts(Cosine(0.1, 8), 999, factor=10.0),
+        "cannot hold after 999 times",
+    ),
     "negative values": (lambda: ConstantSchedule(0.1).values(-1), "steps is -1, but must be at least 0"),
-    "endless table": (lambda: InverseSqrt(0.1, 5).table(), "goes on for ever; pass steps="),
-    "endless curve": (lambda: Exponential(0.1, 0.5).curve(), "goes on for ever; pass steps="),
-    "endless picture": (lambda: Exponential(0.1, 0.5).draw("never.png"), "goes on for ever; pass steps="),
+    "endless table": (lambda: InverseSqrt(0.1, 5).table(), "has no last step; pass steps="),
+    "endless text plot": (lambda: Exponential(0.1, 0.5).plot_text(), "has no last step; pass steps="),
+    "endless plot": (lambda: Exponential(0.1, 0.5).plot("never.png"), "has no last step; pass steps="),
     "steps of a table": (lambda: ConstantSchedule(0.1).table(0), "steps is 0, but must be an integer from 1"),
     "rows": (lambda: Cosine(0.1, 5).table(rows=1), "rows is 1, but must be an integer of at least 2"),
-    "width": (lambda: Cosine(0.1, 5).curve(width=0), "width and height are 0 and 8, but must be integers"),
+    "width": (lambda: Cosine(0.1, 5).plot_text(width=0), "width and height are 0 and 8, but must be integers"),
     "step of float": (lambda: Cosine(0.1, 5)(1.0), "the step is float64, but must be an integer"),
     "step of bool": (lambda: Cosine(0.1, 5)(jnp.zeros(3, bool)), "the step is bool, but must be an integer"),
     "an array": (lambda: ConstantSchedule(jnp.float32(0.1)), "field `value` is an array"),
@@ -108,4 +114,4 @@ def test_bad_arguments_are_refused_in_words(name):
 def test_draw_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install mlax\[demo\]"):
-        Cosine(0.1, 5).draw(tmp_path / "schedule.png")
+        Cosine(0.1, 5).plot(tmp_path / "schedule.png")

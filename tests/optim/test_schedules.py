@@ -127,9 +127,9 @@ def test_steps_near_the_last_do_not_overflow(row):
 
 
 @every_row
-def test_a_stretched_schedule_is_the_same_curve(row):
+def test_a_lengthened_schedule_is_the_same_curve(row):
     steps = np.arange(80)
-    schedule, longer = row.make(), row.make().stretched(3)
+    schedule, longer = row.make(), row.make().lengthen(3)
     values = schedule.values(steps)
     np.testing.assert_allclose(longer.values(3 * steps), values, 2e-6, 2e-7 * np.abs(values).max())
     if row.length is None:
@@ -144,11 +144,11 @@ def test_table_and_curve_hold_the_right_numbers(row):
     lines = schedule.table(100, rows=6).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[0].split() == ["step", "value"]
     shown = {int(step): float(value) for step, value in (line.split() for line in lines[1:])}
-    assert shown.keys() == {0, 20, 40, 60, 80, 100, *(mark for mark in schedule.marks if mark <= 100)}
+    assert shown.keys() == {0, 20, 40, 60, 80, 100, *(step for step in schedule.breakpoints if step <= 100)}
     np.testing.assert_allclose(list(shown.values()), schedule.values(list(shown)), rtol=1e-5)
 
     values = schedule.values(101)
-    top, *_, bottom, axis, numbers = schedule.curve(100, width=30, height=5).splitlines()
+    top, *_, bottom, axis, numbers = schedule.plot_text(100, width=30, height=5).splitlines()
     if values.min() < values.max():
         assert top.split(" │")[0].strip() == f"{values.max():.6g}"
     assert bottom.split(" │")[0].strip() == f"{values.min():.6g}"
@@ -157,7 +157,7 @@ def test_table_and_curve_hold_the_right_numbers(row):
 
 @pytest.mark.parametrize("name", [name if name == "one cycle" else RARELY(name) for name in ROWS])
 def test_draw_writes_a_picture(name, tmp_path):
-    ROWS[name].make().draw(tmp_path / "schedule.png", 100)
+    ROWS[name].make().plot(tmp_path / "schedule.png", 100)
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -169,7 +169,7 @@ def test_equal_schedules_share_one_compilation():
         slope: float
         length = None
 
-        def stretched(self, times):
+        def lengthen(self, times):
             return Own(self.slope / times)
 
         def at(self, step):
@@ -182,7 +182,7 @@ def test_equal_schedules_share_one_compilation():
 
 
 def test_the_curve_looks_like_the_schedule():
-    assert LinearSchedule(0.0, 1.0, 8).curve(width=4, height=2).splitlines() == [
+    assert LinearSchedule(0.0, 1.0, 8).plot_text(width=4, height=2).splitlines() == [
         "1 │⠀⠀⣠⠞",
         "0 │⣠⠞⠁⠀",
         "  └────",

@@ -1,4 +1,4 @@
-"""Schedules: numbers that change with the step, such as a learning rate with a warmup."""
+"""Schedules: values that depend on the step, such as a learning rate with a warm-up."""
 
 from mlax.optim.schedules._base import Schedule
 from mlax.optim.schedules._composed import JoinedSchedules, ScaledSchedule, WarmRestarts

@@ -1,4 +1,4 @@
-"""What a schedule may hold: finite numbers and whole numbers of steps."""
+"""Checks of the fields of schedules: finite float32 values, and step counts that fit into int32."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def check_finite(schedule: Any, *names: str) -> None:
-    """Refuse fields that are no finite float32 numbers."""
+    """Check that fields are finite in float32."""
     for name in names:
         value = getattr(schedule, name)
         if not is_finite(value):
@@ -20,7 +20,7 @@ def check_finite(schedule: Any, *names: str) -> None:
 
 
 def check_positive(schedule: Any, *names: str) -> None:
-    """Refuse fields that are no finite numbers above 0."""
+    """Check that fields are finite and above 0."""
     check_finite(schedule, *names)
     for name in names:
         value = getattr(schedule, name)
@@ -31,7 +31,7 @@ def check_positive(schedule: Any, *names: str) -> None:
 
 
 def check_steps(schedule: Any, *names: str, least: int = 1) -> None:
-    """Refuse fields that are no whole numbers of steps."""
+    """Check that fields are step counts of at least `least`."""
     for name in names:
         value = getattr(schedule, name)
         if not is_step_count(value, least):
@@ -42,19 +42,18 @@ def check_steps(schedule: Any, *names: str, least: int = 1) -> None:
 
 
 def check_length(schedule: Any) -> None:
-    """Refuse a schedule whose parts together last longer than a step can count."""
+    """Check that a schedule made of others ends within the steps of an int32."""
     if schedule.length is not None and schedule.length > LAST_STEP:
         raise ValueError(
-            f"{type(schedule).__name__}: it lasts {schedule.length} steps, but a step counts to {LAST_STEP} at most; "
-            "make it shorter."
+            f"{type(schedule).__name__}: it has {schedule.length} steps, but the last step is {LAST_STEP}; shorten it."
         )
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that float32 can hold."""
+    """Whether it is a number within the range of float32."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT32
 
 
 def is_step_count(value: Any, least: int) -> bool:
-    """Whether it is an integer of at least `least` that a step can reach."""
+    """Whether it is an integer from `least` to the last step."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LAST_STEP

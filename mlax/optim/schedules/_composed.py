@@ -1,6 +1,7 @@
 """Schedules made of schedules: ScaledSchedule, JoinedSchedules, WarmRestarts."""
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 
@@ -33,11 +34,11 @@ class ScaledSchedule(Schedule):
         return self.schedule.length
 
     @property
-    def marks(self) -> tuple[int, ...]:
-        return self.schedule.marks
+    def breakpoints(self) -> tuple[int, ...]:
+        return self.schedule.breakpoints
 
-    def stretched(self, times: int) -> "ScaledSchedule":
-        return dataclasses.replace(self, schedule=self.schedule.stretched(times))
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, schedule=self.schedule.lengthen(times))
 
     def at(self, step):
         return self.schedule(step) * self.factor
@@ -45,9 +46,9 @@ class ScaledSchedule(Schedule):
 
 @frozen
 class JoinedSchedules(Schedule):
-    """Each schedule of `parts` for its number of steps, counted from its own beginning.
+    """Each schedule of `parts` for its number of steps, each from its beginning.
 
-    The steps of the last part may be None: it is not cut off. Otherwise it stops where its steps end.
+    The steps of the last part may be None: it is not cut off. Otherwise its value stays constant after its steps.
     """
 
     parts: tuple[tuple[Schedule, int | None], ...]
@@ -68,52 +69,50 @@ class JoinedSchedules(Schedule):
                     f"{LAST_STEP} or, if it is the last, None; pass an int such as 1_000."
                 )
         check_length(self)
-        if self._beginnings[-1] > LAST_STEP:
+        if self._starts[-1] > LAST_STEP:
             raise ValueError(
-                f"JoinedSchedules: its last part begins at {self._beginnings[-1]}, but the last step is {LAST_STEP}; "
+                f"JoinedSchedules: its last part starts at {self._starts[-1]}, but the last step is {LAST_STEP}; "
                 "shorten the parts."
             )
 
     @property
     def length(self) -> int | None:
-        (schedule, steps), beginning = self.parts[-1], self._beginnings[-1]
+        (schedule, steps), start = self.parts[-1], self._starts[-1]
         if schedule.length is None:
-            return None if steps is None else beginning + steps
-        return beginning + (schedule.length if steps is None else min(steps, schedule.length))
+            return None if steps is None else start + steps
+        return start + (schedule.length if steps is None else min(steps, schedule.length))
 
     @property
-    def marks(self) -> tuple[int, ...]:
-        found = set(self._beginnings[1:])
-        for beginning, (schedule, steps) in zip(self._beginnings, self.parts, strict=True):
-            found.update(beginning + mark for mark in schedule.marks if steps is None or mark < steps)
+    def breakpoints(self) -> tuple[int, ...]:
+        found = set(self._starts[1:])
+        for start, (schedule, steps) in zip(self._starts, self.parts, strict=True):
+            found.update(start + step for step in schedule.breakpoints if steps is None or step < steps)
         return tuple(sorted(found | ({self.length} if self.length else set())))
 
-    def stretched(self, times: int) -> "JoinedSchedules":
-        return dataclasses.replace(
-            self,
-            parts=tuple((schedule.stretched(times), steps and steps * times) for schedule, steps in self.parts),
-        )
+    def lengthen(self, times: int) -> Self:
+        parts = tuple((schedule.lengthen(times), steps and steps * times) for schedule, steps in self.parts)
+        return dataclasses.replace(self, parts=parts)
 
     def at(self, step):
         value = jnp.zeros(step.shape, jnp.float32)
-        for beginning, (schedule, steps) in zip(self._beginnings, self.parts, strict=True):
-            own = step - beginning if steps is None else jnp.minimum(step - beginning, steps)
-            value = jnp.where(step >= beginning, schedule(own), value)
+        for start, (schedule, steps) in zip(self._starts, self.parts, strict=True):
+            elapsed = step - start if steps is None else jnp.minimum(step - start, steps)
+            value = jnp.where(step >= start, schedule(elapsed), value)
         return value
 
     @property
-    def _beginnings(self) -> list[int]:
-        beginnings = [0]
+    def _starts(self) -> list[int]:
+        starts = [0]
         for _, steps in self.parts[:-1]:
-            beginnings.append(beginnings[-1] + (steps or 0))
-        return beginnings
+            starts.append(starts[-1] + (steps or 0))
+        return starts
 
 
 @frozen
 class WarmRestarts(Schedule):
-    """`schedule` run `times` times, each time `stretch` times as long and `factor` times as high as the time before.
+    """`schedule` repeated `times` times, each time `stretch` times as long and `factor` times as high as before.
 
-    SGDR, https://arxiv.org/abs/1608.03983, where stretch is T_mult and the schedule is Cosine.
+    SGDR, section 3 of https://arxiv.org/abs/1608.03983, where `stretch` is T_mult and the schedule is Cosine.
     """
 
     schedule: Schedule
@@ -141,38 +140,39 @@ class WarmRestarts(Schedule):
             highest = float("inf")
         if not is_finite(highest):
             raise ValueError(
-                f"WarmRestarts: factor is {self.factor}, which no float32 holds after {self.times} times; lower it."
+                f"WarmRestarts: factor is {self.factor}, which float32 cannot hold after {self.times} times; lower it."
             )
 
     @property
     def length(self) -> int:
         lengths = self.times if self.stretch == 1 else (self.stretch**self.times - 1) // (self.stretch - 1)
-        return self._first * lengths
+        return self._first_length * lengths
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         found: list[int] = []
-        beginning = 0
-        for time in range(self.times):
-            each = self.stretch**time
-            marks = (self.schedule if each == 1 else self.schedule.stretched(each)).marks
-            found += [beginning + mark for mark in marks if mark < self._first * each]
-            beginning += self._first * each
-            found.append(beginning)
+        start = 0
+        for index in range(self.times):
+            scale = self.stretch**index
+            schedule = self.schedule if scale == 1 else self.schedule.lengthen(scale)
+            found += [start + step for step in schedule.breakpoints if step < self._first_length * scale]
+            start += self._first_length * scale
+            found.append(start)
         return tuple(found)
 
-    def stretched(self, times: int) -> "WarmRestarts":
-        return dataclasses.replace(self, schedule=self.schedule.stretched(times))
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, schedule=self.schedule.lengthen(times))
 
     def at(self, step):
+        length = self._first_length
         if self.stretch == 1:
-            done = jnp.minimum(step // self._first, self.times - 1)
-            return self.schedule(step - done * self._first) * float(self.factor) ** done.astype(jnp.float32)
-        powers = [(self.stretch**time, float(self.factor) ** time) for time in range(self.times)]
+            index = jnp.minimum(step // length, self.times - 1)
+            return self.schedule(step - index * length) * float(self.factor) ** index.astype(jnp.float32)
+        scales = [(self.stretch**index, float(self.factor) ** index) for index in range(self.times)]
         return JoinedSchedules(
-            tuple((ScaledSchedule(self.schedule.stretched(each), high), self._first * each) for each, high in powers)
+            tuple((ScaledSchedule(self.schedule.lengthen(long), high), length * long) for long, high in scales)
         )(step)
 
     @property
-    def _first(self) -> int:
-        return self.schedule.length or 0  # None is refused at construction
+    def _first_length(self) -> int:
+        return self.schedule.length or 0  # None is rejected at construction

@@ -4,45 +4,52 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from mlax.core import frozen
 from mlax.optim.schedules._base import Schedule
-from mlax.optim.schedules._checks import LAST_STEP, check_finite, check_positive, check_steps, is_finite, is_step_count
+from mlax.optim.schedules._checks import (
+    LAST_STEP,
+    check_finite,
+    check_positive,
+    check_steps,
+    is_finite,
+    is_step_count,
+)
 
-Fraction = jax.Array
-Shape = Callable[[Fraction, Fraction], tuple[jax.Array, jax.Array]]  # fractions gone and left to weights of both ends
+Weights = tuple[jax.Array, jax.Array]  # of the end and of the start
+Shape = Callable[[jax.Array, jax.Array], Weights]  # from the fractions of the steps elapsed and remaining
 
 
-def linear(gone: Fraction, left: Fraction) -> tuple[jax.Array, jax.Array]:
+def linear(elapsed: jax.Array, remaining: jax.Array) -> Weights:
     """A straight line."""
-    return gone, left
+    return elapsed, remaining
 
 
-def cosine(gone: Fraction, left: Fraction) -> tuple[jax.Array, jax.Array]:
-    """Half a cosine: (1 - cos(pi * gone)) / 2, written so that nothing cancels near either end."""
-    return jnp.sin(jnp.pi / 2 * gone) ** 2, jnp.sin(jnp.pi / 2 * left) ** 2
+def cosine(elapsed: jax.Array, remaining: jax.Array) -> Weights:
+    """Half a cosine, (1 - cos(pi * elapsed)) / 2, written without cancellation near either end."""
+    return jnp.sin(jnp.pi / 2 * elapsed) ** 2, jnp.sin(jnp.pi / 2 * remaining) ** 2
 
 
-def sqrt(gone: Fraction, left: Fraction) -> tuple[jax.Array, jax.Array]:
-    """The square root of `gone`; one minus it is written so that nothing cancels."""
-    return jnp.sqrt(gone), left / (1 + jnp.sqrt(gone))
+def square_root(elapsed: jax.Array, remaining: jax.Array) -> Weights:
+    """The square root of the elapsed fraction, and 1 minus it, written without cancellation."""
+    return jnp.sqrt(elapsed), remaining / (1 + jnp.sqrt(elapsed))
 
 
-def interpolate(start: Any, end: Any, gone: jax.Array, left: jax.Array, shape: Shape = linear) -> jax.Array:
-    """The value on the way from `start` to `end`, `gone` steps after its beginning and `left` steps before its end.
+def interpolate(start: Any, end: Any, elapsed: jax.Array, remaining: jax.Array, shape: Shape = linear) -> jax.Array:
+    """The value between `start` and `end`, `elapsed` steps after the start and `remaining` steps before the end.
 
-    Both counts, since a fraction and what it leaves of 1 are then each as exact as float32 is. Before the
-    beginning it is `start` and after the end `end`, to the bit: no backend's division or sine takes part there.
+    Both counts are given, so that both fractions are as exact as float32. Before the start it is bitwise `start`, and
+    after the end bitwise `end`, whatever division and sine a backend has.
     """
-    behind = jnp.maximum(gone, 0).astype(jnp.float32)
-    ahead = jnp.maximum(left, 0).astype(jnp.float32)
-    whole = jnp.where(behind + ahead > 0, behind + ahead, 1.0)  # a way of no steps has no fractions
-    of_end, of_start = shape(behind / whole, ahead / whole)
-    return jnp.where(left <= 0, end, jnp.where(gone <= 0, start, start * of_start + end * of_end))
+    behind = jnp.maximum(elapsed, 0).astype(jnp.float32)
+    ahead = jnp.maximum(remaining, 0).astype(jnp.float32)
+    total = jnp.where(behind + ahead > 0, behind + ahead, 1.0)  # no division by zero over zero steps
+    of_end, of_start = shape(behind / total, ahead / total)
+    return jnp.where(remaining <= 0, end, jnp.where(elapsed <= 0, start, start * of_start + end * of_end))
 
 
 @frozen
@@ -58,16 +65,15 @@ class ConstantSchedule(Schedule):
     def length(self) -> int:
         return 0
 
-    def stretched(self, times: int) -> "ConstantSchedule":
+    def lengthen(self, times: int) -> Self:
         return self
 
     def at(self, step):
         return jnp.full(step.shape, self.value, jnp.float32)
 
 
-@frozen
-class LinearSchedule(Schedule):
-    """From `start` to `end` in `steps` equal steps."""
+class Transition(Schedule):
+    """From `start` to `end` over `steps`. Not decorated: each subclass declares these fields in its own order."""
 
     start: float
     end: float
@@ -81,16 +87,29 @@ class LinearSchedule(Schedule):
     def length(self) -> int:
         return self.steps
 
-    def stretched(self, times: int) -> "LinearSchedule":
-        return dataclasses.replace(self, steps=self.steps * times)
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, steps=self.steps * times)  # pyright: ignore[reportArgumentType]
 
     def at(self, step):
-        return interpolate(self.start, self.end, step, self.steps - step)
+        return interpolate(self.start, self.end, step, self.steps - step, self.shape)
+
+    def shape(self, elapsed: jax.Array, remaining: jax.Array) -> Weights:
+        """The weights of the end and of the start."""
+        return linear(elapsed, remaining)
 
 
 @frozen
-class Polynomial(Schedule):
-    """From `start` to `end` over `steps`: end + (start - end) * (1 - step / steps) ** power."""
+class LinearSchedule(Transition):
+    """From `start` to `end` in `steps` equal steps."""
+
+    start: float
+    end: float
+    steps: int
+
+
+@frozen
+class Polynomial(Transition):
+    """From `start` to `end` over `steps`: `end + (start - end) * (1 - step / steps) ** power`."""
 
     start: float
     end: float
@@ -98,54 +117,32 @@ class Polynomial(Schedule):
     power: float = 2.0
 
     def __post_init__(self) -> None:
-        check_finite(self, "start", "end")
-        check_steps(self, "steps")
+        super().__post_init__()
         check_positive(self, "power")
 
-    @property
-    def length(self) -> int:
-        return self.steps
-
-    def stretched(self, times: int) -> "Polynomial":
-        return dataclasses.replace(self, steps=self.steps * times)
-
-    def at(self, step):
-        return interpolate(self.start, self.end, step, self.steps - step, self._weights)
-
-    def _weights(self, gone, left):
-        of_start = left ** float(self.power)
+    def shape(self, elapsed, remaining):
+        of_start = remaining ** float(self.power)
         return 1 - of_start, of_start
 
 
 @frozen
-class Cosine(Schedule):
-    """From `start` to `end` over `steps` by half a cosine. Equation 5 of https://arxiv.org/abs/1608.03983."""
+class Cosine(Transition):
+    """From `start` to `end` over `steps` by half a cosine. Equation 5 of https://arxiv.org/abs/1608.03983"""
 
     start: float
     steps: int
     end: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_finite(self, "start", "end")
-        check_steps(self, "steps")
-
-    @property
-    def length(self) -> int:
-        return self.steps
-
-    def stretched(self, times: int) -> "Cosine":
-        return dataclasses.replace(self, steps=self.steps * times)
-
-    def at(self, step):
-        return interpolate(self.start, self.end, step, self.steps - step, cosine)
+    def shape(self, elapsed, remaining):
+        return cosine(elapsed, remaining)
 
 
 @frozen
 class Exponential(Schedule):
-    """start * factor ** (step / every), and no further than `end`.
+    """`start * factor ** (step / every)`, no further than `end`.
 
-    With `staircase` the exponent is rounded down: one factor at once after each `every` steps. `end` is the floor
-    of a schedule that falls and the ceiling of one that grows; None: a falling one has none, a growing one needs one.
+    With `staircase` the exponent is rounded down: one factor after each `every` steps. `end` is the lower bound of a
+    schedule that decays and the upper bound of one that grows, which needs one; None: no bound.
     """
 
     start: float
@@ -164,13 +161,13 @@ class Exponential(Schedule):
         if self.end is None:
             if self.factor > 1:
                 raise ValueError(
-                    f"Exponential: factor is {self.factor}, so it grows without bound; pass end=, its ceiling."
+                    f"Exponential: factor is {self.factor}, so it grows without bound; pass end=, its upper bound."
                 )
             return
         check_finite(self, "end")
         if self.factor < 1 and not 0 <= self.end <= self.start:
             raise ValueError(
-                f"Exponential: end is {self.end}, but it falls from {self.start} towards 0; pass a number between."
+                f"Exponential: end is {self.end}, but it decays from {self.start} towards 0; pass a number in between."
             )
         if self.factor > 1 and self.end < self.start:
             raise ValueError(f"Exponential: end is {self.end}, but it grows from {self.start}; pass a larger one.")
@@ -179,20 +176,19 @@ class Exponential(Schedule):
     def length(self) -> int | None:
         if not self.end:
             return None
-        turns = math.log(self.end / self.start) / math.log(self.factor)
-        steps = math.ceil(turns) * self.every if self.staircase else math.ceil(turns * self.every)
+        exponent = math.log(self.end / self.start) / math.log(self.factor)
+        steps = math.ceil(exponent) * self.every if self.staircase else math.ceil(exponent * self.every)
         return steps if steps <= LAST_STEP else None
 
-    def stretched(self, times: int) -> "Exponential":
+    def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, every=self.every * times)
 
     def at(self, step):
-        whole, rest = step // self.every, step % self.every
-        turns = whole.astype(jnp.float32)
+        exponent = (step // self.every).astype(jnp.float32)
         if not self.staircase:
-            turns = turns + rest.astype(jnp.float32) / self.every
-        # The logarithm is taken here, in double: of a factor such as 0.999999 float32 would keep two digits of it.
-        value = self.start * jnp.exp(turns * math.log(self.factor))
+            exponent = exponent + (step % self.every).astype(jnp.float32) / self.every
+        # the logarithm is a float64 of Python: of a factor such as 0.999999 a float32 has only two digits
+        value = self.start * jnp.exp(exponent * math.log(self.factor))
         if self.end is None:
             return value
         value = jnp.maximum(value, self.end) if self.factor < 1 else jnp.minimum(value, self.end)
@@ -201,7 +197,7 @@ class Exponential(Schedule):
 
 @frozen
 class PiecewiseConstant(Schedule):
-    """`start`, and from each step of `drops` on times its factor: drops=((30_000, 0.1), (60_000, 0.1))."""
+    """`start`, multiplied by a factor at each step of `drops`: `drops=((30_000, 0.1), (60_000, 0.1))`."""
 
     start: float
     drops: tuple[tuple[int, float], ...]
@@ -220,9 +216,9 @@ class PiecewiseConstant(Schedule):
                     f"PiecewiseConstant: one of the drops is {drop!r}, but must be a step from 1 on and a finite "
                     "factor; pass a pair such as (30_000, 0.1)."
                 )
-        if any(after <= before for before, after in itertools.pairwise(self.marks)):
-            raise ValueError(f"PiecewiseConstant: the drops are at {self.marks}, but must ascend; sort them.")
-        for step, value in zip(self.marks, self._after, strict=True):
+        if any(after <= before for before, after in itertools.pairwise(self.breakpoints)):
+            raise ValueError(f"PiecewiseConstant: the drops are at {self.breakpoints}, but must ascend; sort them.")
+        for step, value in zip(self.breakpoints, self._values, strict=True):
             if not is_finite(value):
                 raise ValueError(
                     f"PiecewiseConstant: from step {step} on it is {value}, which float32 cannot hold; lower a factor."
@@ -233,20 +229,20 @@ class PiecewiseConstant(Schedule):
         return self.drops[-1][0]
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         return tuple(step for step, _ in self.drops)
 
-    def stretched(self, times: int) -> "PiecewiseConstant":
+    def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, drops=tuple((step * times, factor) for step, factor in self.drops))
 
     def at(self, step):
         value = jnp.full(step.shape, self.start, jnp.float32)
-        for mark, after in zip(self.marks, self._after, strict=True):
-            value = jnp.where(step >= mark, after, value)
+        for breakpoint, after in zip(self.breakpoints, self._values, strict=True):
+            value = jnp.where(step >= breakpoint, after, value)
         return value
 
     @property
-    def _after(self) -> list[float]:
-        """The value from each mark on."""
+    def _values(self) -> list[float]:
+        """The value from each breakpoint on."""
         factors = (factor for _, factor in self.drops)
         return list(itertools.accumulate(factors, lambda value, factor: value * factor, initial=self.start))[1:]

@@ -1,21 +1,23 @@
 """Schedules that begin with a warm-up: Warmup, WarmupCosine, WarmupStableDecay, InverseSqrt, OneCycle."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Self
 
 import jax.numpy as jnp
 
 from mlax.core import frozen
 from mlax.optim.schedules._base import Schedule, check_schedule
 from mlax.optim.schedules._checks import check_finite, check_length, check_positive, check_steps, is_finite
-from mlax.optim.schedules._curves import cosine, interpolate, linear, sqrt
+from mlax.optim.schedules._curves import cosine, interpolate, linear, square_root
+
+SHAPES = {"linear": linear, "cosine": cosine, "root": square_root}
 
 
 @frozen
 class Warmup(Schedule):
-    """From `start` to the first value of `schedule` in `steps` equal steps, then `schedule`, counted from there.
+    """From `start` to the first value of `schedule` in `steps` equal steps, then `schedule` from its beginning.
 
-    Section 2.2 of https://arxiv.org/abs/1706.02677.
+    Section 2.2 of https://arxiv.org/abs/1706.02677
     """
 
     schedule: Schedule
@@ -33,22 +35,22 @@ class Warmup(Schedule):
         return None if self.schedule.length is None else self.steps + self.schedule.length
 
     @property
-    def marks(self) -> tuple[int, ...]:
-        return (self.steps, *(self.steps + mark for mark in self.schedule.marks))
+    def breakpoints(self) -> tuple[int, ...]:
+        return (self.steps, *(self.steps + step for step in self.schedule.breakpoints))
 
-    def stretched(self, times: int) -> "Warmup":
-        return dataclasses.replace(self, schedule=self.schedule.stretched(times), steps=self.steps * times)
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, schedule=self.schedule.lengthen(times), steps=self.steps * times)
 
     def at(self, step):
-        rise = interpolate(self.start, self.schedule(0), step, self.steps - step)
-        return jnp.where(step < self.steps, rise, self.schedule(step - self.steps))
+        warmup = interpolate(self.start, self.schedule(0), step, self.steps - step)
+        return jnp.where(step < self.steps, warmup, self.schedule(step - self.steps))
 
 
 @frozen
 class WarmupCosine(Schedule):
-    """From `start` to `peak` over `warmup` equal steps, then by half a cosine to `end` at step `total`.
+    """From `start` to `peak` in `warmup` equal steps, then by half a cosine to `end` at step `total`.
 
-    Section 2.2 of https://arxiv.org/abs/1706.02677, then equation 5 of https://arxiv.org/abs/1608.03983.
+    Section 2.2 of https://arxiv.org/abs/1706.02677, then equation 5 of https://arxiv.org/abs/1608.03983
     """
 
     peak: float
@@ -64,7 +66,7 @@ class WarmupCosine(Schedule):
         if self.warmup >= self.total:
             raise ValueError(
                 f"WarmupCosine: warmup is {self.warmup}, but must be less than total, {self.total}, "
-                "which counts the warmup too; make total larger."
+                "which includes the warm-up; raise total."
             )
 
     @property
@@ -72,27 +74,24 @@ class WarmupCosine(Schedule):
         return self.total
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup, self.total)
 
-    def stretched(self, times: int) -> "WarmupCosine":
+    def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times)
 
     def at(self, step):
-        rise = interpolate(self.start, self.peak, step, self.warmup - step)
-        fall = interpolate(self.peak, self.end, step - self.warmup, self.total - step, cosine)
-        return jnp.where(step < self.warmup, rise, fall)
-
-
-SHAPES = {"linear": linear, "cosine": cosine, "root": sqrt}
+        warmup = interpolate(self.start, self.peak, step, self.warmup - step)
+        decay = interpolate(self.peak, self.end, step - self.warmup, self.total - step, cosine)
+        return jnp.where(step < self.warmup, warmup, decay)
 
 
 @frozen
 class WarmupStableDecay(Schedule):
-    """From `start` to `peak` over `warmup` equal steps, level, then to `end` over the last `decay` of `total` steps.
+    """From `start` to `peak` in `warmup` equal steps, constant, then to `end` over the last `decay` of `total` steps.
 
-    Section 4 of https://arxiv.org/abs/2404.06395. The shape is of the way down; "root" is 1 - sqrt, section 3 of
-    https://arxiv.org/abs/2405.18392.
+    Section 4 of https://arxiv.org/abs/2404.06395. `shape` is that of the decay; "root" is 1 - sqrt, section 3 of
+    https://arxiv.org/abs/2405.18392
     """
 
     peak: float
@@ -114,7 +113,7 @@ class WarmupStableDecay(Schedule):
         if self.warmup + self.decay > self.total:
             raise ValueError(
                 f"WarmupStableDecay: warmup and decay are {self.warmup} and {self.decay}, together more than "
-                f"total, {self.total}, which counts both; make total larger."
+                f"total, {self.total}, which includes both; raise total."
             )
 
     @property
@@ -122,24 +121,24 @@ class WarmupStableDecay(Schedule):
         return self.total
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup, self.total - self.decay, self.total)
 
-    def stretched(self, times: int) -> "WarmupStableDecay":
+    def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times, decay=self.decay * times)
 
     def at(self, step):
-        turn = self.total - self.decay
-        rise = interpolate(self.start, self.peak, step, self.warmup - step)
-        fall = interpolate(self.peak, self.end, step - turn, self.total - step, SHAPES[self.shape])
-        return jnp.where(step < turn, rise, fall)
+        decay_start = self.total - self.decay
+        warmup = interpolate(self.start, self.peak, step, self.warmup - step)
+        decay = interpolate(self.peak, self.end, step - decay_start, self.total - step, SHAPES[self.shape])
+        return jnp.where(step < decay_start, warmup, decay)
 
 
 @frozen
 class InverseSqrt(Schedule):
-    """From 0 to `peak` over `warmup` equal steps, then peak * sqrt(warmup / step).
+    """From 0 to `peak` in `warmup` equal steps, then `peak * sqrt(warmup / step)`.
 
-    Equation 3 of https://arxiv.org/abs/1706.03762, where peak is (width * warmup) ** -0.5.
+    Equation 3 of https://arxiv.org/abs/1706.03762, where `peak` is `(width * warmup) ** -0.5`.
     """
 
     peak: float
@@ -154,24 +153,24 @@ class InverseSqrt(Schedule):
         return None
 
     @property
-    def marks(self) -> tuple[int, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup,)
 
-    def stretched(self, times: int) -> "InverseSqrt":
+    def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times)
 
     def at(self, step):
-        rise = interpolate(0.0, self.peak, step, self.warmup - step)
-        fall = self.peak * jnp.sqrt(self.warmup / jnp.maximum(step, self.warmup).astype(jnp.float32))
-        return jnp.where(step <= self.warmup, rise, fall)
+        warmup = interpolate(0.0, self.peak, step, self.warmup - step)
+        decay = self.peak * jnp.sqrt(self.warmup / jnp.maximum(step, self.warmup).astype(jnp.float32))
+        return jnp.where(step <= self.warmup, warmup, decay)
 
 
 @frozen
 class OneCycle(Schedule):
-    """From peak / first to `peak` over the fraction `rise` of `total`, then to peak / first / last, by half cosines.
+    """From `peak / first` to `peak` over the fraction `rise` of `total`, then to `peak / first / last`, by cosines.
 
-    The last value is that of step total - 1, the last update, and the peak lies at step rise * total - 1, whole or
-    not: the OneCycleLR of PyTorch, in two phases. https://arxiv.org/abs/1708.07120
+    The last value is at step `total - 1`, the last update, and the peak at step `rise * total - 1`, which may be a
+    fraction: PyTorch's OneCycleLR with two phases. https://arxiv.org/abs/1708.07120
     """
 
     peak: float
@@ -189,11 +188,10 @@ class OneCycle(Schedule):
                 f"OneCycle: rise is {self.rise} of {self.total} steps, but must be less than all of them and more than "
                 "one step; pass a fraction such as 0.3."
             )
-
         start, end = self.peak / self.first, self.peak / self.first / self.last
         if not (is_finite(start) and is_finite(end)):
             raise ValueError(
-                f"OneCycle: it begins at {start} and ends at {end}, which no float32 holds; raise first or last."
+                f"OneCycle: it starts at {start} and ends at {end}, which float32 cannot hold; raise first or last."
             )
 
     @property
@@ -201,20 +199,20 @@ class OneCycle(Schedule):
         return self.total - 1
 
     @property
-    def marks(self) -> tuple[int, ...]:
-        return tuple(sorted({int(self._top), -int(-self._top // 1), self.total - 1}))
+    def breakpoints(self) -> tuple[int, ...]:
+        return tuple(sorted({int(self._peak_step), -int(-self._peak_step // 1), self.total - 1}))
 
-    def stretched(self, times: int) -> "OneCycle":
+    def lengthen(self, times: int) -> Self:
         total = (self.total - 1) * times + 1
-        return dataclasses.replace(self, total=total, rise=(self._top * times + 1) / total)
+        return dataclasses.replace(self, total=total, rise=(self._peak_step * times + 1) / total)
 
     def at(self, step):
-        start, whole = self.peak / self.first, int(self._top)
-        past = (step - whole).astype(jnp.float32) - (self._top - whole)
-        up = interpolate(start, self.peak, step, -past, cosine)
-        down = interpolate(self.peak, start / self.last, past, self.total - 1 - step, cosine)
-        return jnp.where(step <= whole, up, down)
+        start, before_peak = self.peak / self.first, int(self._peak_step)
+        past_peak = (step - before_peak).astype(jnp.float32) - (self._peak_step - before_peak)
+        rise = interpolate(start, self.peak, step, -past_peak, cosine)
+        decay = interpolate(self.peak, start / self.last, past_peak, self.total - 1 - step, cosine)
+        return jnp.where(step <= before_peak, rise, decay)
 
     @property
-    def _top(self) -> float:
+    def _peak_step(self) -> float:
         return self.rise * self.total - 1
