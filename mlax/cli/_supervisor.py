@@ -117,7 +117,7 @@ class Supervisor:
             "count": self.count,
             "port": port,
             "devices": self.devices,
-            "heartbeat_timeout": int(self.hang) + 30,  # JAX's own; longer, since JAX does not say which process hangs
+            "heartbeat_timeout": int(self.hang) + 30,  # of JAX, which does not report which process hangs
             "supervisor": os.getpid(),
             "command": sys.orig_argv,
         }
@@ -144,7 +144,7 @@ class Supervisor:
         if all(status == TERMINATED for _, status in dead) and not stopped:
             self._wait(processes, self.grace)  # somebody else sent SIGTERM, and they are saving
             return Outcome("", TERMINATED)
-        # a process that has lost a peer fails or is aborted by JAX; any other signal is a cause of its own
+        # a process that has lost a peer fails or is aborted by JAX; any other signal has another cause
         process, status = min(dead, key=lambda pair: (_may_be_consequence(pair[1] or 0), pair[0].died_at))
         why = f"{process} {describe_exit(status or 0)}{_describe_position(process)}"
         if stopped:

@@ -1,4 +1,4 @@
-"""Training: the step, the feed, checkpoints and the loop."""
+"""Training: compiled steps, feeds, checkpoints and the training loop."""
 
 from mlax.train._aot import RetraceError
 from mlax.train._curves import plot_curves

@@ -28,7 +28,7 @@ class CompiledFunction:
 
     Calls are as fast as under `jax.jit`. An argument of another shape, dtype, structure or sharding raises an error
     that names it, where `jax.jit` would silently recompile. With a `plan`, the function is traced over the plan's mesh,
-    and its last argument is a batch sharded as the plan says.
+    and its last argument is a batch sharded as the plan specifies.
     """
 
     def __init__(

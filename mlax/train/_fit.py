@@ -48,12 +48,12 @@ def fit(
 ) -> Fitted:
     """Train up to step number `steps`, resuming from the last checkpoint in the folder `run`, if there is one.
 
-    `evaluate` is a feed to evaluate with every `evaluate_every` steps, by default an epoch. Checkpoints are saved every
-    `save_every` steps, by default as often; also at the end, and on SIGTERM and Ctrl-C, after which the process exits
-    and `fit` returns, respectively. The last `keep` checkpoints are kept, and the `best` one, by default that of the
-    lowest loss. After 20 non-finite steps in a row the weights of an earlier checkpoint are restored, at most
-    `rollbacks` times. The folder holds the configuration, together with `config`, and metrics, curves, a report and the
-    weights. `state` is donated: use the one in the result.
+    `evaluate` is a feed to evaluate with every `evaluate_every` steps, by default once per epoch. Checkpoints are saved
+    every `save_every` steps, by default as often, and at the end; also on SIGTERM, after which the process exits, and
+    on Ctrl-C, after which `fit` returns. The last `keep` checkpoints are kept, and the `best` one, by default that with
+    the lowest loss. After 20 non-finite steps in a row the weights of an earlier checkpoint are restored, at most
+    `rollbacks` times. The folder also holds the configuration, to which `config` is added, the metrics, their curves, a
+    report and the weights. `state` is donated: use the one in the result.
     """
     _check_arguments(step, state, feed, evaluate, best)
     evaluate_every = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
@@ -95,7 +95,7 @@ def fit(
             for batch in batches:
                 yield batch
                 heartbeat(at, "evaluation")
-                if signals.synced():
+                if signals.poll_all():
                     return
 
         stream = feed.stream(at, steps, stacked=step.many, stopped=signals.pending, position=notes.get("feed"))
@@ -111,7 +111,7 @@ def fit(
                 state, metrics = step(state, batch)
                 at += step.many
                 heartbeat(at, "after a step")
-                ending = at >= steps or bool(signals.synced())
+                ending = at >= steps or bool(signals.poll_all())
                 evaluating = evaluate is not None and (at % evaluate_every == 0 or at >= steps)
                 saving = ending or (checkpoints is not None and at % save_every == 0)
                 records = monitor.log_metrics(at, metrics, wait=evaluating or saving)

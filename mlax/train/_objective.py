@@ -41,7 +41,7 @@ def gradients(
 
     Microbatches are weighted by their masks, so that the gradient is that of the whole batch. Gradients are accumulated
     in float32, or in the weights' own dtype if that is wider. With a `scale`, the loss is multiplied by it and the
-    gradients are divided by it. `backward` processes the microbatches instead, in the stages of a pipeline say.
+    gradients are divided by it. `backward` replaces the loop over microbatches, as a pipeline does.
     """
     total = batch_weight(batch)
 

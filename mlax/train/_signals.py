@@ -24,7 +24,7 @@ class Signals:
     process exits with the status of SIGTERM: Python itself cannot interrupt a long call into compiled code.
 
     With several processes, JAX's preemption service collects SIGTERM, and all of them see it at the same call of
-    `synced`; the sender decides on the grace period. Ctrl-C becomes SIGTERM, since one process cannot stop alone.
+    `poll_all`; the sender decides on the grace period. Ctrl-C becomes SIGTERM, since one process cannot stop alone.
     """
 
     def __init__(self, grace: float = 8.0):
@@ -40,7 +40,7 @@ class Signals:
         """The name of the signal that arrived, or an empty string."""
         return self._pending
 
-    def synced(self) -> str:
+    def poll_all(self) -> str:
         """Like `pending`, with the same answer in all processes, each of which must call it equally often."""
         self._polls += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._polls):

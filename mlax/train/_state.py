@@ -38,7 +38,7 @@ def init_state(
     scaling: LossScale | None,
     plan: Plan | None,
 ) -> TrainState:
-    """The state before the first step, sharded as the plan says. It holds these variables, not copies of them."""
+    """The state before the first step, sharded as the plan specifies. It holds these variables, not copies of them."""
     _check_variables(rng, trainables, non_trainables)
     if plan is None:
         slots = optimizer.init(trainables)
@@ -60,7 +60,7 @@ def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> 
     if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
         raise TypeError(
             f"step.init: rng is {short_signature(rng)}, but must be a key; call step.init(rng, *variables) with "
-            "rng=jax.random.key(0), say."
+            "rng=jax.random.key(0), for example."
         )
     if not isinstance(trainables, dict):
         raise TypeError(

@@ -40,10 +40,10 @@ def step(
 
     - `many`: steps per call, by a scan; batches and metrics then have a leading axis of that size.
     - `accumulate`: microbatches that a batch is split into: the same gradient in less memory.
-    - `scaling`: loss scaling for float16, as `train.DynamicLossScale()`.
+    - `scaling`: loss scaling for float16, such as `train.DynamicLossScale()`.
     - `guard`: skip a step whose loss or gradient is not finite: only the counts of steps and skipped steps change.
     - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batches`.
-    - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, say.
+    - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
 
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
     """
@@ -92,7 +92,7 @@ class Step:
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
 
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> TrainState:
-        """The first state, sharded as the plan says, with these variables themselves: the first step donates them."""
+        """The first state, sharded as the plan specifies. It does not copy the variables: the first step donates them."""
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
 
     def flops(self) -> int:
