@@ -92,7 +92,7 @@ class Step:
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
 
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> TrainState:
-        """The first state, sharded as the plan specifies. It does not copy the variables: the first step donates them."""
+        """The first state, sharded as the plan specifies. The variables are not copied: the first step donates them."""
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
 
     def flops(self) -> int:
