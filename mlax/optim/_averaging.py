@@ -13,7 +13,7 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class Average(OptimizerWrapper):
-    """Average the weights after each step for `averaged`: exponentially, by `decay`, or with `decay=None` equally.
+    """A moving average of the weights, which `eval_trainables` returns: exponential, or with `decay=None` uniform.
 
     The average begins at step `start`, before which it is the weights themselves; the exponential one is
     bias-corrected. https://doi.org/10.1137/0330046. Slot: average, in `dtype`.
@@ -45,7 +45,7 @@ class Average(OptimizerWrapper):
 class Lookahead(OptimizerWrapper):
     """Every `every` steps, move slow weights the fraction `alpha` towards the fast ones, and reset these to them.
 
-    `averaged` returns the slow weights. Algorithm 1 of https://arxiv.org/abs/1907.08610. Slot: slow.
+    `eval_trainables` returns the slow weights. Algorithm 1 of https://arxiv.org/abs/1907.08610. Slot: slow.
     """
 
     elementwise = True

@@ -142,7 +142,7 @@ class Optimizer(abc.ABC):
         new_slots = {name: tree.unflatten({**slots[name], **new.slots[name]}) for name in layout.names}
         return tree.unflatten(new.weights), state._replace(**new_slots, **scalars)
 
-    def averaged(self, state: OptimizerState, trainables: Tree) -> Any:
+    def eval_trainables(self, state: OptimizerState, trainables: Tree) -> Any:
         """The weights to evaluate with: an average, if the optimizer or one inside has one, else the trainables."""
         tree = flatten_trainables(self, trainables)
         layout = slot_layout(self, tree)

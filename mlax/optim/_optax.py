@@ -77,7 +77,7 @@ class FromOptax(Optimizer):
         }
         return "\n".join([str(self), *(f"{name}: {size:,} bytes" for name, size in sizes.items())])
 
-    def averaged(self, state, trainables):
+    def eval_trainables(self, state, trainables):
         return trainables
 
     def slots(self, path, w):

@@ -14,8 +14,8 @@ from mlax.optim._trees import moving_average
 class ScheduleFree(Leafwise):
     """Schedule-free AdamW: steps of `base` by gradients at `y = (1 - b1) * base + b1 * x`, the trainables.
 
-    `averaged` returns `x`, the mean of `base` weighted by the square of the largest rate so far. The rate warms up
-    over `warmup` steps. Algorithm 1 of https://arxiv.org/abs/2405.15682. `decayed` as in `AdamW`.
+    `eval_trainables` returns `x`, the mean of `base` weighted by the square of the largest rate so far. The rate warms
+    up over `warmup` steps. Algorithm 1 of https://arxiv.org/abs/2405.15682. `decayed` as in `AdamW`.
     Slots: base, square. Scalars: weight, the sum of all weights; largest, the largest rate.
     """
 

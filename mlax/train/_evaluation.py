@@ -70,7 +70,7 @@ class Evaluation:
 
     def _sums(self, state: TrainState, index: jax.Array, batch: Any) -> Metrics:
         """The sum of each value over the batch, and the weight of the batch."""
-        trainables = self.optimizer.averaged(state.optimizer, state.trainables)
+        trainables = self.optimizer.eval_trainables(state.optimizer, state.trainables)
         rng = random.fold_in(random.fold_in(state.rng, EVALUATION_KEYS), index)
         output = self.objective(batch, trainables, state.non_trainables, rng=rng, inference_mode=True)
         values, _ = unpack_output(output)

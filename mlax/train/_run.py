@@ -219,7 +219,7 @@ def export_weights(
 
 
 def _inference_variables(optimizer: Optimizer, state: TrainState) -> Tree:
-    trainables = optimizer.averaged(state.optimizer, state.trainables)
+    trainables = optimizer.eval_trainables(state.optimizer, state.trainables)
     variables = {"trainables": trainables, "non_trainables": state.non_trainables}
     return {name: tree for name, tree in variables.items() if tree is not None}
 

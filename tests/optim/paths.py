@@ -47,7 +47,7 @@ def run(optimizer, dtype="float64", weights=WEIGHTS, grads=GRADS, averaged=False
 
     def step(carry, grads):
         trainables, state = optimizer.update(grads, carry[1], carry[0])
-        return (trainables, state), (trainables, optimizer.averaged(state, trainables) if averaged else None)
+        return (trainables, state), (trainables, optimizer.eval_trainables(state, trainables) if averaged else None)
 
     @jax.jit
     def whole(trainables, grads):

@@ -100,7 +100,9 @@ def test_the_mean_of_all_weights_is_their_mean():
     path = [steps(optim.Adam(1e-2), count, grads=grads)[0] for count in (3, 4, 5, 6)]
     optimizer = optim.Average(optim.Adam(1e-2), None, start=2)
     trainables, state = steps(optimizer, 6, grads=grads)
-    assert_close(optimizer.averaged(state, trainables), jax.tree.map(lambda *leaves: sum(leaves) / 4, *path), 1e-5)
+    assert_close(
+        optimizer.eval_trainables(state, trainables), jax.tree.map(lambda *leaves: sum(leaves) / 4, *path), 1e-5
+    )
 
 
 def test_a_rate_passed_to_update_reaches_the_optimizer_inside():

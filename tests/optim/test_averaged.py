@@ -23,8 +23,8 @@ def by_path(whole):
 
 def evaluated(optimizer, **given):
     trainables, state = steps(optimizer, **given)
-    shown = optimizer.averaged(state, trainables)
-    assert_close(jax.jit(optimizer.averaged)(state, trainables), shown)
+    shown = optimizer.eval_trainables(state, trainables)
+    assert_close(jax.jit(optimizer.eval_trainables)(state, trainables), shown)
     return by_path(trainables), by_path(shown)
 
 
@@ -98,7 +98,7 @@ def test_between_two_steps_of_gathered_gradients_the_average_stays():
 def test_leaves_that_nobody_averages_are_themselves():
     optimizer = optim.Groups(("**/kernel", AVERAGE), ("**", optim.Adam(1e-2, rounding=optim.MasterWeights())))
     trainables = tree("bfloat16")
-    shown = optimizer.averaged(optimizer.init(trainables), trainables)
+    shown = optimizer.eval_trainables(optimizer.init(trainables), trainables)
     assert shown["dense"]["bias"] is trainables["dense"]["bias"] and shown["temperature"] is trainables["temperature"]
 
 

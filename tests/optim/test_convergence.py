@@ -94,5 +94,5 @@ def test_comes_to_the_minimum(name):
 
     trainables = {name: {"kernel": jnp.asarray(start, jnp.float32)} for name, (_, start) in FUNCTIONS.items()}
     (trainables, state), _ = lax.scan(step, (trainables, optimizer.init(trainables)), length=steps)
-    for function, value in values(optimizer.averaged(state, trainables)).items():
+    for function, value in values(optimizer.eval_trainables(state, trainables)).items():
         assert value < tolerance, f"{function}: {value}"

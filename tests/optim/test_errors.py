@@ -210,7 +210,7 @@ MISTAKES = {
     "two that watch": (after(optim.Plateau(optim.Plateau(ADAM))), ValueError, ["scalar 'best' already"]),
     "no steps to accumulate": (lambda: optim.Accumulate(ADAM, 0), ValueError, ["every is 0", "at least 1"]),
     "the average of another state": (
-        lambda: optim.Average(ADAM).averaged(ADAM.init(W), W),
+        lambda: optim.Average(ADAM).eval_trainables(ADAM.init(W), W),
         ValueError,
         ["step, mean, square", "step, mean, square, average", "`init` of the same"],
     ),

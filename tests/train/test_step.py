@@ -253,7 +253,7 @@ def test_evaluation_weights_examples_equally_and_uses_averaged_weights():
     for each in feed().stream(stop=7):
         state, _ = step(state, each)
     found = step.evaluation(state, train.Feed(arrays(), batch=8).epoch())  # 75 examples: the last batch is ragged
-    weights = step.optimizer.averaged(state.optimizer, state.trainables)
+    weights = step.optimizer.eval_trainables(state.optimizer, state.trainables)
     values, _ = objective(arrays(), weights, state.non_trainables, inference_mode=True)
     np.testing.assert_allclose(found["loss"], np.mean(values["loss"]), 1e-5)
     np.testing.assert_allclose(found["accuracy"], np.mean(values["accuracy"]), 1e-6)
