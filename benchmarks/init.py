@@ -44,12 +44,12 @@ def main() -> None:
         {case: functools.partial(run_isolated, *case) for case in (*passes, *series, *repeat)}, rounds=4, seconds=120
     )
     rounds = len(results["mlax", "series"])
-    taken = {case: median(each, "seconds") for case, each in results.items()}
+    times = {case: median(each, "seconds") for case, each in results.items()}
 
-    claim = verdict(f"under {SHAPE_PASS} s", taken["mlax", "shape pass"] < SHAPE_PASS)
+    claim = verdict(f"under {SHAPE_PASS} s", times["mlax", "shape pass"] < SHAPE_PASS)
     print_table(f"(a) Shapes of 12 blocks: medians of {rounds}", HEADER, _rows(passes, results, claim))
     for name, cases in ("Series of 12 blocks", series), ("Repeat(block, 12)", repeat):
-        fastest = min((case for case in cases if case[0] != "plain JAX"), key=taken.__getitem__)
+        fastest = min((case for case in cases if case[0] != "plain JAX"), key=times.__getitem__)
         claim = verdict("fastest library", fastest[0] == "mlax")
         print_table(f"(b) {name}: medians of {rounds}", HEADER, _rows(cases, results, claim))
 
@@ -65,15 +65,15 @@ def _rows(cases: list[Case], results: dict[Case, list[Result]], claim: str) -> I
     """One row per case; the first of them is mlax and gets the claim."""
     for library, form in cases:
         each = results[library, form]
-        taken = median(each, "seconds")
+        duration = median(each, "seconds")
         yield (
             f"{library}, jit" if "jit" in form else library,
             seconds(median(each, "imports")),
-            seconds(taken),
+            seconds(duration),
             seconds(median(each, "cpu")),
             f"{median(each, 'compilations'):.0f}",
             seconds(median(each, "compiling")),
-            f"{taken / median(results[cases[0]], 'seconds'):.2f}",
+            f"{duration / median(results[cases[0]], 'seconds'):.2f}",
             claim if library == "mlax" else "",
         )
 
