@@ -133,7 +133,7 @@ for axes, wait, title in zip(rows, (True, False), ("loss read in every step", "l
 rows[1].set_xlabel("time (illustration, not a measurement)")
 
 # %% [markdown]
-# mlax's `train.step` returns `Metrics`, which stay on the device in one array until you call `numbers()`. Do so every
+# mlax's `train.step` returns `Metrics`, which stay on the device in one array until you call `to_numpy()`. Do so every
 # hundred steps or so.
 #
 # On a CPU, host and "device" share the same two cores, and the difference depends on what else they do. On a GPU it is
