@@ -23,47 +23,47 @@ from mlax.optim.schedules import (
     WarmRestarts,
     WarmupStableDecay,
 )
-from tests.optim.schedule_rows import ROWS
+from tests.optim.schedule_cases import CASES
 
 LAST = 2**31 - 1
 RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
-every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def test_every_exported_schedule_has_a_row():
-    shown = {type(row.make()).__name__ for row in ROWS.values()}
+    shown = {type(case.make()).__name__ for case in CASES.values()}
     assert shown == set(schedules.__all__) - {"Schedule"}
 
 
-@every_row
-def test_equal_schedules_are_equal_and_hash_equal(row):
-    schedule = row.make()
-    assert schedule == row.make() and hash(schedule) == hash(row.make())
+@each_case
+def test_equal_schedules_are_equal_and_hash_equal(case):
+    schedule = case.make()
+    assert schedule == case.make() and hash(schedule) == hash(case.make())
     assert schedule != ScaledSchedule(schedule, 2.0)
     assert eval(repr(schedule), vars(schedules)) == schedule == pickle.loads(pickle.dumps(schedule))
 
 
-@every_row
-def test_values_are_those_of_the_reference(row):
+@each_case
+def test_values_are_those_of_the_reference(case):
     steps = np.arange(150)
     with jax.numpy_dtype_promotion("standard"):
-        want = np.broadcast_to(np.asarray(row.reference(steps), np.float64), steps.shape)
+        want = np.broadcast_to(np.asarray(case.reference(steps), np.float64), steps.shape)
     scale = np.abs(want).max()
-    np.testing.assert_allclose(row.make().values(150), want, rtol=3e-6, atol=2e-7 * scale)
+    np.testing.assert_allclose(case.make().values(150), want, rtol=3e-6, atol=2e-7 * scale)
 
 
-@every_row
-def test_first_peak_and_last_value_are_exact(row):
-    schedule = row.make()
+@each_case
+def test_first_peak_and_last_value_are_exact(case):
+    schedule = case.make()
     compiled = jax.jit(schedule)
-    together = schedule.values(list(row.exact))
-    for value, (step, want) in zip(together, row.exact.items(), strict=True):
+    together = schedule.values(list(case.exact))
+    for value, (step, want) in zip(together, case.exact.items(), strict=True):
         assert [schedule(step), compiled(step), value] == [np.float32(want)] * 3, step
 
 
-@every_row
-def test_values_are_those_of_one_call_each(row):
-    schedule = row.make()
+@each_case
+def test_values_are_those_of_one_call_each(case):
+    schedule = case.make()
     values = schedule.values(110)
     assert values.dtype == np.float32 and isinstance(values, np.ndarray)
     scale = np.abs(values).max()
@@ -73,40 +73,40 @@ def test_values_are_those_of_one_call_each(row):
     np.testing.assert_allclose(schedule.values(chosen), values[chosen], 1e-6, 1e-7 * scale)
 
 
-@every_row
-def test_all_steps_are_one_compilation(row):
+@each_case
+def test_all_steps_are_one_compilation(case):
     traces = []
 
     @jax.jit
     def value(step):
         traces.append(step)
-        return row.make()(step)
+        return case.make()(step)
 
     values = [value(jnp.int32(step)) for step in (0, 5, 60, 1000)]
-    _, scanned = jax.lax.scan(lambda step, _: (step + 1, row.make()(step)), jnp.int32(0), length=101)
-    mapped = jax.jit(jax.vmap(row.make()))(jnp.arange(101, dtype=jnp.int32))
+    _, scanned = jax.lax.scan(lambda step, _: (step + 1, case.make()(step)), jnp.int32(0), length=101)
+    mapped = jax.jit(jax.vmap(case.make()))(jnp.arange(101, dtype=jnp.int32))
     assert len(traces) == 1
     atol = 1e-7 * float(abs(mapped).max())
     np.testing.assert_allclose(values[:3], mapped[np.asarray([0, 5, 60])], 1e-6, atol)
     np.testing.assert_allclose(scanned, mapped, 1e-6, atol)
 
 
-@every_row
-def test_it_no_longer_changes_after_its_length(row):
-    schedule = row.make()
-    assert schedule.length == row.length
-    if row.length is None:
+@each_case
+def test_it_no_longer_changes_after_its_length(case):
+    schedule = case.make()
+    assert schedule.length == case.length
+    if case.length is None:
         assert schedule(10**6) != schedule(10**3)
     else:
-        beyond = schedule.values([row.length + extra for extra in (0, 1, 2, 1000, 10**6)] + [LAST])
+        beyond = schedule.values([case.length + extra for extra in (0, 1, 2, 1000, 10**6)] + [LAST])
         assert len(set(beyond.tolist())) == 1
-        assert row.length == 0 or schedule(row.length - 1) != beyond[0]
+        assert case.length == 0 or schedule(case.length - 1) != beyond[0]
 
 
-@every_row
+@each_case
 @pytest.mark.parametrize("x64", [RARELY(False), True])
-def test_values_are_strong_float32_whatever_counts_the_step(row, x64):
-    schedule = row.make()
+def test_values_are_strong_float32_whatever_counts_the_step(case, x64):
+    schedule = case.make()
     with jax.enable_x64(x64):
         steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
         for value in [*map(schedule, steps), *map(jax.jit(schedule), steps[:4])]:
@@ -115,9 +115,9 @@ def test_values_are_strong_float32_whatever_counts_the_step(row, x64):
         assert schedule(np.zeros((2, 0, 3), int)).shape == (2, 0, 3)
 
 
-@every_row
-def test_steps_near_the_last_do_not_overflow(row):
-    schedule = row.make()
+@each_case
+def test_steps_near_the_last_do_not_overflow(case):
+    schedule = case.make()
     far = schedule.values(np.asarray([2**24 + 1, 2**30, LAST - 1, LAST, 2**31, 2**40, 2**62]))
     assert np.isfinite(far).all()
     assert len(set(far[3:].tolist())) == 1
@@ -126,21 +126,21 @@ def test_steps_near_the_last_do_not_overflow(row):
         schedule.values([0, 10, 1000, LAST])
 
 
-@every_row
-def test_a_lengthened_schedule_is_the_same_curve(row):
+@each_case
+def test_a_lengthened_schedule_is_the_same_curve(case):
     steps = np.arange(80)
-    schedule, longer = row.make(), row.make().lengthen(3)
+    schedule, longer = case.make(), case.make().lengthen(3)
     values = schedule.values(steps)
     np.testing.assert_allclose(longer.values(3 * steps), values, 2e-6, 2e-7 * np.abs(values).max())
-    if row.length is None:
+    if case.length is None:
         assert longer.length is None
     else:  # an exponential meets its end between two steps
-        assert 3 * row.length - 3 < longer.length <= 3 * row.length
+        assert 3 * case.length - 3 < longer.length <= 3 * case.length
 
 
-@every_row
-def test_table_and_curve_hold_the_right_numbers(row):
-    schedule = row.make()
+@each_case
+def test_table_and_curve_hold_the_right_numbers(case):
+    schedule = case.make()
     lines = schedule.table(100, rows=6).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[0].split() == ["step", "value"]
     shown = {int(step): float(value) for step, value in (line.split() for line in lines[1:])}
@@ -155,9 +155,9 @@ def test_table_and_curve_hold_the_right_numbers(row):
     assert numbers.split() == ["0", "100"] and len(top) == len(bottom) == len(axis) == len(numbers)
 
 
-@pytest.mark.parametrize("name", [name if name == "one cycle" else RARELY(name) for name in ROWS])
+@pytest.mark.parametrize("name", [name if case.plotted else RARELY(name) for name, case in CASES.items()])
 def test_draw_writes_a_picture(name, tmp_path):
-    ROWS[name].make().plot(tmp_path / "schedule.png", 100)
+    CASES[name].make().plot(tmp_path / "schedule.png", 100)
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 

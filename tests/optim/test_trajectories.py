@@ -8,20 +8,19 @@ from jax import lax
 
 from mlax import optim
 from tests.optim import definitions
-from tests.optim.paths import (
+from tests.optim.trajectories import (
     ALL,
     GRADS,
-    KEPT,
     TOLERANCE,
+    TORCH_STEPS,
     WEIGHTS,
     assert_follows,
-    flat,
-    in_dtype,
-    parts,
-    run,
-    stacked,
-    torch_path,
-    tree,
+    stack_pairs,
+    stack_steps,
+    to_flat,
+    to_tree,
+    torch_trajectory,
+    trajectory,
 )
 
 EVERY = 10  # steps from one estimate of Sophia's curvature to the next
@@ -82,8 +81,8 @@ BY_OPTAX = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", BY_TORCH)
 def test_goes_where_pytorch_goes(case, dtype):
-    path = {name: leaf[KEPT] for name, leaf in run(BY_TORCH[case], dtype).items()}
-    assert_follows(path, torch_path(case), TOLERANCE[dtype])
+    path = {name: leaf[TORCH_STEPS] for name, leaf in trajectory(BY_TORCH[case], dtype).items()}
+    assert_follows(path, torch_trajectory(case), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -91,7 +90,9 @@ def test_goes_where_pytorch_goes(case, dtype):
 def test_goes_where_the_paper_goes(case, dtype):
     optimizer, settings = BY_DEFINITION[case]
     assert_follows(
-        run(optimizer, dtype), stacked(getattr(definitions, case)(WEIGHTS, GRADS, **settings)), TOLERANCE[dtype]
+        trajectory(optimizer, dtype),
+        stack_steps(getattr(definitions, case)(WEIGHTS, GRADS, **settings)),
+        TOLERANCE[dtype],
     )
 
 
@@ -105,20 +106,20 @@ def test_goes_where_optax_goes(case):
         return (weights, state), weights
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        weights = tree(WEIGHTS)
-        _, path = lax.scan(step, (weights, transformation.init(weights)), tree(stacked(GRADS)))
-    assert_follows(run(optimizer), flat(path), 1e-9)
+        weights = to_tree(WEIGHTS, "float64")
+        _, path = lax.scan(step, (weights, transformation.init(weights)), to_tree(stack_steps(GRADS), "float64"))
+    assert_follows(trajectory(optimizer), to_flat(path), 1e-9)
 
 
 def test_ademamix_warms_its_slow_average_up():
-    path = run(optim.AdEMAMix(0.01, warmup=30))
-    assert_follows(path, stacked(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
+    path = trajectory(optim.AdEMAMix(0.01, warmup=30))
+    assert_follows(path, stack_steps(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
 
 
 def test_soap_refreshes_its_bases_as_often_as_told():
-    path = run(optim.SOAP(0.01, b1=0.9, b2=0.98, decay=0.0, every=3))
+    path = trajectory(optim.SOAP(0.01, b1=0.9, b2=0.98, decay=0.0, every=3))
     assert_follows(
-        path, stacked(definitions.soap(WEIGHTS, GRADS, rate=0.01, b1=0.9, b2=0.98, decay=0.0, every=3)), 1e-9
+        path, stack_steps(definitions.soap(WEIGHTS, GRADS, rate=0.01, b1=0.9, b2=0.98, decay=0.0, every=3)), 1e-9
     )
 
 
@@ -133,8 +134,8 @@ def test_muon_takes_kernels_and_leaves_the_rest_to_adamw(nesterov, dtype):
     kernels = {name: leaf for name, leaf in weights.items() if name.endswith("kernel")}
     reference = definitions.muon(kernels, grads, rate=0.02, nesterov=nesterov)
     rest = definitions.adamw({"tall/bias": weights["tall/bias"]}, grads, rate=3e-4)
-    path = run(optim.Muon(0.02, nesterov=nesterov), dtype, weights, grads)
-    assert_follows(path, stacked(reference) | stacked(rest), TOLERANCE[dtype])
+    path = trajectory(optim.Muon(0.02, nesterov=nesterov), dtype, weights, grads)
+    assert_follows(path, stack_steps(reference) | stack_steps(rest), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -151,23 +152,23 @@ def test_sophia_steps_by_the_curvature_it_was_last_given(dtype):
         return lax.scan(update, (trainables, optimizer.estimate(series[0], state, 8)), series[1])
 
     with jax.enable_x64(dtype == "float64"):
-        trainables = in_dtype(dtype, WEIGHTS)
-        grads = jax.tree.map(lambda g: g.reshape(-1, EVERY, *g.shape[1:]), in_dtype(dtype, stacked(GRADS)))
+        trainables = to_tree(WEIGHTS, dtype)
+        grads = jax.tree.map(lambda g: g.reshape(-1, EVERY, *g.shape[1:]), to_tree(stack_steps(GRADS), dtype))
         start = trainables, optimizer.init(trainables)
-        _, path = lax.scan(estimate, start, (in_dtype(dtype, stacked(sampled)), grads))
-        path = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in flat(path).items()}
+        _, path = lax.scan(estimate, start, (to_tree(stack_steps(sampled), dtype), grads))
+        path = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in to_flat(path).items()}
     reference = definitions.sophia_g(WEIGHTS, GRADS, sampled, rate=0.01, gamma=0.05, batch=8, every=EVERY)
-    assert_follows(path, stacked(reference), TOLERANCE[dtype])
+    assert_follows(path, stack_steps(reference), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("warmup", [0, 7])
 def test_schedule_free_trains_at_y_and_evaluates_at_x(warmup, dtype):
     optimizer = optim.ScheduleFree(0.01, decay=0.1, decayed=ALL, warmup=warmup)
-    trained, evaluated = run(optimizer, dtype, averaged=True)
+    trained, evaluated = trajectory(optimizer, dtype, averaged=True)
     reference = definitions.schedule_free(WEIGHTS, GRADS, rate=0.01, decay=0.1, warmup=warmup)
-    assert_follows(trained, parts(reference, 0), TOLERANCE[dtype])
-    assert_follows(evaluated, parts(reference, 1), TOLERANCE[dtype])
+    assert_follows(trained, stack_pairs(reference, 0), TOLERANCE[dtype])
+    assert_follows(evaluated, stack_pairs(reference, 1), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -182,9 +183,9 @@ def test_lbfgs_without_a_search_steps_by_the_two_loops(dtype):
         return (trainables, state), trainables
 
     with jax.enable_x64(dtype == "float64"):
-        trainables = in_dtype(dtype, {"kernel": WEIGHTS["dense/kernel"].ravel()})
+        trainables = to_tree({"kernel": WEIGHTS["dense/kernel"].ravel()}, dtype)
         _, path = lax.scan(step, (trainables, optimizer.init(trainables)), length=20)
-        path = flat(path)
+        path = to_flat(path)
     ws, gs = [WEIGHTS["dense/kernel"].ravel()], [gradient(WEIGHTS["dense/kernel"].ravel())]
     for _ in range(20):
         steps, changes = (list(np.diff(values, axis=0)[-4:]) if len(values) > 1 else [] for values in (ws, gs))

@@ -8,19 +8,19 @@ from jax import lax
 
 from mlax import optim
 from tests.optim import definitions
-from tests.optim.paths import (
+from tests.optim.trajectories import (
     ALL,
     GRADS,
-    KEPT,
     TOLERANCE,
+    TORCH_STEPS,
     WEIGHTS,
     assert_follows,
-    flat,
-    in_dtype,
-    parts,
-    run,
-    stacked,
-    torch_path,
+    stack_pairs,
+    stack_steps,
+    to_flat,
+    to_tree,
+    torch_trajectory,
+    trajectory,
 )
 
 # each with decay 0.1 and `decayed` left out, and what NumPy is told of it but for the decay
@@ -42,23 +42,23 @@ def norm(leaves):
 def test_kernels_decay_and_no_other_leaf(case):
     optimizer, settings = DECAYED[case]
     with_decay, without = (
-        stacked(getattr(definitions, case)(WEIGHTS, GRADS, decay=decay, **settings)) for decay in (0.1, 0.0)
+        stack_steps(getattr(definitions, case)(WEIGHTS, GRADS, decay=decay, **settings)) for decay in (0.1, 0.0)
     )
-    assert_follows(run(optimizer), {**without, "dense/kernel": with_decay["dense/kernel"]}, 1e-9)
+    assert_follows(trajectory(optimizer), {**without, "dense/kernel": with_decay["dense/kernel"]}, 1e-9)
 
 
 def test_schedule_free_decays_kernels_and_no_other_leaf():
     with_decay, without = (
-        parts(definitions.schedule_free(WEIGHTS, GRADS, rate=0.01, decay=decay), 0) for decay in (0.1, 0.0)
+        stack_pairs(definitions.schedule_free(WEIGHTS, GRADS, rate=0.01, decay=decay), 0) for decay in (0.1, 0.0)
     )
-    path = run(optim.ScheduleFree(0.01, decay=0.1))
+    path = trajectory(optim.ScheduleFree(0.01, decay=0.1))
     assert_follows(path, {**without, "dense/kernel": with_decay["dense/kernel"]}, 1e-9)
 
 
 def test_lars_scales_kernels_and_gives_other_leaves_to_sgd():
-    path = {name: leaf[KEPT] for name, leaf in run(optim.LARS(0.1)).items()}
-    kernel = stacked(definitions.lars(WEIGHTS, GRADS, rate=0.1))["dense/kernel"][KEPT]
-    assert_follows(path, {**torch_path("sgd_momentum"), "dense/kernel": kernel}, 1e-9)
+    path = {name: leaf[TORCH_STEPS] for name, leaf in trajectory(optim.LARS(0.1)).items()}
+    kernel = stack_steps(definitions.lars(WEIGHTS, GRADS, rate=0.1))["dense/kernel"][TORCH_STEPS]
+    assert_follows(path, {**torch_trajectory("sgd_momentum"), "dense/kernel": kernel}, 1e-9)
 
 
 def test_one_pattern_needs_no_tuple():
@@ -72,58 +72,60 @@ def test_one_pattern_needs_no_tuple():
 
 
 def test_decay_takes_its_part_of_the_weights_whatever_the_rate():
-    path = run(optim.Decay(optim.Adam(0.01), 0.02, decayed=ALL))
-    assert_follows(path, stacked(definitions.adamw(WEIGHTS, GRADS, rate=0.01, decay=0.02 / 0.01)), 1e-9)
+    path = trajectory(optim.Decay(optim.Adam(0.01), 0.02, decayed=ALL))
+    assert_follows(path, stack_steps(definitions.adamw(WEIGHTS, GRADS, rate=0.01, decay=0.02 / 0.01)), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_each_leaf_is_clipped_by_its_own_norm(dtype):
     grads = [{name: g * min(1.0, 0.5 / max(norm([g]), 1e-300)) for name, g in step.items()} for step in GRADS]
-    reference = stacked(definitions.adamw(WEIGHTS, grads, rate=0.01))
-    assert_follows(run(optim.ClipNorm(optim.Adam(0.01), 0.5), dtype), reference, TOLERANCE[dtype])
+    reference = stack_steps(definitions.adamw(WEIGHTS, grads, rate=0.01))
+    assert_follows(trajectory(optim.ClipNorm(optim.Adam(0.01), 0.5), dtype), reference, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_all_leaves_are_clipped_by_one_norm(dtype):
     optimizer = optim.ClipGlobalNorm(optim.Adam(0.01), 1.0)
     grads = [{name: g * min(1.0, 1.0 / norm(step.values())) for name, g in step.items()} for step in GRADS]
-    path = run(optimizer, dtype)
-    assert_follows(path, stacked(definitions.adamw(WEIGHTS, grads, rate=0.01)), TOLERANCE[dtype])
+    path = trajectory(optimizer, dtype)
+    assert_follows(path, stack_steps(definitions.adamw(WEIGHTS, grads, rate=0.01)), TOLERANCE[dtype])
     # PyTorch divides by the norm and 1e-6
     assert_follows(
-        {name: leaf[KEPT] for name, leaf in path.items()}, torch_path("clip_global"), max(TOLERANCE[dtype], 1e-6)
+        {name: leaf[TORCH_STEPS] for name, leaf in path.items()},
+        torch_trajectory("clip_global"),
+        max(TOLERANCE[dtype], 1e-6),
     )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_each_output_is_clipped_by_its_weights(dtype):
-    path = run(optim.ClipAdaptive(optim.SGD(0.1), limit=0.05), dtype)
+    path = trajectory(optim.ClipAdaptive(optim.SGD(0.1), limit=0.05), dtype)
     assert_follows(
-        path, stacked(definitions.adaptively_clipped_sgd(WEIGHTS, GRADS, rate=0.1, limit=0.05)), TOLERANCE[dtype]
+        path, stack_steps(definitions.adaptively_clipped_sgd(WEIGHTS, GRADS, rate=0.1, limit=0.05)), TOLERANCE[dtype]
     )
 
 
 def test_an_update_of_five_accumulated_gradients_is_one_of_their_mean():
-    path = run(optim.Accumulate(optim.Adam(0.01), 5))
+    path = trajectory(optim.Accumulate(optim.Adam(0.01), 5))
     means = [{name: np.mean([g[name] for g in GRADS[i : i + 5]], axis=0) for name in WEIGHTS} for i in range(0, 50, 5)]
     reference = [WEIGHTS, *definitions.adamw(WEIGHTS, means, rate=0.01)]
-    assert_follows(path, stacked([reference[(step + 1) // 5] for step in range(50)]), 1e-9)
+    assert_follows(path, stack_steps([reference[(step + 1) // 5] for step in range(50)]), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_average_averages_and_leaves_the_path_alone(dtype):
-    path, averaged = run(optim.Average(optim.Adam(0.01), decay=0.9), dtype, averaged=True)
+    path, averaged = trajectory(optim.Average(optim.Adam(0.01), decay=0.9), dtype, averaged=True)
     reference = definitions.adamw(WEIGHTS, GRADS, rate=0.01)
-    assert_follows(path, stacked(reference), TOLERANCE[dtype])
-    assert_follows(averaged, stacked(definitions.averages(WEIGHTS, reference, decay=0.9)), TOLERANCE[dtype])
+    assert_follows(path, stack_steps(reference), TOLERANCE[dtype])
+    assert_follows(averaged, stack_steps(definitions.averages(WEIGHTS, reference, decay=0.9)), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_lookahead_goes_back_half_of_the_way(dtype):
-    fast, slow = run(optim.Lookahead(optim.SGD(0.1)), dtype, averaged=True)
+    fast, slow = trajectory(optim.Lookahead(optim.SGD(0.1)), dtype, averaged=True)
     reference = definitions.lookahead_sgd(WEIGHTS, GRADS, rate=0.1)
-    assert_follows(fast, parts(reference, 0), TOLERANCE[dtype])
-    assert_follows(slow, parts(reference, 1), TOLERANCE[dtype])
+    assert_follows(fast, stack_pairs(reference, 0), TOLERANCE[dtype])
+    assert_follows(slow, stack_pairs(reference, 1), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -138,10 +140,10 @@ def test_sam_steps_by_the_gradient_at_the_top_of_its_ball(dtype):
         return (trainables, state), trainables
 
     with jax.enable_x64(dtype == "float64"):
-        trainables = in_dtype(dtype, WEIGHTS)
+        trainables = to_tree(WEIGHTS, dtype)
         _, path = lax.scan(step, (trainables, optimizer.init(trainables)), length=20)
-        path = flat(path)
+        path = to_flat(path)
     reference = definitions.sam_sgd(
         WEIGHTS, lambda weights: {name: w + w**3 for name, w in weights.items()}, steps=20, rate=0.1, radius=0.3
     )
-    assert_follows(path, stacked(reference), TOLERANCE[dtype])
+    assert_follows(path, stack_steps(reference), TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""Two small models, with data, for plans to place: a GPT and a convolutional network; and how they are trained."""
+"""Two small models for plans to shard, a GPT and a CNN, their data, and how to train them."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,24 +13,24 @@ from mlax import nn, optim, train
 
 @mlax.frozen
 class Block(mlax.Composite):
-    """A transformer block, with a mixture of experts in place of the MLP if `experts` are given."""
+    """A transformer block, with a mixture of experts instead of the MLP if `experts` is not 0."""
 
     width: int
     experts: int = 0
 
     def parts(self):
-        think = nn.MLP((4 * self.width, self.width))
+        mlp = nn.MLP((4 * self.width, self.width))
         return {
             "norm1": nn.RMSNorm(),
             "attend": nn.MultiHeadAttention(4, causal=True, rotary=nn.Rotary()),
             "norm2": nn.RMSNorm(),
-            "think": nn.MoE(think, self.experts, k=2, capacity_factor=4.0) if self.experts else think,
+            "mlp": nn.MoE(mlp, self.experts, k=2, capacity_factor=4.0) if self.experts else mlp,
         }
 
     def wire(self, sub, x):
         x = x + sub.attend(sub.norm1(x))
-        thought = sub.think(sub.norm2(x))
-        return x + (thought[0] if self.experts else thought)
+        y = sub.mlp(sub.norm2(x))
+        return x + (y[0] if self.experts else y)
 
 
 @mlax.frozen
@@ -54,7 +54,7 @@ class GPT(mlax.Composite):
         return sub.head(sub.norm(sub.blocks(sub.embed(x))))
 
 
-def convolutions(experts: int = 0, batch_norm: bool = True) -> mlax.Layer:
+def conv_net(experts: int = 0, batch_norm: bool = True) -> mlax.Layer:
     """(b, 8, 4, 3) images to (b, 16) logits."""
     block = mlax.Series(conv=nn.Conv(8, 3), norm=nn.GroupNorm(4), act=mlax.F(jax.nn.gelu), mix=nn.Conv(8, 1))
     parts: dict[str, mlax.Layer] = {
@@ -72,7 +72,7 @@ def _first(pair: Any) -> Any:
 
 
 class Task(NamedTuple):
-    """A model, what `init` reads, and batches."""
+    """A model, the input that `init` reads, and the training data."""
 
     model: mlax.Layer
     x: Any
@@ -89,7 +89,7 @@ def cnn(**options: Any) -> Task:
     draws = np.random.default_rng(0)
     images = draws.normal(size=(64, 8, 4, 3)).astype(np.float32)
     labels = draws.integers(0, 16, 64).astype(np.int32)
-    return Task(convolutions(**options), jax.ShapeDtypeStruct((16, 8, 4, 3), jnp.float32), {"x": images, "y": labels})
+    return Task(conv_net(**options), jax.ShapeDtypeStruct((16, 8, 4, 3), jnp.float32), {"x": images, "y": labels})
 
 
 OPTIMIZER = optim.ClipGlobalNorm(optim.AdamW(3e-3), 1.0)
@@ -104,15 +104,15 @@ def objective_of(model: mlax.Layer) -> Any:
     return objective
 
 
-class Trained(NamedTuple):
-    """The loss of each step, and the state before and after."""
+class Training(NamedTuple):
+    """The loss of each step, the shardings of the initial state, and the final state."""
 
     losses: np.ndarray
-    before: Any  # shardings
+    before: Any
     state: Any
 
 
-def trained(task: Task, plan: Any = None, *, steps: int) -> Trained:
+def train_steps(task: Task, plan: Any = None, *, steps: int) -> Training:
     """Train for some steps, as a user would."""
     model = task.model if plan is None else plan.parallelize(task.model, task.x)
     step = train.step(objective_of(model), OPTIMIZER, plan=plan)
@@ -127,13 +127,13 @@ def trained(task: Task, plan: Any = None, *, steps: int) -> Trained:
             state, metrics = step(state, batch)
             losses.append(metrics["loss"])
     assert len(step.aot.compiled) == 1
-    return Trained(np.asarray(losses, np.float64), before, state)
+    return Training(np.asarray(losses, np.float64), before, state)
 
 
 @functools.cache
-def alone(kind: str, steps: int, **options: Any) -> np.ndarray:
-    """The losses of a model on one device."""
-    return trained(TASKS[kind](**options), steps=steps).losses
+def losses_on_one_device(kind: str, steps: int, **options: Any) -> np.ndarray:
+    """The loss of each step of a model on one device."""
+    return train_steps(TASKS[kind](**options), steps=steps).losses
 
 
 TASKS = {"gpt": gpt, "cnn": cnn}

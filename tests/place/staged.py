@@ -1,4 +1,4 @@
-"""Two small models with repeated parts, what they are trained on, and meshes of stages and data."""
+"""Two small models with a `Repeat` to pipeline, their data, and meshes of stages and data."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ EXAMPLES = 32
 
 
 def transformer(blocks=8, dropout=0.0, width=8):
-    """A language model whose head is its embedding."""
+    """A language model with tied embeddings."""
     attend = mlax.Residual(mlax.Series(nn.LayerNorm(), nn.MultiHeadAttention(2, causal=True, bias=False)))
-    think = mlax.Residual(mlax.Series(nn.LayerNorm(), nn.MLP((2 * width, width)), nn.Dropout(dropout)))
+    mlp = mlax.Residual(mlax.Series(nn.LayerNorm(), nn.MLP((2 * width, width)), nn.Dropout(dropout)))
     model = mlax.Series(
         embed=nn.Embed(11, width),
         positions=nn.LearnedPositions(6),
-        blocks=mlax.Repeat(mlax.Series(attend, think), blocks),
+        blocks=mlax.Repeat(mlax.Series(attend, mlp), blocks),
         norm=nn.LayerNorm(),
         head=nn.Linear(11, bias=False),
     )
@@ -28,7 +28,7 @@ def transformer(blocks=8, dropout=0.0, width=8):
 
 
 def convolutional(blocks=8, width=4):
-    """A classifier of pictures."""
+    """An image classifier."""
     block = mlax.Residual(mlax.Series(nn.Conv(width, 3), nn.GroupNorm(2), mlax.F(jax.nn.relu), nn.Conv(width, 3)))
     return mlax.Series(
         stem=nn.Conv(width, 3), blocks=mlax.Repeat(block, blocks), pool=nn.GlobalPool(), head=nn.Linear(3)
@@ -36,19 +36,19 @@ def convolutional(blocks=8, width=4):
 
 
 def batch(model, seed=0, examples=EXAMPLES):
-    """Examples for either model, of which every fifth or so does not count, unevenly."""
+    """Examples for either model; the mask leaves out about every fifth, unevenly."""
     draws = np.random.default_rng(seed)
     mask = jnp.asarray(draws.uniform(size=examples) > 0.2)
     if isinstance(model, mlax.Tied):
         tokens = jnp.asarray(draws.integers(0, 11, (examples, 7)), jnp.int32)
         return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": mask}
     labels = draws.integers(0, 3, examples)
-    pictures = draws.normal(size=(examples, 5, 5, 1)) + labels[:, None, None, None]
-    return {"x": jnp.asarray(pictures, jnp.float32), "y": jnp.asarray(labels, jnp.int32), "mask": mask}
+    images = draws.normal(size=(examples, 5, 5, 1)) + labels[:, None, None, None]
+    return {"x": jnp.asarray(images, jnp.float32), "y": jnp.asarray(labels, jnp.int32), "mask": mask}
 
 
 def objective(model):
-    """Cross-entropy of either model, and how often it is right."""
+    """The cross-entropy and accuracy of either model."""
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         logits, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
@@ -59,14 +59,14 @@ def objective(model):
 
 
 def mesh(stages, data=1, more=()):
-    """A mesh of the first devices, its axes left to the compiler."""
+    """A mesh of the first devices, with Auto axes."""
     sizes, names = (stages, data, *(size for _, size in more)), ("stage", "data", *(name for name, _ in more))
     devices = jax.devices()[: int(np.prod(sizes))]
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
-def placed(mesh, trainables, batch):
-    """The blocks in stages, the rest everywhere; the batch over the data axis."""
+def shard_over(mesh, trainables, batch):
+    """The blocks sharded by stage, the other weights replicated; the batch sharded by data."""
 
     def put(path, leaf):
         return jax.device_put(leaf, NamedSharding(mesh, P("stage") if path[0].key == "blocks" else P()))

@@ -79,7 +79,7 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
     stored = place.data().describe(gpt().model, gpt().x, OPTIMIZER, compile=False)
     again = place.data().describe(gpt(mode="remat").model, gpt().x, OPTIMIZER, compile=False)
     kept = {row.layer: row.activations for row in stored.rows}
-    assert kept["blocks/think/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
+    assert kept["blocks/mlp/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
     assert set(kept) <= {"", *mlax.layers(gpt().model)}
     assert 4 * again.bytes_of("activations") < stored.bytes_of("activations")
     bigger = place.data().describe(gpt().model, gpt().x, OPTIMIZER, 32, compile=False)
@@ -106,7 +106,7 @@ def test_the_picture_is_a_picture(tmp_path):
 
 
 def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
-    model = Series(embed=nn.Embed(64, 64), think=nn.MLP((256, 64)), head=nn.Linear(64, bias=False))
+    model = Series(embed=nn.Embed(64, 64), mlp=nn.MLP((256, 64)), head=nn.Linear(64, bias=False))
     tokens = gpt().x
     said = []
     small = {"optimizer": OPTIMIZER, "log": said.append, "devices": jax.devices()[:2]}

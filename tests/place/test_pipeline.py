@@ -15,7 +15,7 @@ from mlax.train import gradients
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
 from tests.layers import Block
-from tests.place.staged import batch, convolutional, mesh, objective, placed, transformer
+from tests.place.staged import batch, convolutional, mesh, objective, shard_over, transformer
 
 MICROBATCHES = 4
 MODELS = {"transformer": transformer, "convolutional": convolutional}
@@ -80,10 +80,12 @@ def test_a_model_in_stages_learns_as_on_one_device(kind, schedule, stages, data)
     wanted, weights, _, _ = learnt_on_one_device(kind)
     model, trainables, _ = begun(kind)
     devices = mesh(stages, data)
-    trainables, _ = placed(devices, trainables, None)
+    trainables, _ = shard_over(devices, trainables, None)
     with jax.set_mesh(devices):
         step = found(staged(model, stages), schedule)
-        losses, trainables, state, traces = learnt(step, trainables, lambda batch: placed(devices, {}, batch)[1], model)
+        losses, trainables, state, traces = learnt(
+            step, trainables, lambda batch: shard_over(devices, {}, batch)[1], model
+        )
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert np.ptp(wanted) > 1e-2
     assert_close(trainables, weights, 1e-3)
@@ -102,7 +104,7 @@ def test_one_forward_one_backward_is_accumulation_to_the_last_key_and_state(stag
     devices = mesh(stages, data)
     with jax.set_mesh(devices):
         got = jax.jit(found(staged(model, stages), "1f1b"))(
-            placed(devices, {}, x)[1], placed(devices, trainables, x)[0], state, jax.random.key(1)
+            shard_over(devices, {}, x)[1], shard_over(devices, trainables, x)[0], state, jax.random.key(1)
         )
     assert_close(got, wanted)
     assert not np.allclose(got.non_trainables["norm"]["mean"], state["norm"]["mean"])

@@ -35,13 +35,13 @@ def compiled_alike():
 @pytest.mark.usefixtures("compiled_alike")
 def test_init_makes_the_bits_of_init_each_straight_in_its_place():
     task = gpt()
-    rules = [("**/think/linear_0/kernel", place.shard_last_axes("model")), ("embed/table", P("data")), ("**", P())]
+    rules = [("**/mlp/linear_0/kernel", place.shard_last_axes("model")), ("embed/table", P("data")), ("**", P())]
     plan = plan_of(rules)
     rng = jax.random.key(3)
     made, wanted = plan.init(task.model, rng, task.x), task.model.init(rng, task.x)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), made, wanted)
     assert made[0]["embed"]["table"].sharding == NamedSharding(plan.mesh, P("data"))
-    assert made[0]["blocks"]["think"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
+    assert made[0]["blocks"]["mlp"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
 
 
 @pytest.mark.usefixtures("compiled_alike")
@@ -132,9 +132,9 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
             "conflict: the first also matches every leaf of the second",
         ),
         (
-            [("**/think/**", P()), ("**/kernel", place.shard_last_axes("model"))],
+            [("**/mlp/**", P()), ("**/kernel", place.shard_last_axes("model"))],
             ValueError,
-            "conflict for 'blocks/think/linear_0/kernel'; put a rule for what both match",
+            "conflict for 'blocks/mlp/linear_0/kernel'; put a rule for what both match",
         ),
         ([("**/scale", place.shard_last_axes("modle"))], ValueError, "the mesh has the axes data, model"),
         ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; give at most 1"),

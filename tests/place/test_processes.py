@@ -1,16 +1,16 @@
-"""Two processes of four devices each give the numbers of one process of eight, and none holds the whole model."""
+"""Two processes with four devices each compute what one with eight does, and neither holds the whole model."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
-from tests.place.two_processes import PLANS, seen
+from tests.place.two_processes import PLANS, observe
 from tests.processes import outputs_of, reserved_port, start_python
 
 
-def seen_by_two(folder, plans):
-    """What each of two processes of four devices sees of the plans."""
+def observe_in_two_processes(folder, plans):
+    """What each of two processes with four devices observes of the plans."""
     folder.mkdir()
     script = Path(__file__).with_name("two_processes.py")
     with reserved_port() as port:
@@ -18,12 +18,12 @@ def seen_by_two(folder, plans):
     return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
 
-def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, thorough):
+def test_two_processes_with_four_devices_train_like_one_with_eight(tmp_path, thorough):
     plans = PLANS if thorough else ("fsdp", "1f1b")
-    both = seen_by_two(tmp_path / "two", plans)
+    both = observe_in_two_processes(tmp_path / "two", plans)
     for plan in plans:
         first, second = (found[plan] for found in both)
-        whole = seen(plan, tmp_path / "one")
+        whole = observe(plan, tmp_path / "one")
         assert first["losses"] == second["losses"], plan
         np.testing.assert_allclose(first["losses"], whole["losses"], rtol=1e-5, err_msg=plan)
         assert first["restored"] and second["restored"] and whole["restored"], plan

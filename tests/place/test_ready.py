@@ -1,4 +1,7 @@
-"""Ready plans: each trains as one device does, and leaves everything where it was."""
+"""Preset plans: each trains like one device, and no step changes a sharding."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,57 +14,69 @@ import mlax
 from mlax import nn, optim, place
 from mlax.core import flatten_paths
 from tests.asserts import assert_close
-from tests.place.models import OPTIMIZER, TASKS, alone, gpt, trained
+from tests.place.models import OPTIMIZER, TASKS, Task, gpt, losses_on_one_device, train_steps
 
-PLANS = {
-    "single": lambda task: place.single(jax.devices()[3]),
-    "data": lambda task: place.data(),
-    "zero": lambda task: place.zero(min_size=1),
-    "fsdp": lambda task: place.fsdp(min_size=1),
-    "tensor": lambda task: place.tensor(task.model, task.x, 4) * place.data(2),
-    "sequence": lambda task: place.sequence(4) * place.data(2),
-    "expert": lambda task: place.expert(task.model, task.x, 4) * place.data(2),
-    "gpipe": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2),
-    "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2),
-    "pipeline x fsdp": lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, min_size=1),
-    "gpipe x data x tensor": lambda task: (
-        place.pipeline(task.model, 2, microbatches=4, schedule="gpipe")
-        * place.data(2)
-        * place.tensor(task.model, task.x, 2)
+
+class Case(NamedTuple):
+    """A plan for a task, and what it is tested with."""
+
+    plan: Callable[[Task], place.Plan]
+    models: tuple[str, ...] = ("gpt", "cnn")  # of plans that are alike, and of products, `make test` trains one
+    experts: int = 0  # of both models
+    batch_norm: bool = True  # of the CNN; 1F1B normalizes each microbatch with its own statistics
+
+
+CASES = {
+    "single": Case(lambda task: place.single(jax.devices()[3]), models=("gpt",)),
+    "data": Case(lambda task: place.data(), models=("cnn",)),
+    "zero": Case(lambda task: place.zero(min_size=1), models=("gpt",)),
+    "fsdp": Case(lambda task: place.fsdp(min_size=1)),
+    "tensor": Case(lambda task: place.tensor(task.model, task.x, 4) * place.data(2)),
+    "sequence": Case(lambda task: place.sequence(4) * place.data(2)),
+    "expert": Case(lambda task: place.expert(task.model, task.x, 4) * place.data(2), models=("gpt",), experts=4),
+    "gpipe": Case(
+        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2), models=("gpt",)
     ),
-    "fsdp x tensor x sequence": lambda task: (
-        place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
+    "1f1b": Case(
+        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2), batch_norm=False
+    ),
+    "pipeline x fsdp": Case(
+        lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, min_size=1),
+        models=("gpt",),
+        batch_norm=False,
+    ),
+    "gpipe x data x tensor": Case(
+        lambda task: (
+            place.pipeline(task.model, 2, microbatches=4, schedule="gpipe")
+            * place.data(2)
+            * place.tensor(task.model, task.x, 2)
+        ),
+        models=("cnn",),
+    ),
+    "fsdp x tensor x sequence": Case(
+        lambda task: place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
     ),
 }
 
 
-# of plans that are much alike, and of products, one model each is enough for a quick run
-ONCE = {
-    ("single", "cnn"),
-    ("data", "gpt"),
-    ("zero", "cnn"),
-    ("expert", "cnn"),
-    ("gpipe", "cnn"),
-    ("pipeline x fsdp", "cnn"),
-    ("gpipe x data x tensor", "gpt"),
-}
-CASES = [
-    pytest.param(name, kind, marks=[pytest.mark.thorough] if (name, kind) in ONCE else [])
-    for name in PLANS
-    for kind in ("gpt", "cnn")
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind in case.models else pytest.mark.thorough)
+        for name, case in CASES.items()
+        for kind in TASKS
+    ],
+)
 def test_a_plan_trains_like_one_device_and_no_step_moves_anything(name, kind, thorough):
-    options = {"experts": 4} if name == "expert" else {}
-    if kind == "cnn" and ("1f1b" in name or "pipeline" in name):
-        options = {"batch_norm": False}  # the statistics of a part of a batch are others than those of the whole
+    case = CASES[name]
+    options = {"experts": case.experts} if case.experts else {}
+    if kind == "cnn" and not case.batch_norm:
+        options["batch_norm"] = False
     task = TASKS[kind](**options)
-    plan = PLANS[name](task)
+    plan = case.plan(task)
     steps = 20 if thorough else 8
-    found = trained(task, plan, steps=steps)
-    np.testing.assert_allclose(found.losses, alone(kind, steps, **options), rtol=1e-5)
+    found = train_steps(task, plan, steps=steps)
+    np.testing.assert_allclose(found.losses, losses_on_one_device(kind, steps, **options), rtol=1e-5)
     moved = jax.tree.map(lambda leaf, before: leaf.sharding != before, found.state, found.before)
     assert not any(jax.tree.leaves(moved))
     planned = plan.slot_shardings(OPTIMIZER, found.state.trainables)
@@ -80,9 +95,9 @@ def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features
     found = specs(place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 4), task)
     assert found["blocks/attend/query/kernel"] == P(None, "data", "model")
     assert found["blocks/attend/out/kernel"] == P(None, "model", "data")
-    assert found["blocks/think/linear_0/kernel"] == P(None, "data", "model")
-    assert found["blocks/think/linear_1/kernel"] == P(None, "model", "data")
-    assert found["blocks/think/linear_0/bias"] == P("data", "model")
+    assert found["blocks/mlp/linear_0/kernel"] == P(None, "data", "model")
+    assert found["blocks/mlp/linear_1/kernel"] == P(None, "model", "data")
+    assert found["blocks/mlp/linear_0/bias"] == P("data", "model")
     assert found["embed/table"] == P("model", "data")
     assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be split
 
@@ -90,9 +105,9 @@ def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features
 def test_experts_are_split_along_their_own_axis_inside_a_repeat():
     task = gpt(experts=4)
     found = specs(place.expert(task.model, task.x, 2), task)
-    assert found["blocks/think/experts/linear_0/kernel"] == P(None, "expert", None, None)
-    assert found["blocks/think/experts/linear_0/bias"] == P(None, "expert", None)
-    assert found["blocks/think/router/kernel"] == P()
+    assert found["blocks/mlp/experts/linear_0/kernel"] == P(None, "expert", None, None)
+    assert found["blocks/mlp/experts/linear_0/bias"] == P(None, "expert", None)
+    assert found["blocks/mlp/router/kernel"] == P()
 
 
 def test_fsdp_gathers_weights_and_not_activations():
@@ -107,7 +122,7 @@ def test_experts_stay_and_examples_are_sent_to_them_and_back():
     task = gpt(experts=8)
     moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).transfers
     sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
-    assert sent == {("blocks/think/experts", "all-to-all")}
+    assert sent == {("blocks/mlp/experts", "all-to-all")}
 
 
 def test_fsdp_gathers_experts_that_are_not_repeated():
@@ -131,9 +146,9 @@ def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
 
 def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
     task = gpt()
-    found = trained(task, place.zero(min_size=1), steps=1)
-    kernel = found.state.trainables["blocks"]["think"]["linear_0"]["kernel"]
-    mean = found.state.optimizer.mean["blocks"]["think"]["linear_0"]["kernel"]
+    found = train_steps(task, place.zero(min_size=1), steps=1)
+    kernel = found.state.trainables["blocks"]["mlp"]["linear_0"]["kernel"]
+    mean = found.state.optimizer.mean["blocks"]["mlp"]["linear_0"]["kernel"]
     assert kernel.sharding.spec == P() and mean.sharding.spec == P(None, None, "data")
 
 
@@ -142,7 +157,7 @@ def test_adafactor_keeps_rows_and_columns_where_their_axes_are():
     plan = place.tensor(task.model, task.x, 4)
     optimizer = optim.Adafactor(1e-2, stacked=("blocks/**/kernel",))
     found = plan.slot_shardings(optimizer, jax.eval_shape(task.model.init, jax.random.key(0), task.x)[0])
-    kernel = {name: flatten_paths(slot).get("blocks/think/linear_0/kernel") for name, slot in found._asdict().items()}
+    kernel = {name: flatten_paths(slot).get("blocks/mlp/linear_0/kernel") for name, slot in found._asdict().items()}
     spread = {str(place.spec) for place in kernel.values() if isinstance(place, NamedSharding)}
     assert any("model" in spec for spec in spread) and any("model" not in spec for spec in spread)
 

@@ -1,4 +1,4 @@
-"""One process of several that train by plans, and write what each of them sees: run by test_processes.py.
+"""One of several processes that train by plans and write what they observe; test_processes.py runs it.
 
 python two_processes.py <index> <processes> <port> <devices> <folder> <plan>...
 """
@@ -19,8 +19,8 @@ PLANS = {
 }
 
 
-def seen(name, folder):
-    """What one process sees of three steps by a plan and of a checkpoint."""
+def observe(name, folder):
+    """What one process observes of three steps by a plan and of a checkpoint."""
     from mlax import train  # both after `place.initialize_distributed`
     from tests.place.models import OPTIMIZER, gpt, objective_of
 
@@ -52,7 +52,7 @@ def seen(name, folder):
 def main(index, processes, port, devices, folder, plans):
     place.initialize_distributed(f"localhost:{port}", processes, index, devices=devices)
     jax.config.update("jax_default_matmul_precision", "highest")
-    found = {name: seen(name, folder) for name in plans}
+    found = {name: observe(name, folder) for name in plans}
     (folder / f"{index}.json").write_text(json.dumps(found))
     jax.distributed.shutdown()
 

@@ -1,9 +1,9 @@
-"""Algorithms that scale each number, or each leaf, by what its gradients were."""
+"""Algorithms that scale each element, or each leaf, by its past gradients."""
 
 import numpy as np
 from numpy.linalg import norm
 
-from tests.optim.definitions._leaves import each_leaf
+from tests.optim.definitions._each_leaf import each_leaf
 
 
 @each_leaf
@@ -70,7 +70,7 @@ def adafactor(w, grads, *, rate=0.01, power=0.8, eps=2.0**-52, scale_eps=1e-3, c
     """Algorithms 4 (matrices) and 5 (others) of https://arxiv.org/abs/1804.04235, as torch.optim.Adafactor has them.
 
     Against the paper: means in place of sums, eps a floor under the averages in place of a term in g**2, the relative
-    step min(rate, 1 / sqrt(t)), decay by the whole `rate`, and the scale of the weights taken before the decay.
+    step min(rate, 1 / sqrt(t)), decay by `rate` itself, and the scale of the weights before the decay.
     """
     rows = columns = v = 0.0
     for t, g in enumerate(grads, 1):
@@ -91,7 +91,7 @@ def adafactor(w, grads, *, rate=0.01, power=0.8, eps=2.0**-52, scale_eps=1e-3, c
 def sophia_g(w, grads, sampled, *, rate, batch, every, b1=0.96, b2=0.99, gamma=0.01, eps=1e-12, decay=0.1):
     """Algorithms 2 and 3 of https://arxiv.org/abs/2305.14342; curvature before the update at steps 1, 1 + every, ...
 
-    `sampled` are the gradients for labels drawn from the model, one for each estimate.
+    `sampled` are the gradients for labels sampled from the model, one for each estimate.
     """
     m = h = 0.0
     for t, g in enumerate(grads):
@@ -106,7 +106,7 @@ def sophia_g(w, grads, sampled, *, rate, batch, every, b1=0.96, b2=0.99, gamma=0
 def schedule_free(w, grads, *, rate, b1=0.9, b2=0.999, eps=1e-8, decay=0.0, warmup=0):
     """Algorithm 1 of https://arxiv.org/abs/2405.15682 as AdamWScheduleFree of facebookresearch/schedule_free has it.
 
-    Gives pairs: y, where gradients are taken, and x, the average to evaluate. Against the paper the bias of v is
+    Yields pairs: y, where gradients are computed, and x, the average to evaluate. Against the paper the bias of v is
     corrected at v and not in the rate, so x weights steps by the largest warmed rate so far, squared.
     """
     x = y = z = w

@@ -1,10 +1,10 @@
-"""Algorithms that take a matrix, or all weights, as one."""
+"""Algorithms that treat a matrix, or all weights, as a whole."""
 
 import numpy as np
 from numpy.linalg import norm
 
 from tests.optim.definitions._adaptive import adamw
-from tests.optim.definitions._leaves import each_leaf
+from tests.optim.definitions._each_leaf import each_leaf
 
 
 @each_leaf

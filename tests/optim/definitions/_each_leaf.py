@@ -1,4 +1,4 @@
-"""From one array to dicts of arrays."""
+"""A decorator from algorithms for one array to algorithms for dicts of arrays."""
 
 import functools
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def each_leaf(algorithm):
-    """Make of an algorithm for one array one for dicts of arrays, each leaf by itself."""
+    """Apply an algorithm for one array to each leaf of dicts of arrays."""
 
     @functools.wraps(algorithm)
     def of_dicts(weights, *series, **settings):

@@ -1,13 +1,13 @@
-"""What can be put around another algorithm, here around SGD."""
+"""Algorithms that wrap another one, here SGD."""
 
 import numpy as np
 
-from tests.optim.definitions._leaves import each_leaf
+from tests.optim.definitions._each_leaf import each_leaf
 
 
 @each_leaf
 def lookahead_sgd(w, grads, *, rate, every=6, alpha=0.5):
-    """Algorithm 1 of https://arxiv.org/abs/1907.08610 around SGD; gives pairs of the fast weights and the slow."""
+    """Algorithm 1 of https://arxiv.org/abs/1907.08610 with SGD; yields pairs of the fast and the slow weights."""
     slow = w
     for t, g in enumerate(grads, 1):
         w = w - rate * g
@@ -18,7 +18,7 @@ def lookahead_sgd(w, grads, *, rate, every=6, alpha=0.5):
 
 @each_leaf
 def averages(w, path, *, decay):
-    """Moving averages of the weights in `path`, without the first ones, `w`; corrected as the mean in `adamw` is."""
+    """Moving averages of the weights in `path`, without the initial `w`; bias-corrected like the mean in `adamw`."""
     average = 0.0
     for t, now in enumerate(path, 1):
         average = decay * average + (1 - decay) * now
@@ -37,7 +37,7 @@ def adaptively_clipped_sgd(w, grads, *, rate, limit=0.01, eps=1e-3):
 
 
 def sam_sgd(weights, gradient, *, steps, rate, radius=0.05):
-    """Algorithm 1 of https://arxiv.org/abs/2010.01412 around SGD, p = 2; `gradient` is a function of the weights."""
+    """Algorithm 1 of https://arxiv.org/abs/2010.01412 with SGD, p = 2; `gradient` is a function of the weights."""
     path = []
     for _ in range(steps):
         g = gradient(weights)

@@ -1,4 +1,4 @@
-"""One row for each schedule and each way it can go: how to build it and what it must give."""
+"""One case for each schedule and each of its branches: how to build it, and its values."""
 
 import math
 from collections.abc import Callable
@@ -26,11 +26,12 @@ from mlax.optim.schedules import (
 )
 
 
-class Row(NamedTuple):
+class Case(NamedTuple):
     make: Callable[[], schedules.Schedule]
     length: int | None
-    exact: dict[int, float]  # first, peak, last
+    exact: dict[int, float]  # values at the start, the peak and the end
     reference: Callable[[Any], Any]  # Optax, or the formula in float64
+    plotted: bool = False  # by `make test`; Matplotlib takes a second for each
 
 
 def stable_decay(weight):
@@ -59,74 +60,74 @@ def again(step):
     return 0.5**time * (1 - np.minimum(step - 25 * time, 25) / 25)
 
 
-ROWS = {
-    "constant": Row(lambda: ConstantSchedule(0.1), 0, {0: 0.1, 7: 0.1}, optax.constant_schedule(0.1)),
-    "linear": Row(lambda: LinearSchedule(0.3, 0.1, 49), 49, {0: 0.3, 49: 0.1}, optax.linear_schedule(0.3, 0.1, 49)),
-    "polynomial": Row(
+CASES = {
+    "constant": Case(lambda: ConstantSchedule(0.1), 0, {0: 0.1, 7: 0.1}, optax.constant_schedule(0.1)),
+    "linear": Case(lambda: LinearSchedule(0.3, 0.1, 49), 49, {0: 0.3, 49: 0.1}, optax.linear_schedule(0.3, 0.1, 49)),
+    "polynomial": Case(
         lambda: Polynomial(0.3, 0.01, 49), 49, {0: 0.3, 49: 0.01}, optax.polynomial_schedule(0.3, 0.01, 2.0, 49)
     ),
-    "polynomial by a fraction": Row(
+    "polynomial by a fraction": Case(
         lambda: Polynomial(0.0, 0.7, 60, 0.5), 60, {0: 0.0, 60: 0.7}, optax.polynomial_schedule(0.0, 0.7, 0.5, 60)
     ),
-    "cosine": Row(lambda: Cosine(0.3, 49), 49, {0: 0.3, 49: 0.0}, optax.cosine_decay_schedule(0.3, 49)),
-    "cosine to": Row(
+    "cosine": Case(lambda: Cosine(0.3, 49), 49, {0: 0.3, 49: 0.0}, optax.cosine_decay_schedule(0.3, 49)),
+    "cosine to": Case(
         lambda: Cosine(0.3, 49, end=0.03), 49, {0: 0.3, 49: 0.03}, optax.cosine_decay_schedule(0.3, 49, 0.1)
     ),
-    "exponential": Row(
+    "exponential": Case(
         lambda: Exponential(0.3, 0.9, every=7), None, {0: 0.3}, optax.exponential_decay(0.3, 7, 0.9, staircase=False)
     ),
-    "exponential staircase": Row(
+    "exponential staircase": Case(
         lambda: Exponential(0.3, 0.5, every=10, staircase=True, end=0.05),
         30,
         {0: 0.3, 9: 0.3, 30: 0.05},
         optax.exponential_decay(0.3, 10, 0.5, staircase=True, end_value=0.05),
     ),
-    "exponential growth": Row(
+    "exponential growth": Case(
         lambda: Exponential(0.1, 1.1, end=2.0),
         32,
         {0: 0.1, 32: 2.0},
         optax.exponential_decay(0.1, 1, 1.1, end_value=2.0),
     ),
-    "steps": Row(
+    "steps": Case(
         lambda: PiecewiseConstant(0.1, ((30, 0.1), (60, 0.5))),
         60,
         {0: 0.1, 29: 0.1, 30: 0.1 * 0.1, 59: 0.1 * 0.1, 60: 0.1 * 0.1 * 0.5},
         optax.piecewise_constant_schedule(0.1, {30: 0.1, 60: 0.5}),
     ),
-    "warmup cosine": Row(
+    "warmup cosine": Case(
         lambda: WarmupCosine(3e-4, warmup=10, total=100, start=1e-5, end=2e-5),
         100,
         {0: 1e-5, 10: 3e-4, 100: 2e-5},
         optax.warmup_cosine_decay_schedule(1e-5, 3e-4, 10, 100, 2e-5),
     ),
-    "no warmup cosine": Row(
+    "no warmup cosine": Case(
         lambda: WarmupCosine(3e-4, 0, 50), 50, {0: 3e-4, 50: 0.0}, optax.cosine_decay_schedule(3e-4, 50)
     ),
-    "stable linear": Row(
+    "stable linear": Case(
         lambda: WarmupStableDecay(3e-4, 20, 100, 30, end=1e-5),
         100,
         {0: 0.0, 20: 3e-4, 70: 3e-4, 100: 1e-5},
         stable_decay(lambda gone: 1 - gone),
     ),
-    "stable cosine": Row(
+    "stable cosine": Case(
         lambda: WarmupStableDecay(3e-4, 20, 100, 30, end=1e-5, shape="cosine"),
         100,
         {0: 0.0, 20: 3e-4, 70: 3e-4, 100: 1e-5},
         stable_decay(lambda gone: (1 + np.cos(np.pi * gone)) / 2),
     ),
-    "stable root": Row(
+    "stable root": Case(
         lambda: WarmupStableDecay(3e-4, 20, 100, 30, end=1e-5, shape="root"),
         100,
         {0: 0.0, 20: 3e-4, 70: 3e-4, 100: 1e-5},
         stable_decay(lambda gone: 1 - np.sqrt(gone)),
     ),
-    "inverse root": Row(
+    "inverse root": Case(
         lambda: InverseSqrt(1e-3, 30),
         None,
         {0: 0.0, 30: 1e-3},
         lambda step: 1e-3 * math.sqrt(30) * np.minimum(np.maximum(step, 1.0) ** -0.5, step * 30**-1.5),
     ),
-    "one cycle": Row(
+    "one cycle": Case(
         lambda: OneCycle(0.5, 40, rise=0.25, first=10.0, last=100.0),
         39,
         {0: 0.05, 9: 0.5, 39: 0.0005},
@@ -135,14 +136,15 @@ ROWS = {
             0.5 - 0.45 * (1 + np.cos(np.pi * np.minimum(step, 9) / 9)) / 2,
             0.0005 + 0.4995 * (1 + np.cos(np.pi * (np.clip(step, 9, 39) - 9) / 30)) / 2,
         ),
+        plotted=True,
     ),
-    "warmup": Row(
+    "warmup": Case(
         lambda: Warmup(Exponential(0.3, 0.9, every=7), 10, start=0.1),
         None,
         {0: 0.1, 10: 0.3},
         optax.warmup_exponential_decay_schedule(0.1, 0.3, 10, 7, 0.9),
     ),
-    "joined": Row(
+    "joined": Case(
         lambda: JoinedSchedules(
             ((LinearSchedule(0.0, 1.0, 10), 10), (ConstantSchedule(0.5), 20), (Cosine(0.5, 40), None))
         ),
@@ -150,22 +152,22 @@ ROWS = {
         {0: 0.0, 10: 0.5, 30: 0.5, 70: 0.0},
         joined,
     ),
-    "joined and cut off": Row(
+    "joined and cut off": Case(
         lambda: JoinedSchedules(((ConstantSchedule(0.3), 30), (Exponential(0.5, 0.5, every=10), 20))),
         50,
         {0: 0.3, 29: 0.3, 30: 0.5},
         lambda step: np.where(step < 30, 0.3, 0.5 * 0.5 ** ((np.minimum(step, 50) - 30) / 10)),
     ),
-    "scaled": Row(
+    "scaled": Case(
         lambda: ScaledSchedule(Cosine(0.3, 49), -2.0),
         49,
         {0: -0.6, 49: 0.0},
-        lambda step: -2.0 * ROWS["cosine"].reference(step),
+        lambda step: -2.0 * CASES["cosine"].reference(step),
     ),
-    "restarts": Row(
+    "restarts": Case(
         lambda: WarmRestarts(Cosine(0.5, 10), 3, stretch=2, factor=0.8), 70, {0: 0.5, 10: 0.4, 70: 0.0}, sgdr
     ),
-    "even restarts": Row(
+    "even restarts": Case(
         lambda: WarmRestarts(LinearSchedule(1.0, 0.0, 25), 4, factor=0.5),
         100,
         {0: 1.0, 25: 0.5, 75: 0.125, 100: 0.0},
