@@ -80,7 +80,7 @@ def _add_launch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--restarts", type=int, default=3, help="maximum number of restarts (default: 3)")
     parser.add_argument(
-        "--hang", type=float, default=20.0, help="seconds without a heartbeat after which a process hangs (default: 20)"
+        "--hang", type=float, default=20.0, help="seconds without any heartbeat that count as a hang (default: 20)"
     )
     parser.add_argument(
         "--patience", type=float, default=1800.0, help="the same while compiling, saving and exiting (default: 1800)"
