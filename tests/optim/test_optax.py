@@ -115,7 +115,7 @@ def test_the_partition_gives_slots_the_specs_of_their_weights():
 def test_the_state_of_another_transformation_is_refused():
     trainables = tree("float32")
     state = optim.from_optax(optax.sgd(0.1)).init(trainables)
-    with pytest.raises(ValueError, match="another optimizer; make it by `init`"):
+    with pytest.raises(ValueError, match="another optimizer; create it with `init`"):
         optim.from_optax(optax.adam(0.1)).update(trainables, state, trainables)
 
 
