@@ -40,7 +40,7 @@ def test_a_part_called_twice_shares_its_weights_and_threads_its_state():
     assert state["count"]["calls"] == 2
 
 
-def test_a_function_gets_the_key_or_the_mode_if_it_asks_for_it():
+def test_a_function_receives_the_key_or_the_mode_if_it_has_a_parameter_for_it():
     def noisy(x, rng, inference_mode):
         return x if inference_mode else x + jax.random.normal(rng, x.shape)
 
@@ -51,14 +51,14 @@ def test_a_function_gets_the_key_or_the_mode_if_it_asks_for_it():
         mlax.F(lambda x, rng: x).fwd(X, None)
 
 
-def test_what_is_no_function_is_refused():
+def test_anything_but_a_function_is_an_error():
     with pytest.raises(TypeError, match="is not a function"):
         mlax.F(3)
     with pytest.raises(TypeError, match="is already a layer"):
         mlax.F(nn.Linear(3))
 
 
-def test_a_residual_of_other_shapes_asks_for_a_shortcut():
+def test_the_error_of_a_residual_that_changes_the_shape_suggests_a_shortcut():
     with pytest.raises(ValueError, match="pass a shortcut layer"):
         mlax.Residual(nn.Linear(3)).init(RNG, X)
 
@@ -83,7 +83,7 @@ def test_map_gives_each_slice_its_own_key():
     assert not jnp.array_equal(y[:, 0], y[:, 1])
 
 
-def test_map_keeps_state_for_each_slice_only_if_told():
+def test_map_has_state_for_each_slice_only_with_variables():
     with pytest.raises(ValueError, match="pass variables=0"):
         mlax.Map(Count()).fwd(X, None, {"calls": jnp.zeros((), jnp.int32)})
     layer = mlax.Map(Count(), variables=0)
@@ -92,7 +92,7 @@ def test_map_keeps_state_for_each_slice_only_if_told():
     np.testing.assert_array_equal(state["calls"], np.ones(6))
 
 
-def test_map_over_an_axis_that_is_not_there_is_refused():
+def test_map_over_an_axis_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="which has no axis 3"):
         mlax.Map(nn.Linear(2), axis=3).init(RNG, X)
     with pytest.raises(ValueError, match=r"has the sizes \[3, 6\]"):
@@ -115,7 +115,7 @@ def test_tied_gradients_are_the_sum_over_all_uses():
     np.testing.assert_allclose(tied_grads["up"]["kernel"], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_ties_that_do_not_fit_are_refused():
+def test_ties_of_different_shapes_are_errors():
     with pytest.raises(TypeError):
         mlax.Tied(jax.nn.relu)
     with pytest.raises(TypeError, match=r"is not an mlax.Tie; pass Tied\(model, Tie\(leaf, to=path\)"):

@@ -26,7 +26,7 @@ def raised(kind, function, *args, **kwargs):
     return str(caught.value), "\n".join(getattr(caught.value, "__notes__", []))
 
 
-def test_a_wrong_dtype_names_layer_both_dtypes_and_path():
+def test_the_error_of_a_wrong_dtype_names_the_layer_both_dtypes_and_the_path():
     trainables, state = model().init(RNG, X)
     trainables = mlax.replace(trainables, "blocks/b/kernel", trainables["blocks"]["b"]["kernel"].astype(jnp.float16))
     text, note = raised(TypeError, model().fwd, X, trainables, state, inference_mode=True)
@@ -34,7 +34,7 @@ def test_a_wrong_dtype_names_layer_both_dtypes_and_path():
     assert "in blocks/b, called on float32[2, 6]" in note
 
 
-def test_a_wrong_rank_names_the_shape_and_the_remedy():
+def test_the_error_of_a_wrong_rank_names_the_shape_and_the_remedy():
     text, note = raised(ValueError, mlax.Series(flat=mlax.F(jnp.max), head=nn.Linear(3)).init, RNG, X)
     assert "Linear(3): the input is a scalar" in text and "reshape" in text
     assert "in head, called on float32[]" in note
@@ -55,14 +55,14 @@ def test_a_wrong_rank_names_the_shape_and_the_remedy():
         ),
     ],
 )
-def test_a_variable_of_another_shape_is_refused(layer, x, wrong, text):
+def test_a_variable_of_another_shape_is_an_error(layer, x, wrong, text):
     trainables, state = layer.init(RNG, x)
     trainables |= {name: jnp.ones(shape) for name, shape in wrong.items()}
     assert raised(ValueError, layer.fwd, x, trainables, state)[0] == f"{text} for this input."
     assert raised(ValueError, jax.jit(layer.fwd), x, trainables, state)[0] == f"{text} for this input."
 
 
-def test_inside_shard_map_a_layer_may_compute_with_its_part_of_the_weights():
+def test_inside_shard_map_a_layer_may_compute_with_a_shard_of_its_weights():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     layer, split = nn.Linear(4, bias=False), jax.P(None, "model")
     trainables, _ = layer.init(RNG, X)
@@ -77,7 +77,7 @@ def test_inside_shard_map_a_layer_may_compute_with_its_part_of_the_weights():
     assert text == "Linear(4, bias=False): kernel is float32[1, 6, 4], but must be float32[6, 4] for this input."
 
 
-def test_a_missing_key_names_the_dropout():
+def test_the_error_of_a_missing_key_names_the_dropout():
     trainables, state = model().init(RNG, X)
     text, note = raised(ValueError, model().fwd, X, trainables, state)
     assert "no key to drop by; pass rng=, or inference_mode=True" in text
@@ -108,14 +108,14 @@ def test_missing_state_is_named():
     assert "non_trainables lacks calls" in text and "in count" in note
 
 
-def test_a_trainables_that_is_no_dict_is_named():
+def test_trainables_that_are_not_a_dict_are_named():
     text, _ = raised(TypeError, nn.Linear(3).fwd, X, jnp.ones((6, 3)))
     assert "trainables is float32[6, 3], but must be a dict of arrays or None" in text
     text, _ = raised(TypeError, model().fwd, X, [1])
     assert "must be a dict" in text
 
 
-def test_a_part_never_called_is_named():
+def test_a_part_that_is_never_called_is_named():
     @mlax.frozen
     class Forgets(mlax.Composite):
         up: nn.Linear = nn.Linear(3)
@@ -128,7 +128,7 @@ def test_a_part_never_called_is_named():
     assert "wire never calls 'down'; call it as sub.down(x)" in text
 
 
-def test_a_part_called_only_in_inference_mode_is_fine():
+def test_a_part_may_be_called_only_in_inference_mode():
     @mlax.frozen
     class Decides(mlax.Composite):
         up: nn.Linear = nn.Linear(3)
@@ -142,17 +142,17 @@ def test_a_part_called_only_in_inference_mode_is_fine():
 
 
 @pytest.mark.parametrize("name", ["0", "up-1", "_up", "inference_mode", ""])
-def test_a_part_name_that_cannot_be_one_is_refused(name):
+def test_an_invalid_part_name_is_an_error(name):
     text, _ = raised(ValueError, mlax.Series(**{name: nn.Linear(3)}).init, RNG, X)
     assert f"{name!r} cannot name a part" in text and "identifier" in text
 
 
-def test_two_parts_of_one_name_are_refused():
+def test_two_parts_of_one_name_are_an_error():
     text, _ = raised(ValueError, mlax.Series, nn.Linear(3), linear_0=nn.Linear(4))
     assert "two parts are named 'linear_0'" in text
 
 
-def test_a_typo_on_sub_lists_the_parts():
+def test_the_error_of_a_typo_on_sub_lists_the_parts():
     @mlax.frozen
     class Typo(mlax.Composite):
         attend: nn.Linear = nn.Linear(3)
@@ -165,7 +165,7 @@ def test_a_typo_on_sub_lists_the_parts():
     assert "has no part 'atend'; its parts are attend, project. Did you mean 'attend'?" in text
 
 
-def test_a_part_that_is_no_layer_is_refused():
+def test_a_part_that_is_not_a_layer_is_an_error():
     @mlax.frozen
     class Bare(mlax.Composite):
         def parts(self):
@@ -178,7 +178,7 @@ def test_a_part_that_is_no_layer_is_refused():
     assert "part 'act'" in text and "mlax.F" in text
 
 
-def test_a_part_called_on_two_widths_is_refused():
+def test_a_part_called_on_two_widths_is_an_error():
     @mlax.frozen
     class Shared(mlax.Composite):
         up: nn.Linear = nn.Linear(3)
@@ -202,7 +202,7 @@ def test_a_forgotten_decorator_is_named():
     assert "put @mlax.frozen above the class" in text
 
 
-def test_a_forgotten_decorator_is_named_where_the_class_has_an_init_of_its_own():
+def test_a_forgotten_decorator_is_named_even_if_the_class_defines_init():
     class Undecorated(mlax.Composite):
         def __init__(self):
             self.dense = nn.Linear(3)
@@ -216,7 +216,7 @@ def test_a_forgotten_decorator_is_named_where_the_class_has_an_init_of_its_own()
     assert "write `name: type`, or `name: type = default`, in the class" in note
 
 
-def test_sizes_that_come_as_in_other_libraries_are_refused_with_what_a_layer_takes():
+def test_the_error_of_sizes_as_in_other_libraries_says_what_a_layer_takes():
     text, _ = raised(TypeError, nn.Linear, 64, 128)
     assert text.startswith(
         "Linear takes features by position, but got 2 arguments; options are keyword-only: bias, kernel_init, "
@@ -245,7 +245,7 @@ def test_sizes_that_come_as_in_other_libraries_are_refused_with_what_a_layer_tak
 
 
 @pytest.mark.parametrize("room", [mlax, nn])
-def test_what_a_layer_can_do_without_goes_by_keyword(room):
+def test_optional_fields_are_keyword_only(room):
     drops = {"AlphaDropout", "ChannelDropout", "Dropout", "PathDropout"}  # a rate is what they are about
     for name in set(room.__all__) - drops:
         layer = getattr(room, name)
@@ -255,7 +255,7 @@ def test_what_a_layer_can_do_without_goes_by_keyword(room):
                 assert not by_place or parameter.default is parameter.empty, (name, parameter.name)
 
 
-def test_a_keyword_that_is_no_field_lists_the_fields_and_the_closest():
+def test_the_error_of_an_unknown_field_lists_the_fields_and_the_closest():
     text, _ = raised(TypeError, nn.Dropout, p=0.5)
     assert text == "Dropout has no field p; it has rate. Did you mean rate?"
     text, _ = raised(TypeError, nn.Linear, in_features=3, out_features=4)
@@ -276,12 +276,12 @@ def test_a_keyword_that_is_no_field_lists_the_fields_and_the_closest():
     assert text.startswith("Linear(3) has no field gain; it has features, bias, ")
 
 
-def test_a_type_error_of_an_authors_own_is_left_as_it_is():
+def test_a_type_error_of_the_author_is_left_unchanged():
     text, _ = raised(TypeError, nn.MLP, 64)
     assert text == "MLP: widths is 64, but must be a tuple of whole numbers, one for each map."
 
 
-def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
+def test_a_value_of_another_type_than_bool_or_tuple_is_an_error():
     text, _ = raised(TypeError, nn.Linear, 64, bias=128)
     assert text == "Linear: field `bias` is 128, but must be True or False."
     text, _ = raised(TypeError, mlax.override, nn.LSTMCell(3), nn.LSTMCell, peephole=12)
@@ -298,14 +298,14 @@ def test_a_value_where_a_bool_or_a_tuple_belongs_is_refused():
         (lambda size: nn.Embed(3, size), "Embed: width is {}, but must be an integer of at least 1."),
     ],
 )
-def test_a_size_that_is_none_is_refused(build, text):
+def test_an_invalid_size_is_an_error(build, text):
     for size, kind in (("3", TypeError), (3.0, TypeError), (True, TypeError), (-3, ValueError), (0, ValueError)):
         assert raised(kind, build, size)[0] == text.format(repr(size))
     x = jnp.ones((2, 6, 3), jnp.int32 if isinstance(build(3), nn.Embed) else jnp.float32)
     assert raised(TypeError, build(None).init, RNG, x)[0] == text.format(None)
 
 
-def test_a_value_where_a_whole_number_belongs_is_refused():
+def test_a_value_that_is_not_an_integer_is_an_error():
     for value in (1.0, "1", True):
         text, _ = raised(TypeError, mlax.Map, nn.Linear(3), axis=value)
         assert text == f"Map: field `axis` is {value!r}, but must be an integer."
@@ -331,18 +331,18 @@ def test_an_unhashable_field_is_named_with_its_remedy():
     assert "field `rate` is an array" in text or "rate" in text
 
 
-def test_a_name_that_is_no_dtype_is_named():
+def test_the_error_names_a_string_that_is_not_a_dtype():
     text, _ = raised(TypeError, nn.Linear, 3, param_dtype="flaot32")
     assert "Linear: field `param_dtype` is 'flaot32', which is not a dtype" in text
 
 
-def test_a_repeated_layer_that_changes_the_shape_is_refused():
+def test_a_repeated_layer_that_changes_the_shape_is_an_error():
     text, _ = raised(ValueError, mlax.Series(mlax.Repeat(nn.Linear(3), 2)).init, RNG, X)
     assert "maps float32[2, 6] to float32[2, 3]" in text and "must have the same shapes and dtypes" in text
 
 
 @pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
-def test_a_repeated_layer_that_changes_the_shape_is_refused_on_its_own_too(mode):
+def test_a_repeated_layer_that_changes_the_shape_is_an_error_at_the_top_level_too(mode):
     text, _ = raised(ValueError, mlax.Repeat(nn.Linear(3), 2, mode=mode).init, RNG, X)
     assert "maps float32[2, 6] to float32[2, 3]" in text and "must have the same shapes and dtypes" in text
 
@@ -354,12 +354,12 @@ def test_an_error_in_an_unrolled_repeat_names_the_repetition():
     assert "in blocks/0/drop, called on" in note
 
 
-def test_numbers_as_input_are_refused():
+def test_python_scalars_as_input_are_errors():
     text, _ = raised(TypeError, nn.Linear(3).init, RNG, [1.0, 2.0])
     assert "every leaf must be an array" in text and "jnp.asarray" in text
 
 
-def test_numpy_arrays_are_taken_as_jax_would_take_them():
+def test_numpy_arrays_are_canonicalized_as_in_jax():
     import numpy as np
 
     x = np.ones((2, 6))  # float64, which JAX holds as float32
@@ -368,7 +368,7 @@ def test_numpy_arrays_are_taken_as_jax_would_take_them():
     assert trainables["kernel"].dtype == y.dtype == jnp.float32
 
 
-def test_whole_numbers_where_floats_belong_are_refused_with_the_remedy():
+def test_the_error_of_an_integer_input_names_the_remedy():
     for layer in (nn.Linear(3), nn.LayerNorm(), nn.Scaler()):
         text, _ = raised(TypeError, layer.init, RNG, jnp.ones((2, 6), jnp.int32))
         assert "the input is int32[2, 6], but must have a floating dtype; cast it" in text
@@ -377,7 +377,7 @@ def test_whole_numbers_where_floats_belong_are_refused_with_the_remedy():
     raised(TypeError, wide.fwd, jnp.ones((2, 6), jnp.int32), trainables)
 
 
-def test_a_tensor_of_another_library_is_refused_with_the_remedy():
+def test_the_error_of_a_tensor_of_another_library_names_the_remedy():
     class Tensor:
         shape, dtype, ndim = (2, 6), "torch.float32", 2
 
@@ -392,7 +392,7 @@ def test_a_tensor_of_another_library_is_refused_with_the_remedy():
     assert "in a, called on" in note
 
 
-def test_a_layer_that_is_called_says_what_to_call():
+def test_the_error_of_calling_a_layer_says_what_to_call():
     text, _ = raised(TypeError, lambda: nn.Linear(3)(X))
     assert text.startswith("Linear(3) is a description and cannot be called; write y, non_trainables = model.fwd(")
 
@@ -407,7 +407,7 @@ def test_a_layer_that_is_called_says_what_to_call():
     assert text.endswith("for a part inside wire, sub.name(x).")
 
 
-def test_a_layer_is_no_function_to_those_who_take_functions():
+def test_a_layer_where_a_function_is_needed_is_an_error():
     for build in (lambda: nn.GLU(3, activation=nn.Linear(3)), lambda: nn.MLP((3,), activation=nn.Linear(3))):
         text, _ = raised(TypeError, build)
         assert "activation is Linear(3), but must be a function" in text
@@ -415,7 +415,7 @@ def test_a_layer_is_no_function_to_those_who_take_functions():
     assert text == "train.step: the objective is Linear(3), but must be a function like `fwd`."
 
 
-def test_swapped_arguments_are_recognised_and_no_array_is_printed():
+def test_the_error_of_swapped_arguments_says_so_and_prints_no_array():
     text, _ = raised(TypeError, nn.Linear(3).init, X, RNG)
     assert text == (
         "Linear(3): init needs a key, but rng is float32[2, 6]; pass jax.random.key(0), for example. "
@@ -431,7 +431,7 @@ def test_swapped_arguments_are_recognised_and_no_array_is_printed():
     assert text == "Linear(3): rng is float32[2, 6], but must be a key; pass jax.random.key(0), for example."
 
 
-def test_swapped_variables_are_recognised():
+def test_the_error_of_swapped_variables_says_so():
     text, _ = raised(ValueError, nn.Linear(3).fwd, X, None, nn.Linear(3).init(RNG, X)[0])
     assert text == (
         "Linear(3): trainables lacks bias, kernel; it must hold bias, kernel. "
@@ -444,7 +444,7 @@ def test_swapped_variables_are_recognised():
 
 
 @pytest.mark.parametrize("kind", [mlax.Series, mlax.Parallel])
-def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
+def test_a_part_that_is_not_a_layer_is_an_error_at_construction(kind):
     name = kind.__name__
     text, _ = raised(TypeError, kind, [nn.Linear(3), nn.Linear(4)])
     assert text == f"{name}: layer 0 is a list, which is not a layer; pass the layers themselves: mlax.Series(*layers)."
@@ -458,7 +458,7 @@ def test_a_part_that_is_no_layer_is_refused_when_it_is_made(kind):
     assert text == f"{name}: act is a str, which is not a layer; pass a layer."
 
 
-def test_what_is_wrapped_is_a_layer():
+def test_a_wrapper_accepts_only_a_layer():
     for wrap in (mlax.Remat, mlax.Map, functools.partial(mlax.Repeat, times=3)):
         text, _ = raised(TypeError, wrap, jax.nn.relu)
         assert text.endswith(": layer is the function relu, which is not a layer; wrap it: mlax.F(relu).")
@@ -468,11 +468,11 @@ def test_what_is_wrapped_is_a_layer():
     assert text == "Residual takes layer by position, but got 2 arguments; options are keyword-only: shortcut."
 
 
-def test_the_pair_from_init_passed_as_one_argument_is_recognised():
+def test_the_error_of_passing_the_pair_from_init_as_one_argument_says_so():
     variables = model().init(RNG, X)
     text, _ = raised(TypeError, model().fwd, X, variables)
     assert "fwd(x, *variables)" in text
 
 
-def test_a_pattern_that_counts_nothing_counts_nothing():
+def test_a_pattern_that_matches_no_parameter_counts_zero():
     assert mlax.count({"a": jnp.ones(3)}, "b/**") == 0

@@ -31,13 +31,13 @@ def test_a_dtype_is_the_same_however_it_is_written():
     assert Point(1.0, dtype=jnp.float32).dtype == "float32"
 
 
-def test_bound_methods_of_equal_descriptions_are_one_object():
+def test_bound_methods_of_equal_descriptions_are_the_same_object():
     assert Point(1.0).norm is Point(1.0).norm
     assert Point(1.0).norm is not Point(2.0).norm
     assert nn.Linear(3).fwd is nn.Linear(3).fwd
 
 
-def test_a_compilation_outlives_the_description_it_was_made_with():
+def test_a_compilation_outlives_its_description():
     traces = []
     count = mlax.F(lambda x: traces.append(1) or x)
     for _ in range(3):
@@ -53,12 +53,12 @@ def test_a_description_can_be_a_static_argument():
     assert run._cache_size() == 1
 
 
-def test_only_what_differs_from_the_default_is_shown():
+def test_the_repr_shows_only_what_differs_from_the_default():
     assert repr(nn.Linear(3)) == "Linear(3)"
     assert repr(nn.Linear(3, bias=False)) == "Linear(3, bias=False)"
     assert repr(mlax.F(jnp.tanh)) == "F(tanh)"
 
 
-def test_a_tracer_in_a_field_is_refused():
+def test_a_tracer_in_a_field_is_an_error():
     with pytest.raises(TypeError, match="field `rate` is an array"):
         jax.jit(lambda rate: mlax.override(nn.Dropout(0.5), nn.Dropout, rate=rate))(0.5)

@@ -22,7 +22,7 @@ DRAWS = {
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (1 << 14,), (130, 129), (601, 700)])
-def test_draws_are_those_of_jax_random(draw, dtype, shape):
+def test_samples_are_those_of_jax_random(draw, dtype, shape):
     initializer, expected = DRAWS[draw]
     with jax.enable_x64(dtype == "float64"):
         got = initializer(RNG, shape, dtype)
@@ -32,12 +32,12 @@ def test_draws_are_those_of_jax_random(draw, dtype, shape):
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_other_generators_work_too(impl):
+def test_other_key_implementations_work(impl):
     rng = jax.random.key(0, impl=impl)
     np.testing.assert_array_equal(mlax.Normal(1.0)(rng, (5, 6), "float32"), jax.random.normal(rng, (5, 6)))
 
 
-def test_draws_under_vmap_are_those_of_each_key():
+def test_samples_under_vmap_are_those_of_each_key():
     keys = jax.random.split(RNG, 3)
     together = jax.vmap(lambda key: mlax.Normal(0.5)(key, (40, 50), "float32"))(keys)
     for key, one in zip(keys, together, strict=True):
@@ -50,7 +50,7 @@ def test_draws_under_vmap_are_those_of_each_key():
     [(mlax.lecun, 1 / 300), (mlax.he, 2 / 300), (mlax.glorot, 2 / (300 + 600))],
     ids=["lecun", "he", "glorot"],
 )
-def test_variance_scaling_gives_the_variance_of_its_paper(make, variance, distribution):
+def test_variance_scaling_has_the_variance_of_its_paper(make, variance, distribution):
     draws = make(distribution)(RNG, (300, 600), "float32")
     assert abs(float(draws.var()) / variance - 1) < 0.02
     assert abs(float(draws.mean())) < 0.02 * math.sqrt(variance)
@@ -75,7 +75,7 @@ def test_orthogonal_follows_the_output_axis():
     np.testing.assert_allclose(q @ q.T, np.eye(6), atol=1e-5)
 
 
-def test_identity_lies_in_the_middle_of_the_window():
+def test_identity_is_at_the_centre_of_the_window():
     kernel = mlax.Identity(2.0)(RNG, (3, 4, 5), "bfloat16")
     assert kernel.dtype == jnp.bfloat16
     np.testing.assert_array_equal(kernel[1], 2 * jnp.eye(4, 5, dtype=jnp.bfloat16))
@@ -91,18 +91,18 @@ def test_constants_are_constant(initializer, value):
 
 
 @pytest.mark.parametrize("initializer", [mlax.lecun(), mlax.Orthogonal(), mlax.Identity()], ids=repr)
-def test_a_shape_without_two_axes_is_refused(initializer):
+def test_a_shape_with_fewer_than_two_axes_is_an_error(initializer):
     with pytest.raises(ValueError, match="fewer than two axes"):
         initializer(RNG, (3,), "float32")
 
 
-def test_a_misspelt_choice_is_refused():
+def test_a_misspelled_choice_is_an_error():
     with pytest.raises(ValueError, match="must be in, out or mean"):
         mlax.VarianceScaling(fan="average")
     with pytest.raises(ValueError, match="must be normal, truncated or uniform"):
         mlax.VarianceScaling(distribution="gauss")
 
 
-def test_equal_initialisers_are_equal():
+def test_equal_initializers_are_equal():
     assert mlax.lecun() == mlax.lecun() == mlax.VarianceScaling()
     assert mlax.lecun() != mlax.he()

@@ -17,7 +17,7 @@ RNG = jax.random.key(1)
 TIME = normal(2, 7, 3, seed=1)
 
 
-def test_a_carry_can_be_given_and_taken():
+def test_a_carry_can_be_passed_and_returned():
     whole, steps = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), carry=True)
     trainables, _ = whole.init(RNG, TIME)
     carry = Cell(5).start(TIME[:, 0])
@@ -37,14 +37,14 @@ def test_reverse_reads_from_the_end():
     np.testing.assert_allclose(backward.fwd(TIME, trainables)[0], flipped, rtol=1e-5, atol=1e-6)
 
 
-def test_time_may_lie_on_another_axis():
+def test_time_may_be_another_axis():
     by_axis = mlax.Recurrent(Cell(5), axis=0)
     trainables, _ = by_axis.init(RNG, TIME.swapaxes(0, 1))
     y, _ = by_axis.fwd(TIME.swapaxes(0, 1), trainables)
     np.testing.assert_allclose(y.swapaxes(0, 1), mlax.Recurrent(Cell(5)).fwd(TIME, trainables)[0], rtol=1e-6)
 
 
-def test_a_layer_that_is_no_cell_is_refused():
+def test_a_layer_that_is_not_a_cell_is_an_error():
     with pytest.raises(TypeError, match=r"is not an mlax\.Cell"):
         mlax.Recurrent(nn.Linear(3))
 
@@ -117,23 +117,23 @@ def halves():
         yield loss(split), loss(whole), trainables, x
 
 
-def test_the_halves_of_a_cell_compute_what_the_whole_does(halves):
+def test_the_split_cell_computes_what_the_whole_cell_does(halves):
     split, whole, *at = halves
     assert_close(split(*at), whole(*at), rtol=1e-9)
 
 
-def test_gradients_deferred_past_the_scan_are_those_of_the_scan(halves):
+def test_weight_gradients_batched_after_the_scan_equal_those_of_the_scan(halves):
     split, whole, *at = halves
     assert_close(jax.jit(jax.grad(split, (0, 1)))(*at), jax.jit(jax.grad(whole, (0, 1)))(*at), rtol=1e-9)
 
 
-def test_forward_derivatives_exist(halves):
+def test_forward_mode_works(halves):
     split, whole, *at = halves
     ones = jax.tree.map(jnp.ones_like, at)
     assert_close(jax.jvp(split, at, ones), jax.jvp(whole, at, ones), rtol=1e-9)
 
 
-def test_second_derivatives_exist_and_are_the_same_both_ways(halves):
+def test_second_derivatives_agree_in_both_modes(halves):
     split, _, trainables, x = halves
     along = jax.tree.map(jnp.ones_like, trainables)
 
@@ -144,14 +144,14 @@ def test_second_derivatives_exist_and_are_the_same_both_ways(halves):
     assert_close(forward_over_backward(trainables), jax.jit(jax.grad(slope))(trainables), rtol=1e-9)
 
 
-def test_gradients_of_one_example_at_a_time_exist(halves):
+def test_per_example_gradients_work(halves):
     split, whole, trainables, x = halves
     each = jnp.stack([x, 2 * x])
     gradients = [jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(trainables, each) for loss in (split, whole)]
     assert_close(*gradients, rtol=1e-9)
 
 
-def test_the_backward_scan_carries_no_gradient_of_weights():
+def test_the_backward_scan_does_not_carry_weight_gradients():
     layer = mlax.Recurrent(Gated(5))
     trainables, _ = layer.init(RNG, TIME)
     jaxpr = jax.make_jaxpr(jax.grad(lambda t: layer.fwd(TIME, t, inference_mode=True)[0][0].sum()))(trainables)
@@ -171,7 +171,7 @@ def test_the_backward_scan_carries_no_gradient_of_weights():
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("times", [0, 1, 4])
-def test_what_a_scan_keeps_of_its_carry_is_what_the_step_was_given(times, reverse):
+def test_a_scan_stores_its_carry_once(times, reverse):
     def body(carry, x):
         after = {"shown": carry["shown"] + x, "hidden": carry["hidden"] * 2}
         return after, (after["shown"], carry)
@@ -185,7 +185,7 @@ def test_what_a_scan_keeps_of_its_carry_is_what_the_step_was_given(times, revers
     assert_close(found, jax.lax.scan(body, carry, xs, reverse=reverse), rtol=1e-9)
 
 
-def test_parts_draw_anew_at_each_step_and_each_call():
+def test_parts_get_a_new_key_at_each_step_and_each_call():
     @mlax.frozen
     class Noise(mlax.CompositeCell):
         def parts(self):
@@ -211,7 +211,7 @@ def test_parts_draw_anew_at_each_step_and_each_call():
     assert agreements.min() > 0.3 and agreements.max() < 0.7
 
 
-def test_gradients_through_drawn_parts_are_those_of_finite_differences():
+def test_gradients_through_random_parts_agree_with_finite_differences():
     with jax.enable_x64(True):
         layer, x = mlax.Recurrent(Gated(5, rate=0.5)), jnp.asarray(TIME, jnp.float64)
         trainables, _ = layer.init(RNG, x)
@@ -219,7 +219,7 @@ def test_gradients_through_drawn_parts_are_those_of_finite_differences():
         check_grads(y, (trainables, x), order=1, modes=("rev",))
 
 
-def test_a_part_with_state_keeps_it_from_step_to_step():
+def test_a_part_carries_its_state_from_step_to_step():
     @mlax.frozen
     class Counting(mlax.CompositeCell):
         def parts(self):
@@ -241,7 +241,7 @@ def test_a_part_with_state_keeps_it_from_step_to_step():
     assert state["count"]["calls"] == 7
 
 
-def test_an_error_in_a_part_names_it_and_what_it_was_called_on():
+def test_an_error_in_a_part_names_its_path_and_its_input():
     layer = mlax.Recurrent(Gated(5, rate=0.5))
     trainables, _ = layer.init(RNG, TIME)
     with pytest.raises(ValueError, match="no key to drop by") as caught:
@@ -263,7 +263,7 @@ def test_every_product_carries_the_path_of_its_part():
         assert "encoder" in path and ("input" in path or "mix" in path), path
 
 
-def test_a_cell_that_changes_the_shape_of_its_carry_is_refused():
+def test_a_cell_that_changes_the_shape_of_its_carry_is_an_error():
     @mlax.frozen
     class Growing(mlax.Cell):
         def start(self, x):
@@ -289,14 +289,14 @@ def test_a_cell_that_changes_the_shape_of_its_carry_is_refused():
         (np.asarray([1.0, 2.0], np.float32), r"lengths is float32\[2\], but must be integers"),
     ],
 )
-def test_impossible_lengths_are_refused(lengths, message):
+def test_invalid_lengths_are_errors(lengths, message):
     layer = mlax.Recurrent(Cell(5), lengths=True)
     trainables, _ = layer.init(RNG, (TIME, LENGTHS))
     with pytest.raises(ValueError, match=message):
         layer.fwd((TIME, jnp.asarray(lengths)), trainables)
 
 
-def test_an_input_that_lacks_what_the_fields_ask_for_is_refused():
+def test_an_input_that_does_not_match_the_fields_is_an_error():
     with pytest.raises(ValueError, match=r"with carry=True and lengths=True must be the tuple \(carry, x, lengths\)"):
         mlax.Recurrent(Cell(5), carry=True, lengths=True).init(RNG, TIME)
     with pytest.raises(ValueError, match="which has no axis 3"):

@@ -41,19 +41,19 @@ def test_state_is_kept_for_each_repetition(mode):
 
 
 @pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
-def test_a_layer_without_variables_repeats_too(mode):
+def test_a_layer_without_variables_can_be_repeated(mode):
     y, state = mlax.Repeat(mlax.F(jnp.sin), 3, mode=mode).fwd(X, None)
     np.testing.assert_allclose(y, np.sin(np.sin(np.sin(X))), rtol=1e-6)
     assert state is None
 
 
-def test_each_repetition_has_weights_of_its_own():
+def test_each_repetition_has_its_own_weights():
     trainables, _ = mlax.Repeat(nn.Linear(6), 3).init(RNG, X)
     first, second, third = trainables["kernel"]
     assert not jnp.array_equal(first, second) and not jnp.array_equal(second, third)
 
 
-def test_a_tree_goes_through_repetitions():
+def test_a_pytree_passes_through_repetitions():
     swap = mlax.F(lambda pair: (pair[1], pair[0]))
     y, _ = mlax.Repeat(swap, 3).fwd((X, -X), None)
     np.testing.assert_array_equal(y[0], -X)
@@ -74,7 +74,7 @@ def test_the_program_of_a_scan_does_not_grow_with_its_length():
     assert size(20, "unroll") > 3 * size(2, "unroll")
 
 
-def test_bad_options_are_refused():
+def test_invalid_options_are_errors():
     with pytest.raises(ValueError, match="times is 0"):
         mlax.Repeat(nn.Linear(6), 0)
     with pytest.raises(ValueError, match="mode is 'unrolled', but must be one of scan, remat, unroll"):
@@ -84,7 +84,7 @@ def test_bad_options_are_refused():
         mlax.Repeat(nn.Linear(6), 3).fwd(X, trainables)
 
 
-def test_unrolled_repetitions_are_fenced_forward_and_backward_on_a_cpu():
+def test_unrolled_repetitions_are_separated_by_barriers_on_a_cpu():
     layer = mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, mode="unroll")
     with jax.default_device(jax.devices("cpu")[0]):
         x = jnp.ones((4, 6))

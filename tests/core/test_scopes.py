@@ -24,11 +24,11 @@ from mlax._jax import fused_op_names, path_of, scopes_of_op_name
         ("", ""),
     ],
 )
-def test_only_the_names_of_layers_are_left(name, path):
+def test_only_the_names_of_layers_remain_of_an_op_name(name, path):
     assert path_of(scopes_of_op_name(name)) == path
 
 
-def test_an_operation_made_of_several_has_the_names_of_all():
+def test_a_fused_operation_has_the_names_of_all_its_parts():
     assert fused_op_names("jit(f)/(a/add:transpose(jvp(b))/mul)") == ["jit(f)/a/add", "jit(f)/transpose(jvp(b))/mul"]
     assert fused_op_names("f/(a/(x:y):z)") == ["f/a/x", "f/a/y", "f/z"]
     assert fused_op_names("jit(f)/up/add") == ["jit(f)/up/add"]

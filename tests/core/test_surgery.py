@@ -67,7 +67,7 @@ def test_override_reaches_a_wrapped_layer_and_the_model_itself():
     assert mlax.override(mlax.Repeat(nn.LayerNorm(), 2), mlax.Repeat, mode="unroll").mode == "unroll"
 
 
-def test_mistakes_in_surgery_are_named_with_a_suggestion():
+def test_errors_of_surgery_suggest_the_closest_path():
     with pytest.raises(KeyError, match="'blocks/nrom' matches nothing; did you mean 'blocks/norm'"):
         mlax.get(MODEL, "blocks/nrom")
     with pytest.raises(KeyError, match="matches nothing"):
@@ -84,7 +84,7 @@ def test_leaves_are_selected_by_pattern(trainables):
     assert mlax.select(trainables, "tail/**", "embed/bias").keys() == {"tail", "embed"}
 
 
-def test_what_is_frozen_and_what_is_not_merge_into_the_whole(trainables):
+def test_frozen_and_trainable_leaves_merge_into_the_whole_tree(trainables):
     live, frozen = mlax.freeze(trainables, "embed/**", "**/norm/*")
     assert "embed" not in live and set(frozen) == {"embed", "blocks"}
     whole = mlax.merge(live, frozen)
@@ -92,7 +92,7 @@ def test_what_is_frozen_and_what_is_not_merge_into_the_whole(trainables):
     jax.tree.map(np.testing.assert_array_equal, whole, trainables)
 
 
-def test_no_gradient_reaches_what_is_frozen(trainables):
+def test_frozen_leaves_get_no_gradient(trainables):
     model = mlax.Series(a=nn.Linear(6), b=nn.Linear(3))
     everything, _ = model.init(jax.random.key(0), X)
     live, frozen = mlax.freeze(everything, "a/**")
@@ -100,12 +100,12 @@ def test_no_gradient_reaches_what_is_frozen(trainables):
     assert set(mlax.paths(grads)) == {"b/kernel", "b/bias"}
 
 
-def test_merging_one_leaf_twice_is_refused(trainables):
+def test_merging_one_leaf_twice_is_an_error(trainables):
     with pytest.raises(ValueError, match="two trees have the leaf 'embed/bias'"):
         mlax.merge(trainables, mlax.select(trainables, "embed/bias"))
 
 
-def test_leaves_and_branches_are_renamed(trainables):
+def test_leaves_and_subtrees_are_renamed(trainables):
     renamed = mlax.rename(trainables, {"embed": "stem/proj", "tail/layer/scale": "tail/layer/gain"})
     assert "stem/proj/kernel" in mlax.paths(renamed) and "tail/layer/gain" in mlax.paths(renamed)
     assert mlax.count(renamed) == mlax.count(trainables)
@@ -113,7 +113,7 @@ def test_leaves_and_branches_are_renamed(trainables):
     assert swapped["a"] == 0 and swapped["b"] == 1
 
 
-def test_a_rename_that_collides_or_misses_is_refused(trainables):
+def test_a_rename_that_collides_or_matches_nothing_is_an_error(trainables):
     with pytest.raises(ValueError, match="occurs twice"):
         mlax.rename(trainables, {"embed/kernel": "embed/bias"})
     with pytest.raises(ValueError, match="is already a leaf"):
@@ -122,20 +122,20 @@ def test_a_rename_that_collides_or_misses_is_refused(trainables):
         mlax.rename(trainables, {"embed/kernal": "x"})
 
 
-def test_count_counts_numbers(trainables):
+def test_count_counts_parameters(trainables):
     assert mlax.count(trainables, "embed/*") == 6 * 6 + 6
     assert mlax.count(None) == 0
     assert mlax.count(jax.eval_shape(MODEL.init, jax.random.key(0), X)[0]) == mlax.count(trainables)
 
 
-def test_what_has_no_numbers_to_count_is_refused():
+def test_counting_anything_but_a_variable_tree_is_an_error():
     with pytest.raises(TypeError, match=r"count takes variables, as init returns them, but got the model Linear\(3\)"):
         mlax.count(nn.Linear(3))
     with pytest.raises(TypeError, match=r"but got a tuple; write count\(trainables\)"):
         mlax.count(nn.Linear(3).init(jax.random.key(0), X))
 
 
-def test_leaves_and_branches_of_a_tree_are_replaced(trainables):
+def test_leaves_and_subtrees_are_replaced(trainables):
     edited = mlax.replace(trainables, "embed/bias", jnp.ones(6))
     assert edited["embed"]["bias"].sum() == 6 and trainables["embed"]["bias"].sum() == 0
     edited = mlax.replace(trainables, "tail/layer", {"gain": jnp.ones(6)})
@@ -144,7 +144,7 @@ def test_leaves_and_branches_of_a_tree_are_replaced(trainables):
     assert edited["blocks"]["up"]["bias"].shape == (1,)
 
 
-def test_a_path_in_a_tree_that_is_not_there_is_named(trainables):
+def test_the_error_names_a_path_that_does_not_exist(trainables):
     with pytest.raises(KeyError, match="did you mean"):
         mlax.get(trainables, "embed/kernle")
     with pytest.raises(KeyError) as caught:
@@ -181,7 +181,7 @@ def test_patterns_match_whole_names(pattern, path, matches):
             mlax.select(leaves, pattern)
 
 
-def test_mixed_choices_widen_the_statistics_and_nothing_else():
+def test_presets_of_mixed_precision_widen_only_the_statistics():
     mixed = dtypes.mixed_bfloat16(MODEL)
     assert mlax.get(mixed, "blocks/norm").accum_dtype == "float32"
     assert mlax.get(mixed, "tail/layer").accum_dtype == "float32"

@@ -133,7 +133,7 @@ def test_the_gradient_reports_the_paths_of_the_forward_pass(function):
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, functools.partial(scoped, "outer")])
-def test_a_gradient_taken_inside_of_something_reports_each_path_once(wrap):
+def test_a_gradient_inside_another_function_reports_each_path_once(wrap):
     gradient = jax.grad(lambda x: scoped("a", scoped("b", through_custom_jvp))(x).reshape(-1)[0])
     outer = "" if wrap in (jax.jit, jax.vmap) else "outer/"
     assert paths(dtypes.audit(wrap(gradient), x)) == {f"{outer}a/b/up"}
@@ -224,7 +224,7 @@ def test_a_reduction_that_is_float32_inside_is_found(function):
     assert {departure.source.split(":")[0] for departure in departures} == {"test_audit.py"}
 
 
-def test_only_the_way_back_to_the_declared_dtype_is_free():
+def test_only_a_cast_back_to_the_declared_dtype_is_allowed():
     weight = jnp.ones((4, 4), jnp.float32)
     assert dtypes.audit(lambda x, w: x @ w.astype(x.dtype), x, weight, dtype="bfloat16") == ()
     narrow = functools.partial(jnp.matmul, preferred_element_type=jnp.bfloat16)
@@ -234,13 +234,13 @@ def test_only_the_way_back_to_the_declared_dtype_is_free():
     assert summary(compared) == [("gt", ("float32", "float32"), ("bool",))]
 
 
-def test_weak_scalars_are_free_and_weak_arrays_are_not():
+def test_weak_scalars_are_allowed_and_weak_arrays_are_not():
     assert dtypes.audit(lambda x: x * (1 - jnp.power(0.999, 2.0)), x) == ()
     departures = dtypes.audit(lambda x: x + jnp.full(x.shape, 2.0), x)
     assert summary(departures) == [("broadcast_in_dim", ("float32",), ("float32",))]
 
 
-def test_a_cast_from_a_dtype_to_itself_is_free():
+def test_a_cast_from_a_dtype_to_itself_is_allowed():
     def strong(x):
         y = lax.convert_element_type(jnp.full((4,), 2.0), jnp.float32)  # from weak float32 to float32
         return x + y.astype(x.dtype)
@@ -250,7 +250,7 @@ def test_a_cast_from_a_dtype_to_itself_is_free():
     assert "convert_element_type" not in {departure.primitive for departure in dtypes.audit(strong, x)}
 
 
-def test_a_scatter_is_one_operation_at_its_own_line():
+def test_a_scatter_is_one_operation_at_its_line():
     def scatter(x, i):
         x = x.at[i].add(x[i])
         return x.at[i].add(x[i])
@@ -311,7 +311,7 @@ def test_several_dtypes_among_the_arguments_are_an_error():
         dtypes.audit(lambda x, y: x, x, jnp.ones(3, jnp.float32))
 
 
-def test_a_line_in_core_gives_way_to_the_line_that_called_it():
+def test_a_departure_in_core_reports_the_line_that_called_it():
     core = pathlib.Path(inspect.getfile(dtypes.audit)).parents[1] / "core" / "_composite.py"
 
     def fwd(function, x):

@@ -27,7 +27,7 @@ def test_weights_and_gradients_stay_wide(choice):
     np.testing.assert_allclose(y, MODEL.fwd(X, trainables, state)[0], atol=0.1)
 
 
-def test_only_the_norms_and_the_boundary_leave_the_narrow_dtype():
+def test_only_norms_and_the_boundary_leave_the_narrow_dtype():
     mixed = dtypes.mixed_bfloat16(MODEL)
     trainables, state = mixed.init(RNG, X)
     departures = dtypes.audit(mixed.fwd, X, trainables, state, dtype="bfloat16")
@@ -38,7 +38,7 @@ def test_only_the_norms_and_the_boundary_leave_the_narrow_dtype():
     ]
 
 
-def test_float32_statistics_are_nearer_to_the_truth():
+def test_float32_statistics_are_more_accurate():
     x = normal(64, 512, mean=100.0, dtype="bfloat16")
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
@@ -51,7 +51,7 @@ def test_float32_statistics_are_nearer_to_the_truth():
 
 
 @pytest.mark.parametrize("choice", [dtypes.mixed_bfloat16, dtypes.mixed_float16])
-def test_a_function_has_no_weights_to_keep_wide(choice):
+def test_a_plain_function_is_an_error_that_suggests_mlax_f(choice):
     with pytest.raises(TypeError, match=r"model is the function relu, which is not a layer; wrap it: mlax.F\(relu\)\."):
         choice(jax.nn.relu)
 
@@ -70,7 +70,7 @@ def test_an_embedding_in_another_param_dtype_follows_its_table():
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3), nn.Bias(), nn.Scaler(), nn.LayerNorm()], ids=repr)
-def test_a_declared_param_dtype_stores_wide_and_computes_narrow(layer):
+def test_param_dtype_stores_wide_weights_for_narrow_computation(layer):
     wide = mlax.override(layer, type(layer), param_dtype="float32")
     x = X.astype(jnp.bfloat16)
     trainables, _ = wide.init(RNG, x)
@@ -87,7 +87,7 @@ def test_accum_dtype_of_a_product_is_declared_and_visible():
     assert "dot_general" in {departure.primitive for departure in dtypes.audit(layer.fwd, x, trainables)}
 
 
-def test_a_planted_upcast_deep_in_a_scanned_rematerialised_block_is_found():
+def test_an_upcast_deep_in_a_scanned_rematerialized_block_is_found():
     def leak(x):
         return (x.astype(jnp.float32) * 2).astype(x.dtype)
 

@@ -42,12 +42,12 @@ def conv(x, kernel, **options):
         (lambda a: jnp.tanh(a) + 1, [(3, 4)], 0),
     ],
 )
-def test_products_and_convolutions_are_counted(function, shapes, expected):
+def test_matrix_products_and_convolutions_are_counted(function, shapes, expected):
     assert counted(function, *shapes) == expected
 
 
 @pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
-def test_a_convolution_in_groups_is_counted_as_xla_counts_it(groups):
+def test_a_grouped_convolution_is_counted_as_by_xla(groups):
     x, k = jnp.ones((8, 8, 8, 4)), jnp.ones((3, 3, 1 if groups == "feature_group_count" else 4, 16))
     traced = jax.jit(lambda x, k: conv(x, k, **{groups: 4})).trace(x, k)
     assert flops(traced.jaxpr) == traced.lower().compile().cost_analysis()["flops"]
@@ -63,7 +63,7 @@ def test_training_takes_three_times_the_forward_pass():
     assert counted(jax.grad(loss, (0, 1)), *shapes) == 3 * forward - 2 * 3 * 4 * 5
 
 
-def test_the_kernel_gradient_of_a_convolution_is_as_dear_as_the_convolution():
+def test_the_kernel_gradient_of_a_convolution_costs_as_much_as_the_convolution():
     shapes = [(2, 8, 8, 3), (3, 3, 3, 16)]
     forward = counted(conv, *shapes)
     gradient = counted(jax.grad(lambda x, k: conv(x, k).sum(), 1), *shapes)

@@ -74,7 +74,7 @@ def test_data_parallel_training_reduces_each_gradient_once():
     assert total.count == LAYERS + 1 and total.bytes == LAYERS * (UP + DOWN) + HEAD
 
 
-def test_weights_that_are_spread_out_are_gathered_where_they_are_used():
+def test_sharded_weights_are_all_gathered_where_they_are_used():
     def rule(path, leaf):
         return P(None, "data") if path[0] == "blocks" else P("data")
 
@@ -102,7 +102,7 @@ def test_tensor_parallel_layers_reduce_activations_forward_and_backward():
     assert both[("blocks/up", "all-reduce", 4)] == (LAYERS, size, size * 2 * 3 // 4)
 
 
-def test_a_permutation_and_an_exchange_send_what_they_hold():
+def test_ppermute_and_all_to_all_send_their_operands():
     x = struct((8, 16), P("data"))
 
     def body(x):  # (1, 16) on each device
@@ -132,7 +132,7 @@ def test_a_weight_in_host_memory_is_fetched_once():
     assert table(found) == {("up", "host to device", 1): (1, 4 * D * F, 4 * D * F)}
 
 
-def test_weights_that_a_scan_fetches_from_the_host_count_a_device_s_part_of_each():
+def test_weights_that_a_scan_fetches_from_the_host_count_the_shard_of_one_device():
     def function(kernels, x):
         def body(x, kernel):
             with jax.named_scope("up"):
@@ -152,7 +152,7 @@ def test_weights_that_a_scan_fetches_from_the_host_count_a_device_s_part_of_each
     }
 
 
-def test_of_a_conditional_the_dearest_branch_counts():
+def test_the_most_expensive_branch_of_a_conditional_counts():
     def function(x, w):
         return lax.cond(x[0, 0] > 0, lambda: x, lambda: jax.device_put(w, jax.memory.Space.Device))
 
@@ -160,7 +160,7 @@ def test_of_a_conditional_the_dearest_branch_counts():
     assert table(found) == {("", "host to device", 1): (1, 64, 64)}
 
 
-def test_a_step_says_what_it_sends_before_it_ran_and_after():
+def test_a_step_reports_its_transfers_before_and_after_it_ran():
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         y, non_trainables = BLOCK.fwd(batch, trainables, non_trainables)
         return jnp.mean(y * y), non_trainables
@@ -177,7 +177,7 @@ def test_a_step_says_what_it_sends_before_it_ran_and_after():
     assert transfers(step) == found
 
 
-def test_a_step_that_compiled_for_another_batch_since_is_asked_about_this_one():
+def test_transfers_of_a_step_are_those_for_the_given_batch():
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         with jax.named_scope("fetched"):
             batch = jax.device_put(batch, jax.memory.Space.Device)
@@ -191,7 +191,7 @@ def test_a_step_that_compiled_for_another_batch_since_is_asked_about_this_one():
     assert sizes == [4 * 4 * D, 4 * 64 * D, 4 * 4 * D]
 
 
-def test_a_copy_inside_of_shard_map_is_of_a_piece():
+def test_a_copy_inside_shard_map_is_of_a_shard():
     def function(x):
         fetch = jax.shard_map(
             lambda x: jax.device_put(x, jax.memory.Space.Device) * 2,
@@ -205,7 +205,7 @@ def test_a_copy_inside_of_shard_map_is_of_a_piece():
     assert table(found) == {("", "host to device", 1): (1, 4 * 2 * D, 4 * 2 * D)}
 
 
-def test_what_is_compiled_already_is_taken_as_it_is():
+def test_a_compiled_function_is_accepted_without_arguments():
     args = variables(lambda path, leaf: P()), struct((64, D), P("data"))
     compiled = jax.jit(gradient).lower(*args).compile()
     assert transfers(compiled) == transfers(gradient, *args)
@@ -225,7 +225,7 @@ def test_the_table_has_a_line_for_each_row_and_total():
     assert lines[-1] == "A collective of several layers counts in the row of each of them, and once in the total."
 
 
-def test_the_table_says_nothing_of_shared_transfers_where_there_are_none():
+def test_the_table_mentions_shared_transfers_only_where_there_are_any():
     alone = Event("all-reduce", 8, (("up", 64),), 1.75)
     assert str(summarize_events([alone])).splitlines()[-1].startswith("total")
     shared = alone._replace(bytes_by_layer=(("up", 64), ("down", 64)))
@@ -332,18 +332,18 @@ def counted(text):
     return table(summarize_events(program_events(program, program.entry)))
 
 
-def test_the_asynchronous_words_of_a_gpu_are_understood():
+def test_asynchronous_collectives_of_a_gpu_are_understood():
     assert counted(GPU) == ON_GPU
 
 
-def test_a_loop_without_a_known_count_is_counted_by_its_condition_or_else_once():
+def test_a_loop_without_a_trip_count_is_counted_by_its_condition_or_once():
     unknown = GPU.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     assert counted(unknown) == ON_GPU
     once = counted(unknown.replace("direction=LT", "direction=NE"))
     assert once[("blocks/down", "all-gather", 8)] == (1, 4 * 8 * 8 * 64, 4 * 7 * 8 * 64)
 
 
-def test_copies_that_are_only_marked_are_counted():
+def test_copies_that_are_only_annotated_are_counted():
     marked = """HloModule m
 
 ENTRY %main {
@@ -356,7 +356,7 @@ ENTRY %main {
     assert counted(marked) == {("", "device to host", 1): (2, 128, 128), ("", "host to device", 1): (1, 64, 64)}
 
 
-def test_a_collective_whose_name_tells_no_layer_belongs_to_what_it_serves():
+def test_a_collective_without_a_layer_in_its_name_belongs_to_its_consumer():
     gather = "all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}"
     found = counted(f"""HloModule m, num_partitions=8
 

@@ -22,7 +22,7 @@ def steps(optimizer, count=5, trainables=None, grads=None, **numbers):
     return trainables, state
 
 
-def test_frozen_leaves_stay_to_the_bit_and_keep_nothing():
+def test_frozen_leaves_stay_bitwise_unchanged_and_have_no_slots():
     before, (after, state) = tree("float32"), steps(optim.Freeze(optim.Adam(1e-2), ("dense/*",)))
     free, _ = steps(optim.Adam(1e-2))
     jax.tree.map(np.testing.assert_array_equal, after["dense"], before["dense"])
@@ -30,7 +30,7 @@ def test_frozen_leaves_stay_to_the_bit_and_keep_nothing():
     assert {leaf.shape for leaf in jax.tree.leaves((state.mean["dense"], state.square["dense"]))} == {(0,)}
 
 
-def test_each_group_goes_its_own_way():
+def test_each_group_is_updated_by_its_optimizer():
     together, state = steps(optim.Groups(("**/kernel", optim.SGD(0.1, momentum=0.9)), ("**", optim.Adam(1e-2))))
     kernels, others = steps(optim.SGD(0.1, momentum=0.9))[0], steps(optim.Adam(1e-2))[0]
     assert_close(together["dense"], {"kernel": kernels["dense"]["kernel"], "bias": others["dense"]["bias"]})
@@ -39,7 +39,7 @@ def test_each_group_goes_its_own_way():
     assert state._fields == ("step", "mean", "square", "momentum")
 
 
-def test_the_first_pattern_that_matches_counts():
+def test_the_first_matching_pattern_applies():
     found, _ = steps(
         optim.Groups(("dense/kernel", optim.SGD(0.0)), ("**/kernel", optim.SGD(0.1)), ("**", optim.SGD(0.0)))
     )
@@ -48,13 +48,13 @@ def test_the_first_pattern_that_matches_counts():
     assert (found["stack"]["kernel"] != before["stack"]["kernel"]).all()
 
 
-def test_some_leaves_learn_at_other_rates():
+def test_leaves_can_have_their_own_rates():
     found, _ = steps(optim.Rates(optim.Adam(1e-2), (("**/bias", 0.1), ("**/b*", 9.0))))
     slow, fast = steps(optim.Adam(1e-3))[0], steps(optim.Adam(1e-2))[0]
     assert_close(found["dense"], {"bias": slow["dense"]["bias"], "kernel": fast["dense"]["kernel"]})
 
 
-def test_rates_fall_from_layer_to_layer_and_inside_of_a_stack():
+def test_layerwise_rates_decay_from_layer_to_layer_and_within_a_stack():
     optimizer = optim.LayerwiseRates(
         optim.SGD(1.0), ("stack/**", "dense/**", "temperature"), 0.5, stacked=("stack/**",)
     )
@@ -64,7 +64,7 @@ def test_rates_fall_from_layer_to_layer_and_inside_of_a_stack():
     np.testing.assert_array_equal(found["stack"]["kernel"][:, 0, 0], [-0.125, -0.25])
 
 
-def test_a_step_that_is_not_finite_never_happened():
+def test_a_non_finite_step_changes_nothing():
     grads = [tree("float32", seed) for seed in (1, 2, 3)]
     bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), tree("float32", 9))
     clean, wanted = steps(optim.NAdam(1e-2), 3, grads=grads)
@@ -86,7 +86,7 @@ def test_a_plateau_lowers_the_rate(every, cooldown, falls):
     assert [step + 1 for step in range(1, 10) if moves[step] < moves[step - 1]] == falls
 
 
-def test_a_loss_that_falls_keeps_the_rate():
+def test_a_falling_loss_keeps_the_rate():
     optimizer = optim.Plateau(optim.SGD(1.0), patience=1)
     trainables = {"w": jnp.zeros(())}
     state = optimizer.init(trainables)
@@ -114,7 +114,7 @@ def test_a_rate_passed_to_update_reaches_the_optimizer_inside():
 @pytest.mark.parametrize(
     "kind", [optim.LAMB, optim.LARS, optim.Adafactor, optim.Muon, optim.SOAP], ids=lambda k: k.__name__
 )
-def test_a_stack_of_layers_learns_as_its_layers_would(kind):
+def test_a_stack_of_layers_is_updated_like_its_layers(kind):
     whole, _ = steps(kind(1e-2, stacked=("stack/**",)))
     for layer in (0, 1):
         apart = [{"stack": {"kernel": tree("float32", seed)["stack"]["kernel"][layer]}} for seed in range(6)]
@@ -122,7 +122,7 @@ def test_a_stack_of_layers_learns_as_its_layers_would(kind):
         np.testing.assert_allclose(whole["stack"]["kernel"][layer], alone["stack"]["kernel"], rtol=1e-4, atol=1e-5)
 
 
-def test_muon_takes_a_convolution_as_a_matrix():
+def test_muon_treats_a_convolution_kernel_as_a_matrix():
     kernel = normal(6, 3, 3, 2)
     state = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).init({"kernel": kernel})
     new, _ = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).update(
@@ -132,7 +132,7 @@ def test_muon_takes_a_convolution_as_a_matrix():
     assert ((sizes > 0.6) & (sizes < 1.3)).all()
 
 
-def test_gradients_are_gathered_in_the_dtype_that_was_asked_for():
+def test_gradients_are_accumulated_in_the_given_dtype():
     state = optim.Accumulate(optim.Adam(1e-2), 4).init(tree("bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.gathered)} == {"float32"}
     state = optim.Accumulate(optim.Adam(1e-2), 4, "bfloat16").init(tree("bfloat16"))

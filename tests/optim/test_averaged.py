@@ -65,7 +65,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_leaf_is_shown_by_the_optimizer_that_trains_it(case):
+def test_each_leaf_is_averaged_by_the_optimizer_that_trains_it(case):
     optimizer, members = CASES[case]
     _, shown = evaluated(optimizer)
     first = by_path(tree("float32"))
@@ -77,12 +77,12 @@ def test_each_leaf_is_shown_by_the_optimizer_that_trains_it(case):
 
 
 @pytest.mark.parametrize("optimizer", [AVERAGE, SLOW, FREE], ids=lambda one: type(one).__name__)
-def test_what_is_shown_is_not_what_is_trained(optimizer):
+def test_the_weights_to_evaluate_differ_from_those_to_train(optimizer):
     trained, shown = evaluated(optimizer)
     assert all((trained[path] != shown[path]).all() for path in LEAVES)
 
 
-def test_an_average_around_groups_is_the_average_of_all():
+def test_an_average_around_groups_averages_all_leaves():
     groups = optim.Groups(("**/kernel", SLOW), ("**", FREE))
     alone = [steps(groups, count)[0] for count in range(1, 6)]
     assert_close(
@@ -90,12 +90,12 @@ def test_an_average_around_groups_is_the_average_of_all():
     )
 
 
-def test_between_two_steps_of_gathered_gradients_the_average_stays():
+def test_the_average_stays_while_gradients_accumulate():
     optimizer = optim.Accumulate(AVERAGE, 2)
     assert_close(evaluated(optimizer, count=4)[1], evaluated(optimizer, count=5)[1])
 
 
-def test_leaves_that_nobody_averages_are_themselves():
+def test_leaves_without_an_average_are_returned_unchanged():
     optimizer = optim.Groups(("**/kernel", AVERAGE), ("**", optim.Adam(1e-2, rounding=optim.MasterWeights())))
     trainables = tree("bfloat16")
     shown = optimizer.eval_trainables(optimizer.init(trainables), trainables)
@@ -103,13 +103,13 @@ def test_leaves_that_nobody_averages_are_themselves():
 
 
 @pytest.mark.parametrize("inner", [AVERAGE, SLOW, FREE], ids=lambda one: type(one).__name__)
-def test_narrow_weights_are_shown_in_their_dtype(inner):
+def test_averages_of_narrow_weights_are_in_their_dtype(inner):
     optimizer = optim.ClipNorm(optim.Groups(("**/kernel", inner), ("**", PLAIN)))
     _, shown = evaluated(optimizer, trainables=tree("bfloat16"))
     assert {leaf.dtype.name for leaf in shown.values()} == {"bfloat16"}
 
 
-def test_with_master_weights_the_average_is_that_of_the_masters():
+def test_with_master_weights_the_masters_are_averaged():
     start = tree("bfloat16")
     wide = evaluated(FREE, trainables=jax.tree.map(lambda w: w.astype(jnp.float32), start))[1]
     narrow = evaluated(optim.ScheduleFree(1e-2, rounding=optim.MasterWeights()), trainables=start)[1]

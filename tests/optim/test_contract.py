@@ -46,7 +46,7 @@ def test_every_public_optimizer_has_a_row():
     assert optimizers == {type(row.optimizer).__name__ for row in OPTIMIZERS.values()}
 
 
-def test_equal_descriptions_are_one(row):
+def test_equal_descriptions_are_equal_hash_equal_and_share_methods(row):
     again = (
         optim.from_optax(row.optimizer.transformation)
         if row.no_slot_declarations
@@ -57,7 +57,7 @@ def test_equal_descriptions_are_one(row):
     assert repr(again) == repr(row.optimizer)
 
 
-def test_an_update_changes_nothing_that_it_was_given(row):
+def test_an_update_is_pure(row):
     trainables, grads = tree("float32"), tree("float32", 1)
     state = row.optimizer.init(trainables)
     before = jax.tree.map(np.array, (grads, state, trainables))
@@ -81,7 +81,7 @@ def test_every_leaf_keeps_its_shape_dtype_and_weak_type(row, dtype):
     assert signature(steps(row, dtype)) == signature((trainables, state))
 
 
-def test_a_weakly_typed_parameter_stays_one():
+def test_a_weakly_typed_parameter_stays_weakly_typed():
     trainables = {"temperature": jnp.asarray(1.0)}
     state = optim.Adam(1e-2).init(trainables)
     new, _ = jax.jit(optim.Adam(1e-2).update)(trainables, state, trainables)
@@ -108,7 +108,7 @@ def test_wrapping_moves_no_slot(row):
 
 
 @pytest.mark.every_dtype
-def test_no_number_is_rounded_on_its_way(row, dtype):
+def test_no_intermediate_value_is_narrow(row, dtype):
     """All arithmetic is in float32, or in float64; what is narrower is cast once it is read, or when it is stored."""
     if row.no_slot_declarations:
         pytest.skip(row.no_slot_declarations)
@@ -127,7 +127,7 @@ def test_no_number_is_rounded_on_its_way(row, dtype):
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
-def test_zero_and_tiny_and_first_gradients_give_numbers(row, dtype, first):
+def test_zero_tiny_and_first_gradients_give_finite_values(row, dtype, first):
     trainables = tree(dtype)
     state = row.optimizer.init(trainables)
     for scale in (first, 0.0, 1e-7, 1.0):
@@ -156,7 +156,7 @@ def test_a_hundred_steps_at_changing_rates_are_one_compilation(row):
     assert traces == 1
 
 
-def test_the_state_survives_as_plain_arrays(row):
+def test_the_state_can_be_restored_from_numpy_arrays(row):
     trainables, state = steps(row, "bfloat16", 2)
     restored = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (trainables, state))
     assert pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))._fields == state._fields
@@ -166,7 +166,7 @@ def test_the_state_survives_as_plain_arrays(row):
     jax.tree.map(np.testing.assert_array_equal, ahead, again)
 
 
-def test_an_ensemble_is_one_vmap(row):
+def test_vmap_over_an_ensemble_equals_separate_updates(row):
     members = [steps(row, "float32", 1, seed) for seed in (0, 10)]
     grads = [tree("float32", seed) for seed in (3, 4)]
     each = [jax.jit(row.update)(g, state, trainables) for g, (trainables, state) in zip(grads, members, strict=True)]

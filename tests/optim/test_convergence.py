@@ -81,7 +81,7 @@ def loss(trainables):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_comes_to_the_minimum(name):
+def test_every_optimizer_reaches_the_minimum(name):
     optimizer, tolerance = OPTIMIZERS[name]
     steps = 200 if isinstance(optimizer, optim.LBFGS) else STEPS
 

@@ -228,7 +228,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_error_says_what_came_and_what_was_wanted(mistake):
+def test_errors_say_what_was_passed_and_what_is_needed(mistake):
     do, error, words = MISTAKES[mistake]
     with pytest.raises(error) as caught:
         do()

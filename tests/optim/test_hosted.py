@@ -67,7 +67,7 @@ def assert_agree(found, wanted):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_is_that_of_resident_leaves(name):
+def test_an_update_of_leaves_in_host_memory_equals_that_on_the_device(name):
     optimizer = OPTIMIZERS[name]
     dtype = dtype_of(optimizer)
     weights, held = trees(dtype), hosted(trees(dtype))
@@ -106,21 +106,21 @@ def test_slots_alone_can_be_in_host_memory():
     assert kinds(after) == kinds(kept) and set(kinds(new).values()) == {"device"}
 
 
-def test_optax_refuses_weights_in_host_memory():
+def test_optax_with_weights_in_host_memory_is_an_error():
     import optax
 
     with pytest.raises(ValueError, match=r"'blocks/bias' is in host memory, but Optax updates all leaves at once"):
         optim.from_optax(optax.adam(1e-3)).init(hosted(trees("float32")))
 
 
-def test_accumulate_refuses_to_add_up_inside_of_its_condition():
+def test_a_global_norm_inside_accumulate_is_an_error_in_host_memory():
     optimizer = optim.Accumulate(optim.ClipGlobalNorm(optim.SGD(0.1), 1.0), 2)
     held = hosted(trees("float32"))
     with pytest.raises(ValueError, match="wrap Accumulate in it"):
         optimizer.update(hosted(trees("float32", 1)), optimizer.init(held), held)
 
 
-def test_small_leaves_are_fetched_as_a_whole(monkeypatch):
+def test_small_leaves_are_fetched_whole(monkeypatch):
     monkeypatch.setattr(inspect.getmodule(plan_chunks), "MIN_CHUNK_BYTES", 2**22)
     leaf = to_host(jnp.ones((4096, 1024)))
     assert plan_chunks({"small": [leaf[:8]], "device": [jnp.ones((4096, 1024))]}) == []

@@ -47,7 +47,7 @@ def losses(case, optimizer, steps):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_comes_to_the_minimum_in_far_fewer_steps_than_adam(case):
+def test_reaches_the_minimum_in_far_fewer_steps_than_adam(case):
     found, _ = losses(case, optim.LBFGS(), STEPS)
     by_adam, _ = losses(case, optim.Adam(0.05), 10 * STEPS)
     assert found[-1] < 1e-10
@@ -55,7 +55,7 @@ def test_comes_to_the_minimum_in_far_fewer_steps_than_adam(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_comes_to_where_scipy_does(case):
+def test_reaches_the_minimum_of_scipy(case):
     function, start = CASES[case]
     with jax.enable_x64(True):
         objective = jax.jit(jax.value_and_grad(lambda flat: function(flat.reshape(np.shape(start)))))
@@ -78,13 +78,13 @@ def test_no_step_makes_the_loss_larger(case):
 
 
 @pytest.mark.parametrize("history", [1, 3, 20])
-def test_any_length_of_memory_comes_to_the_minimum(history):
+def test_any_history_length_reaches_the_minimum(history):
     found, _ = losses("rosenbrock", optim.LBFGS(history=history), STEPS)
     assert found[-1] < 1e-8
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_the_first_value_can_be_left_out(given):
+def test_the_value_of_the_loss_is_optional(given):
     optimizer, trainables = optim.LBFGS(), {"kernel": jnp.asarray([[-1.2], [1.0]])}
     loss = lambda trainables: FUNCTIONS["rosenbrock"][0](trainables["kernel"])  # noqa: E731
     value, grads = jax.value_and_grad(loss)(trainables)
@@ -94,7 +94,7 @@ def test_the_first_value_can_be_left_out(given):
 
 
 @pytest.mark.parametrize("start", [0.01, 3.0, 100.0])
-def test_a_region_where_the_loss_is_not_a_number_is_stepped_around(start):
+def test_the_search_avoids_where_the_loss_is_nan(start):
     """`x - log(x)`, which is no number left of zero, has its minimum at 1."""
     trainables = {"x": jnp.asarray(start, jnp.float32)}
     (trainables, _), values = run(
@@ -104,7 +104,7 @@ def test_a_region_where_the_loss_is_not_a_number_is_stepped_around(start):
     np.testing.assert_allclose(trainables["x"], 1, rtol=1e-3)
 
 
-def test_where_no_length_lowers_the_loss_nothing_moves():
+def test_nothing_moves_if_no_step_length_lowers_the_loss():
     loss = lambda trainables: jnp.sum(trainables["x"]) * jnp.nan  # noqa: E731
     trainables = {"x": jnp.ones(3)}
     optimizer = optim.LBFGS(search=4)
@@ -138,7 +138,7 @@ def test_all_steps_are_one_compilation():
     np.testing.assert_allclose(loss(trainables), 4, rtol=1e-6)
 
 
-def test_a_vmap_is_as_many_runs():
+def test_vmap_equals_separate_runs():
     loss = lambda trainables: FUNCTIONS["rosenbrock"][0](trainables["kernel"])  # noqa: E731
     starts = jnp.asarray([[[-1.2], [1.0]], [[0.0], [0.5]], [[2.0], [2.0]]])
     one = lambda start: run(optim.LBFGS(), loss, {"kernel": start}, 12)[1]  # noqa: E731
@@ -152,7 +152,7 @@ def test_without_a_search_the_step_is_the_rate():
     np.testing.assert_allclose(new["x"], [2.0, -1.0])
 
 
-def test_bfloat16_weights_with_a_master_come_to_the_minimum():
+def test_bfloat16_weights_with_a_master_reach_the_minimum():
     target = jnp.asarray([0.3, -1.7, 2.2], jnp.bfloat16)
     loss = lambda trainables: jnp.sum((trainables["x"] - target).astype(jnp.float32) ** 2)  # noqa: E731
     optimizer = optim.LBFGS(rounding=optim.MasterWeights(), search=10)

@@ -49,17 +49,17 @@ def final(dtype, rounding, seed):
         ("bfloat16", optim.StochasticRounding(), 0.03),
     ],
 )
-def test_small_steps_of_narrow_weights_end_where_float32_does(dtype, rounding, part, seed):
+def test_small_steps_of_narrow_weights_reach_what_float32_reaches(dtype, rounding, part, seed):
     wide = final("float32", optim.RoundToNearest(), seed)
     assert abs(final(dtype, rounding, seed) / wide - 1) < part
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_small_steps_of_bfloat16_weights_stall_if_rounded_to_the_nearest(seed):
+def test_small_steps_of_bfloat16_weights_stall_if_rounded_to_nearest(seed):
     assert final("bfloat16", optim.RoundToNearest(), seed) > 3 * final("float32", optim.RoundToNearest(), seed)
 
 
-def test_a_mean_square_kept_in_bfloat16_never_falls_and_in_float32_does():
+def test_a_mean_square_stored_in_bfloat16_never_decays_and_in_float32_does():
     def square(dtype):
         optimizer = optim.Adam(1e-3, slot_dtypes=(("square", dtype),))
         trainables = {"kernel": jnp.ones(8, jnp.bfloat16)}
@@ -107,24 +107,24 @@ EXACT = [0.0, 1.0, -1.0, 0.5, 2.0, 1024.0, -0.25, 65_504.0, 2.0**-14, 2.0**-24, 
 
 
 @pytest.mark.parametrize("value", EXACT)
-def test_what_float16_can_say_stays(value):
+def test_what_float16_can_represent_stays(value):
     np.testing.assert_array_equal(many(value, "float16"), value)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0**-126, 2.0**127, 3.3895313892515355e38, np.inf, -np.inf])
-def test_what_bfloat16_can_say_stays(value):
+def test_what_bfloat16_can_represent_stays(value):
     np.testing.assert_array_equal(many(value, "bfloat16"), value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_is_no_number_stays_none(dtype):
+def test_nan_stays_nan(dtype):
     assert np.isnan(many(np.nan, dtype)).all()
 
 
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float16", 65_520.0), ("float16", 65_600.0), ("float16", 3e38), ("bfloat16", 3.4e38)]
 )
-def test_beyond_the_largest_number_is_infinity(dtype, value):
+def test_beyond_the_largest_value_is_infinity(dtype, value):
     assert np.isinf(many(value, dtype)).all() and np.isinf(many(-value, dtype)).all()
 
 
@@ -142,12 +142,12 @@ LARGEST = {"float16": 65_504.0, "bfloat16": 3.3895313892515355e38}
         ("bfloat16", 3.396e38),
     ],
 )
-def test_chance_makes_no_infinity_of_what_is_nearest_to_the_largest_number(dtype, value):
+def test_a_value_nearest_to_the_largest_one_never_becomes_infinite(dtype, value):
     np.testing.assert_array_equal(many(value, dtype), LARGEST[dtype])
     np.testing.assert_array_equal(many(-value, dtype), -LARGEST[dtype])
 
 
-def test_a_weight_at_the_largest_number_of_float16_stays_finite():
+def test_a_weight_at_the_largest_value_of_float16_stays_finite():
     optimizer = optim.SGD(1.0, rounding=optim.StochasticRounding())
     trainables = {"kernel": jnp.full(4096, LARGEST["float16"], jnp.float16)}
     grads = {"kernel": jnp.full(4096, -10.0, jnp.float32)}
@@ -168,19 +168,19 @@ def rounded(seed=0, path="kernel", step=0):
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"path": "bias"}, {"step": 1}, {"step": 1 << 20}])
-def test_draws_differ_by_seed_path_and_step(other):
+def test_random_bits_differ_by_seed_path_and_step(other):
     one, two = rounded(), rounded(**other)
     assert (one != two).any()
     assert abs(np.corrcoef(one, two)[0, 1]) < 5 / np.sqrt(4096)
 
 
-def test_draws_are_the_same_each_time():
+def test_random_bits_are_deterministic():
     np.testing.assert_array_equal(rounded(), rounded())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8, 64, 256, 1024])
 @pytest.mark.parametrize("along", ["places", "rows", "steps"])
-def test_draws_are_as_good_as_independent(lag, along):
+def test_random_bits_are_practically_independent(lag, along):
     if along == "steps":
         draws = jax.vmap(lambda step: hash_bits((4,), step, 7))(jnp.arange(DRAWS // 4)).T.ravel()
     else:
@@ -206,7 +206,7 @@ def test_a_thousand_small_additions_add_up(rounding):
     np.testing.assert_allclose(np.float32(new["kernel"]), 1.1, atol=2**-7)  # the distance of neighbours there
 
 
-def test_a_thousand_small_additions_are_lost_if_rounded_to_the_nearest():
+def test_a_thousand_small_additions_are_lost_if_rounded_to_nearest():
     optimizer = optim.SGD(1e-4)
     carry = {"kernel": jnp.ones(8, jnp.bfloat16)}, optimizer.init({"kernel": jnp.ones(8, jnp.bfloat16)})
     grads = {"kernel": jnp.full(8, -1.0, jnp.bfloat16)}

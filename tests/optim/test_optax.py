@@ -69,14 +69,14 @@ def test_an_optax_transformation_takes_the_same_steps_under_the_contract(name):
     assert state.step == STEPS
 
 
-def test_the_lbfgs_of_optax_gets_its_value_and_its_loss():
+def test_lbfgs_of_optax_receives_the_value_and_the_loss():
     new, _ = by_mlax(optim.from_optax(optax.lbfgs()), ROSENBROCK, rosenbrock, extra=True)
     assert_close(new, by_optax(optax.lbfgs(), ROSENBROCK, rosenbrock, extra=True)[0], 1e-4, 1e-6)
     np.testing.assert_allclose(new["x"], 1, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "masked from within", "multi", "injected", "if finite"])
-def test_an_update_keeps_every_leaf_as_it_is_and_compiles_once(name):
+def test_an_update_keeps_shapes_and_dtypes_and_compiles_once(name):
     optimizer, trainables = optim.from_optax(TRANSFORMATIONS[name]), tree("bfloat16")
     state = optimizer.init(trainables)
     before = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (trainables, state))
@@ -101,7 +101,7 @@ def test_slots_are_named_as_optax_names_them_and_have_the_tree_of_the_trainables
     assert jax.tree.structure(state.mu) == jax.tree.structure(state.nu) == jax.tree.structure(trainables)
 
 
-def test_two_slots_of_one_name_are_told_apart():
+def test_two_slots_of_one_name_get_different_names():
     state = optim.from_optax(TRANSFORMATIONS["chain of two momenta"]).init(tree("float32"))
     assert state._fields == ("step", "trace", "trace_1")
 
@@ -112,7 +112,7 @@ def test_the_partition_gives_slots_the_specs_of_their_weights():
     assert state.mu == state.nu == specs and state.count == state.step == P()
 
 
-def test_the_state_of_another_transformation_is_refused():
+def test_the_state_of_another_transformation_is_an_error():
     trainables = tree("float32")
     state = optim.from_optax(optax.sgd(0.1)).init(trainables)
     with pytest.raises(ValueError, match="another optimizer; create it with `init`"):
@@ -149,14 +149,14 @@ def test_optax_clips_for_an_mlax_optimizer_as_mlax_does():
     )
 
 
-def test_there_and_back_is_the_same_optimizer():
+def test_from_optax_inverts_to_optax():
     optimizer = optim.from_optax(optim.to_optax(optim.Adam(1e-2)))
     new, state = by_mlax(optimizer, tree("float32"))
     assert_close(new, by_mlax(optim.Adam(1e-2), tree("float32"))[0], 1e-5, 1e-6)
     assert state._fields[-2:] == ("mean", "square")
 
 
-def test_an_mlax_optimizer_without_weights_says_that_it_needs_them():
+def test_the_error_of_an_mlax_optimizer_without_params_says_that_it_needs_them():
     transformation = optim.to_optax(optim.Adam(1e-2))
     with pytest.raises(ValueError, match=r"needs the weights; call update\(grads, state, params\)"):
         transformation.update(tree("float32"), transformation.init(tree("float32")))

@@ -16,7 +16,7 @@ DECAYED = ("decayed", "**/kernel")
 
 @pytest.mark.parametrize("groups", [(), (DECAYED,), (("heat", "temperature"), DECAYED)])
 @pytest.mark.parametrize("trainables", [tree("float32"), MIXED, {"x": jnp.zeros((0, 3)), "y": jnp.ones(())}])
-def test_what_is_packed_comes_back(trainables, groups):
+def test_unpack_inverts_pack(trainables, groups):
     if groups and "x" in trainables:
         groups = (("group", "x"),)
     packing = optim.Packing.of(trainables, *groups)
@@ -27,7 +27,7 @@ def test_what_is_packed_comes_back(trainables, groups):
     assert not unequal_leaves(packing.pack(packing.unpack(packed)), packed)
 
 
-def test_there_is_a_vector_for_each_dtype_and_group():
+def test_each_dtype_and_group_has_one_vector():
     assert set(optim.Packing.of(MIXED).pack(MIXED)) == {"float32", "bfloat16"}
     packed = optim.Packing.of(MIXED, DECAYED).pack(MIXED)
     assert {name: set(vectors) for name, vectors in packed.items()} == {
@@ -37,7 +37,7 @@ def test_there_is_a_vector_for_each_dtype_and_group():
     assert packed["decayed"]["float32"].shape == (8 * 4 + 2 * 4 * 8,)
 
 
-def test_trees_of_lists_and_tuples_are_packed_too():
+def test_pytrees_of_lists_and_tuples_are_packed():
     trainables = [jnp.ones(3), (jnp.zeros((2, 2)), {"kernel": jnp.ones(1)})]
     packing = optim.Packing.of(trainables)
     assert not unequal_leaves(packing.unpack(packing.pack(trainables)), trainables)
@@ -48,7 +48,7 @@ def test_shapes_and_dtypes_are_enough_for_a_packing():
     assert optim.Packing.of(jax.eval_shape(lambda: tree("float32"))) == optim.Packing.of(trainables)
 
 
-def test_equal_packings_are_one():
+def test_equal_packings_are_equal_and_hash_equal():
     one, two = (optim.Packing.of(tree("float32", seed), DECAYED) for seed in (0, 1))
     assert one == two and hash(one) == hash(two) and one != optim.Packing.of(tree("float32"))
     unpack = jax.jit(lambda packing, packed: packing.unpack(packed), static_argnums=0)
@@ -66,7 +66,7 @@ def test_the_gradient_through_unpack_is_the_packed_gradient():
     )
 
 
-def test_the_gradient_is_one_joining_and_no_sum_of_padded_parts():
+def test_the_gradient_is_one_concatenation_and_not_a_sum_of_padded_parts():
     trainables = tree("float32")
     packing = optim.Packing.of(trainables)
     packed = packing.pack(trainables)
@@ -82,7 +82,7 @@ def test_the_gradient_is_one_joining_and_no_sum_of_padded_parts():
 @pytest.mark.parametrize(
     "optimizer", [optim.SGD(0.1, momentum=0.9), optim.Adam(0.1), optim.Lion(0.01), optim.RMSProp(0.01)], ids=repr
 )
-def test_optimizers_that_look_at_each_number_take_the_same_steps(optimizer):
+def test_elementwise_optimizers_take_the_same_steps(optimizer):
     plain = tree("float32")
     packing = optim.Packing.of(plain)
     packed, update = packing.pack(plain), jax.jit(optimizer.update)
@@ -150,7 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_error_says_what_came_and_what_was_wanted(mistake):
+def test_errors_say_what_was_passed_and_what_is_needed(mistake):
     do, error, words = MISTAKES[mistake]
     with pytest.raises(error) as caught:
         do()

@@ -120,15 +120,15 @@ def on_one_device(name, dtype):
     return trainables, state
 
 
-def test_init_puts_every_slot_where_partition_says(run):
+def test_init_shards_every_slot_as_partition_says(run):
     assert not elsewhere(run.state, run.wanted)
 
 
-def test_init_under_jit_puts_every_slot_where_partition_says(run):
+def test_init_under_jit_shards_every_slot_as_partition_says(run):
     assert not elsewhere(run.jitted_state, run.wanted)
 
 
-def test_three_updates_move_nothing(run):
+def test_three_updates_change_no_sharding(run):
     assert not elsewhere(run.after, run.before)
 
 
@@ -139,7 +139,7 @@ def test_three_updates_are_one_compilation(run):
     assert run.compiled == 1 or (run.compiled == 2 and not spelled)
 
 
-def test_numbers_are_those_on_one_device(run):
+def test_values_equal_those_on_one_device(run):
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if run.dtype == "bfloat16" else {"rtol": 5e-4, "atol": 5e-5}
     free = {name: None for name in run.alone[1]._fields if name.endswith("_basis")}  # up to signs
     (new, state), (wanted, wanted_state) = run.after, run.alone
@@ -153,7 +153,7 @@ def test_partition_needs_no_shapes_where_they_do_not_matter(optimizer):
 
 
 @pytest.mark.parametrize("name", BY_SHAPE)
-def test_partition_says_that_it_needs_the_trainables_where_shapes_matter(name):
+def test_the_error_of_partition_asks_for_the_trainables_where_shapes_matter(name):
     with pytest.raises(ValueError, match=r"partition\(specs, trainables\)"):
         ROWS[name].optimizer.partition(SPECS)
 
@@ -166,7 +166,7 @@ def test_partition_takes_specs_and_shardings(name):
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adafactor", "SOAP", "FromOptax"])
-def test_a_partition_is_what_jit_takes_as_out_shardings(name):
+def test_a_partition_can_be_out_shardings_of_jit(name):
     devices, optimizer = mesh(AxisType.Auto), ROWS[name].optimizer
     wanted = optimizer.partition(on(devices, SPECS), structs())
     state = jax.jit(optimizer.init, out_shardings=wanted)(tree("float32"))
@@ -180,14 +180,14 @@ def test_factored_slots_keep_the_axes_that_they_have():
     assert state.square["dense"]["bias"] == P(None) and state.step == P()
 
 
-def test_slots_of_optax_that_are_no_copies_of_the_weights_are_whole_on_every_device():
+def test_slots_of_optax_in_other_shapes_than_the_weights_are_replicated():
     optimizer = optim.from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=4))
     state = optimizer.partition(SPECS, structs())
     assert state.v_row["dense"]["kernel"] == P() and state.v["dense"]["bias"] == P(None)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_state_of_weights_that_fit_nowhere_is_known_without_them(name):
+def test_the_state_of_weights_that_fit_nowhere_can_be_evaluated_abstractly(name):
     side = 1 << 20
     huge = {"dense": {"bias": (side,), "kernel": (side, side)}, "stack": {"kernel": (2, side, side)}}
     given = structs(shapes={**huge, "temperature": ()})

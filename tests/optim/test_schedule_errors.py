@@ -105,13 +105,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_in_words(name):
+def test_invalid_arguments_are_errors_that_say_what_is_needed(name):
     act, words = BAD[name]
     with pytest.raises((TypeError, ValueError), match=words):
         act()
 
 
-def test_draw_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install mlax\[demo\]"):
         Cosine(0.1, 5).plot(tmp_path / "schedule.png")

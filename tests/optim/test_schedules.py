@@ -30,7 +30,7 @@ RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def test_every_exported_schedule_has_a_row():
+def test_every_public_schedule_has_a_case():
     shown = {type(case.make()).__name__ for case in CASES.values()}
     assert shown == set(schedules.__all__) - {"Schedule"}
 
@@ -44,7 +44,7 @@ def test_equal_schedules_are_equal_and_hash_equal(case):
 
 
 @each_case
-def test_values_are_those_of_the_reference(case):
+def test_values_agree_with_the_reference(case):
     steps = np.arange(150)
     with jax.numpy_dtype_promotion("standard"):
         want = np.broadcast_to(np.asarray(case.reference(steps), np.float64), steps.shape)
@@ -62,7 +62,7 @@ def test_first_peak_and_last_value_are_exact(case):
 
 
 @each_case
-def test_values_are_those_of_one_call_each(case):
+def test_values_are_those_of_single_calls(case):
     schedule = case.make()
     values = schedule.values(110)
     assert values.dtype == np.float32 and isinstance(values, np.ndarray)
@@ -92,7 +92,7 @@ def test_all_steps_are_one_compilation(case):
 
 
 @each_case
-def test_it_no_longer_changes_after_its_length(case):
+def test_a_schedule_is_constant_after_its_length(case):
     schedule = case.make()
     assert schedule.length == case.length
     if case.length is None:
@@ -105,7 +105,7 @@ def test_it_no_longer_changes_after_its_length(case):
 
 @each_case
 @pytest.mark.parametrize("x64", [RARELY(False), True])
-def test_values_are_strong_float32_whatever_counts_the_step(case, x64):
+def test_values_are_strongly_typed_float32_for_any_dtype_of_the_step(case, x64):
     schedule = case.make()
     with jax.enable_x64(x64):
         steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
@@ -139,7 +139,7 @@ def test_a_lengthened_schedule_is_the_same_curve(case):
 
 
 @each_case
-def test_table_and_curve_hold_the_right_numbers(case):
+def test_table_and_curve_show_the_values(case):
     schedule = case.make()
     lines = schedule.table(100, rows=6).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[0].split() == ["step", "value"]
@@ -156,7 +156,7 @@ def test_table_and_curve_hold_the_right_numbers(case):
 
 
 @pytest.mark.parametrize("name", [name if case.plotted else RARELY(name) for name, case in CASES.items()])
-def test_draw_writes_a_picture(name, tmp_path):
+def test_plot_writes_a_png(name, tmp_path):
     CASES[name].make().plot(tmp_path / "schedule.png", 100)
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
@@ -190,7 +190,7 @@ def test_the_curve_looks_like_the_schedule():
     ]
 
 
-def test_one_cycle_is_that_of_torch():
+def test_one_cycle_agrees_with_torch():
     # torch 2.13: OneCycleLR(optimizer, max_lr=0.1, total_steps=101), the rate before each step
     want = {
         0: 0.004,
@@ -208,14 +208,14 @@ def test_one_cycle_is_that_of_torch():
     np.testing.assert_allclose(OneCycle(0.1, 101).values(list(want)), list(want.values()), rtol=2e-6)
 
 
-def test_cosine_is_that_of_torch():
+def test_cosine_agrees_with_torch():
     # torch 2.13: CosineAnnealingLR(optimizer, T_max=10, eta_min=0.01) from 0.5
     want = [0.5, 0.48800884649231263, 0.4532091636218621, 0.39900738681165593, 0.33070916362186215, 0.255]
     want += [0.17929083637813792, 0.11099261318834411, 0.05679083637813791, 0.021991153507687385, 0.01]
     np.testing.assert_allclose(Cosine(0.5, 10, end=0.01).values(11), want, rtol=1e-6)
 
 
-def test_restarts_are_those_of_torch():
+def test_restarts_agree_with_torch():
     # torch 2.13: CosineAnnealingWarmRestarts(optimizer, T_0=4, T_mult=2) from 0.5
     want = [0.5, 0.42677669529663687, 0.25, 0.07322330470336313, 0.5, 0.4809698831278217, 0.42677669529663687]
     want += [0.34567085809127246, 0.25, 0.15432914190872757, 0.07322330470336313, 0.019030116872178315, 0.5]
@@ -233,7 +233,7 @@ def test_steps_are_counted_exactly_where_float32_no_longer_can():
 
 
 @pytest.mark.parametrize("make", [LinearSchedule, lambda start, end, steps: Cosine(start, steps, end)])
-def test_nothing_cancels_near_the_end(make):
+def test_no_digits_cancel_near_the_end(make):
     steps = 10**6
     left = 3 / steps
     want = {"LinearSchedule": left, "Cosine": math.sin(math.pi / 2 * left) ** 2}

@@ -80,14 +80,14 @@ BY_OPTAX = {
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", BY_TORCH)
-def test_goes_where_pytorch_goes(case, dtype):
+def test_trajectories_agree_with_pytorch(case, dtype):
     path = {name: leaf[TORCH_STEPS] for name, leaf in trajectory(BY_TORCH[case], dtype).items()}
     assert_follows(path, torch_trajectory(case), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", BY_DEFINITION)
-def test_goes_where_the_paper_goes(case, dtype):
+def test_trajectories_agree_with_the_papers(case, dtype):
     optimizer, settings = BY_DEFINITION[case]
     assert_follows(
         trajectory(optimizer, dtype),
@@ -97,7 +97,7 @@ def test_goes_where_the_paper_goes(case, dtype):
 
 
 @pytest.mark.parametrize("case", BY_OPTAX)
-def test_goes_where_optax_goes(case):
+def test_trajectories_agree_with_optax(case):
     optimizer, transformation = BY_OPTAX[case]
 
     def step(carry, grads):
@@ -111,12 +111,12 @@ def test_goes_where_optax_goes(case):
     assert_follows(trajectory(optimizer), to_flat(path), 1e-9)
 
 
-def test_ademamix_warms_its_slow_average_up():
+def test_ademamix_warms_up_its_slow_average():
     path = trajectory(optim.AdEMAMix(0.01, warmup=30))
     assert_follows(path, stack_steps(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
 
 
-def test_soap_refreshes_its_bases_as_often_as_told():
+def test_soap_refreshes_its_bases_every_few_steps():
     path = trajectory(optim.SOAP(0.01, b1=0.9, b2=0.98, decay=0.0, every=3))
     assert_follows(
         path, stack_steps(definitions.soap(WEIGHTS, GRADS, rate=0.01, b1=0.9, b2=0.98, decay=0.0, every=3)), 1e-9
@@ -125,7 +125,7 @@ def test_soap_refreshes_its_bases_as_often_as_told():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_takes_kernels_and_leaves_the_rest_to_adamw(nesterov, dtype):
+def test_muon_updates_kernels_and_leaves_the_rest_to_adamw(nesterov, dtype):
     names = {"tall/kernel": "dense/kernel", "tall/bias": "dense/bias", "wide/kernel": "dense/kernel"}
     weights, *grads = (
         {name: step[leaf].T if name == "wide/kernel" else step[leaf] for name, leaf in names.items()}
@@ -139,7 +139,7 @@ def test_muon_takes_kernels_and_leaves_the_rest_to_adamw(nesterov, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_sophia_steps_by_the_curvature_it_was_last_given(dtype):
+def test_sophia_uses_its_last_estimate_of_the_curvature(dtype):
     optimizer = optim.SophiaG(0.01, gamma=0.05, decayed=ALL)
     sampled = GRADS[1:6]
 
@@ -172,7 +172,7 @@ def test_schedule_free_trains_at_y_and_evaluates_at_x(warmup, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_lbfgs_without_a_search_steps_by_the_two_loops(dtype):
+def test_lbfgs_without_a_search_follows_the_two_loop_recursion(dtype):
     optimizer = optim.LBFGS(0.3, history=4, search=0)
 
     def gradient(w):

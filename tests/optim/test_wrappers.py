@@ -39,7 +39,7 @@ def norm(leaves):
 
 
 @pytest.mark.parametrize("case", DECAYED)
-def test_kernels_decay_and_no_other_leaf(case):
+def test_only_kernels_decay(case):
     optimizer, settings = DECAYED[case]
     with_decay, without = (
         stack_steps(getattr(definitions, case)(WEIGHTS, GRADS, decay=decay, **settings)) for decay in (0.1, 0.0)
@@ -47,7 +47,7 @@ def test_kernels_decay_and_no_other_leaf(case):
     assert_follows(trajectory(optimizer), {**without, "dense/kernel": with_decay["dense/kernel"]}, 1e-9)
 
 
-def test_schedule_free_decays_kernels_and_no_other_leaf():
+def test_schedule_free_decays_only_kernels():
     with_decay, without = (
         stack_pairs(definitions.schedule_free(WEIGHTS, GRADS, rate=0.01, decay=decay), 0) for decay in (0.1, 0.0)
     )
@@ -55,7 +55,7 @@ def test_schedule_free_decays_kernels_and_no_other_leaf():
     assert_follows(path, {**without, "dense/kernel": with_decay["dense/kernel"]}, 1e-9)
 
 
-def test_lars_scales_kernels_and_gives_other_leaves_to_sgd():
+def test_lars_scales_kernels_and_leaves_the_rest_to_sgd():
     path = {name: leaf[TORCH_STEPS] for name, leaf in trajectory(optim.LARS(0.1)).items()}
     kernel = stack_steps(definitions.lars(WEIGHTS, GRADS, rate=0.1))["dense/kernel"][TORCH_STEPS]
     assert_follows(path, {**torch_trajectory("sgd_momentum"), "dense/kernel": kernel}, 1e-9)
@@ -71,7 +71,7 @@ def test_one_pattern_needs_no_tuple():
     assert optim.LayerwiseRates(sgd, "blocks/**", stacked="blocks/**").layers == ("blocks/**",)
 
 
-def test_decay_takes_its_part_of_the_weights_whatever_the_rate():
+def test_decay_subtracts_the_same_part_of_the_weights_at_any_rate():
     path = trajectory(optim.Decay(optim.Adam(0.01), 0.02, decayed=ALL))
     assert_follows(path, stack_steps(definitions.adamw(WEIGHTS, GRADS, rate=0.01, decay=0.02 / 0.01)), 1e-9)
 
@@ -105,7 +105,7 @@ def test_each_output_is_clipped_by_its_weights(dtype):
     )
 
 
-def test_an_update_of_five_accumulated_gradients_is_one_of_their_mean():
+def test_an_update_after_five_accumulated_gradients_uses_their_mean():
     path = trajectory(optim.Accumulate(optim.Adam(0.01), 5))
     means = [{name: np.mean([g[name] for g in GRADS[i : i + 5]], axis=0) for name in WEIGHTS} for i in range(0, 50, 5)]
     reference = [WEIGHTS, *definitions.adamw(WEIGHTS, means, rate=0.01)]
@@ -113,7 +113,7 @@ def test_an_update_of_five_accumulated_gradients_is_one_of_their_mean():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_average_averages_and_leaves_the_path_alone(dtype):
+def test_average_averages_and_does_not_change_the_trajectory(dtype):
     path, averaged = trajectory(optim.Average(optim.Adam(0.01), decay=0.9), dtype, averaged=True)
     reference = definitions.adamw(WEIGHTS, GRADS, rate=0.01)
     assert_follows(path, stack_steps(reference), TOLERANCE[dtype])
@@ -121,7 +121,7 @@ def test_average_averages_and_leaves_the_path_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_lookahead_goes_back_half_of_the_way(dtype):
+def test_lookahead_moves_halfway_to_the_fast_weights(dtype):
     fast, slow = trajectory(optim.Lookahead(optim.SGD(0.1)), dtype, averaged=True)
     reference = definitions.lookahead_sgd(WEIGHTS, GRADS, rate=0.1)
     assert_follows(fast, stack_pairs(reference, 0), TOLERANCE[dtype])
@@ -129,7 +129,7 @@ def test_lookahead_goes_back_half_of_the_way(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_sam_steps_by_the_gradient_at_the_top_of_its_ball(dtype):
+def test_sam_uses_the_gradient_at_the_perturbed_weights(dtype):
     optimizer = optim.SAM(optim.SGD(0.1), radius=0.3)
 
     def loss(trainables):

@@ -45,7 +45,7 @@ def test_the_bytes_are_those_that_jax_reports(name):
     assert described.needed == pytest.approx(reported, rel=0.05)
 
 
-def test_state_counts_with_the_weights_and_without_an_optimizer_it_is_about_inference():
+def test_state_counts_with_the_weights_and_without_an_optimizer_the_description_is_of_inference():
     task = cnn()
     described = place.data().describe(task.model, task.x)
     variables = jax.tree.leaves(task.model.init(jax.random.key(0), task.x))
@@ -54,7 +54,7 @@ def test_state_counts_with_the_weights_and_without_an_optimizer_it_is_about_infe
     assert described.working is not None and "needed" in str(described)
 
 
-def test_what_the_layers_of_a_part_share_is_one_transfer_of_the_part():
+def test_a_transfer_that_layers_of_a_part_share_belongs_to_the_part():
     task = gpt()
     described = place.data().describe(task.model, task.x, OPTIMIZER)
     assert described.transfers is not None
@@ -75,7 +75,7 @@ def test_slots_in_host_memory_are_counted_there():
     assert "host, for each device" in str(described)
 
 
-def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
+def test_activations_are_named_by_layer_and_remat_stores_less():
     stored = place.data().describe(gpt().model, gpt().x, OPTIMIZER, compile=False)
     again = place.data().describe(gpt(mode="remat").model, gpt().x, OPTIMIZER, compile=False)
     kept = {row.layer: row.activations for row in stored.rows}
@@ -86,7 +86,7 @@ def test_activations_are_named_by_layer_and_recomputing_them_leaves_less():
     assert bigger.bytes_of("activations") == pytest.approx(2 * stored.bytes_of("activations"), rel=0.1)
 
 
-def test_what_does_not_fit_is_refused_with_what_to_change():
+def test_the_error_of_a_plan_that_does_not_fit_says_what_to_change():
     task = gpt(width=64)
     wide = task.model
     with pytest.raises(
@@ -98,14 +98,14 @@ def test_what_does_not_fit_is_refused_with_what_to_change():
     place.data().check_fits(wide, task.x, OPTIMIZER, memory=2**30, compile=False)
 
 
-def test_the_picture_is_a_picture(tmp_path):
+def test_the_plot_is_a_png(tmp_path):
     task = gpt()
     plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
     plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False, memory=2**30).draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_auto_takes_what_sends_least_of_what_fits_and_says_why():
+def test_auto_chooses_the_plan_that_fits_and_sends_least_and_says_why():
     model = Series(embed=nn.Embed(64, 64), mlp=nn.MLP((256, 64)), head=nn.Linear(64, bias=False))
     tokens = gpt().x
     said = []

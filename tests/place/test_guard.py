@@ -49,7 +49,7 @@ def scale():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["jit", "compiled"])
 @pytest.mark.parametrize("again", [False, True], ids=["first call", "later call"])
-def test_a_numpy_array_passed_to_a_compiled_function_is_refused(scale, compiled, again):
+def test_a_numpy_array_passed_to_a_compiled_function_is_an_error(scale, compiled, again):
     batch = jax.device_put(numpy_batch(), split())
     function = scaled.lower(scale, batch).compile() if compiled else jax.jit(lambda *args: scaled(*args))
     if again:
@@ -62,13 +62,13 @@ def test_a_numpy_array_passed_to_a_compiled_function_is_refused(scale, compiled,
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def test_an_array_on_another_device_is_refused(scale):
+def test_an_array_on_another_device_is_an_error(scale):
     image = jnp.ones((16, 8))
     with refused_as(r"^implicit device-to-device transfer of .*float32\[16,8\].*Mesh\('data': 8.*put it there first"):
         scaled(scale, image)
 
 
-def test_a_python_scalar_is_better_created_inside_of_the_function(scale):
+def test_the_error_of_a_python_scalar_suggests_to_create_it_inside_the_function(scale):
     with refused_as(r"^implicit host-to-device transfer of .*float32\[\].*create the scalar inside of the compiled"):
         scaled(scale, 0.5)
     with refused_as(r"float32\[\].*create the scalar inside of the compiled function"):
@@ -86,7 +86,7 @@ def begun():
     return step, step.init(jax.random.key(1), *jax.device_put(variables, whole()))
 
 
-def test_a_training_step_names_the_leaf_of_the_batch_and_goes_on_after_it():
+def test_a_training_step_names_the_leaf_of_the_batch_and_can_continue():
     step, state = begun()
     placed = jax.device_put(numpy_batch(), split())
     state, _ = step(state, placed)
@@ -108,7 +108,7 @@ def test_steps_fed_as_planned_run_under_the_guard():
     assert int(state.step) == 3
 
 
-def test_what_is_asked_for_is_allowed():
+def test_explicit_transfers_are_allowed():
     with place.guard():
         x = jax.device_put(np.ones(3, np.float32), jax.devices()[1])
         x = jax.device_put(x, jax.devices()[2])
@@ -122,7 +122,7 @@ def test_other_errors_pass_unchanged():
         raise RuntimeError("mine")
 
 
-def test_after_the_block_and_in_other_threads_everything_is_allowed():
+def test_outside_the_block_and_in_other_threads_everything_is_allowed():
     done = []
     with place.guard():
         thread = threading.Thread(target=lambda: done.append(jnp.ones(3).sum()))
@@ -131,12 +131,12 @@ def test_after_the_block_and_in_other_threads_everything_is_allowed():
     assert done and jnp.ones(3).sum() == done[0]
 
 
-def test_an_array_that_is_read_on_the_host_is_better_fetched():
+def test_the_error_of_reading_an_array_on_the_host_suggests_device_get():
     with refused_as(r"^implicit device-to-host transfer of shape=\(2\), dtype=F32: fetch it by jax.device_get"):
         raise RuntimeError("Disallowed device-to-host transfer: shape=(2), dtype=F32")  # as on a GPU
 
 
-def test_check_passes_what_is_as_planned():
+def test_check_accepts_shardings_of_the_plan():
     batch = jax.device_put(numpy_batch(), split())
     place.check_shardings(batch, split())
     place.check_shardings(batch, {"image": split(), "label": NamedSharding(mesh(), P("data", None))})
@@ -144,7 +144,7 @@ def test_check_passes_what_is_as_planned():
     place.check_shardings({**batch, "none": None}, {"image": split(), "label": None, "none": None})
 
 
-def test_check_names_the_first_leaf_that_is_elsewhere_and_what_that_costs():
+def test_check_names_the_first_leaf_with_another_sharding_and_its_cost():
     batch = jax.device_put(numpy_batch(), split())
     batch["label"] = jax.device_put(batch["label"], whole())
     with pytest.raises(place.UnplannedTransfer) as caught:

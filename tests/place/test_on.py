@@ -32,7 +32,7 @@ def loss(model, x):
     return lambda trainables: (model.fwd(x, trainables)[0] ** 2).mean()
 
 
-def test_a_pipeline_of_two_devices_trains_like_one(x):
+def test_parts_on_two_devices_train_like_one(x):
     here, there = jax.devices()[1], jax.devices()[2]
     model, whole = pipeline(here, there), resident()
     trainables, _ = model.init(jax.random.key(0), x)
@@ -47,7 +47,7 @@ def test_a_pipeline_of_two_devices_trains_like_one(x):
     assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(grads["second"]))
 
 
-def test_each_part_has_a_state_of_the_optimizer_of_its_own(x):
+def test_each_part_has_its_own_optimizer_state(x):
     model, whole = pipeline(*jax.devices()[1:3]), resident()
     trainables, same = (each.init(jax.random.key(0), x)[0] for each in (model, whole))
     optimizer = optim.ClipNorm(optim.AdamW(optim.Cosine(0.1, 10)), 1.0)
@@ -63,7 +63,7 @@ def test_each_part_has_a_state_of_the_optimizer_of_its_own(x):
     assert_close(trainables, same)
 
 
-def test_a_part_runs_on_a_mesh_with_its_input_split(x):
+def test_a_part_runs_on_a_mesh_with_a_sharded_input(x):
     mesh = Mesh(np.array(jax.devices()[4:6]), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     for where in (mesh, split):
@@ -76,14 +76,14 @@ def test_a_part_runs_on_a_mesh_with_its_input_split(x):
     assert y.sharding.spec[0] == "data"
 
 
-def test_the_parts_of_one_program_cannot_be_on_two_devices(x):
+def test_parts_of_one_jitted_function_cannot_be_on_two_devices(x):
     model = pipeline(jax.devices()[1], jax.devices()[2])
     variables = model.init(jax.random.key(0), x)
     with pytest.raises(ValueError, match="incompatible devices"):
         jax.jit(model.fwd)(x, *variables)
 
 
-def test_the_host_computes_inside_of_jit(x):
+def test_a_part_on_the_host_computes_there_inside_jit(x):
     model = mlax.Series(first=nn.Linear(8), host=place.On(nn.Linear(8), place.host), last=nn.Linear(6))
     whole = mlax.Series(first=nn.Linear(8), host=nn.Linear(8), last=nn.Linear(6))
     trainables, _ = model.init(jax.random.key(0), x)
@@ -94,7 +94,7 @@ def test_the_host_computes_inside_of_jit(x):
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1]["host"])} == {"pinned_host"}
 
 
-def test_what_is_no_place_is_refused():
+def test_an_invalid_placement_is_an_error():
     with pytest.raises(TypeError, match="relu"):
         place.On(jax.nn.relu, jax.devices()[0])
     with pytest.raises(TypeError, match=r"must be a device, a Mesh, a NamedSharding or place.host"):

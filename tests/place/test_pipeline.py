@@ -76,7 +76,7 @@ def learnt_on_one_device(kind):
 @pytest.mark.parametrize("stages, data", MESHES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_in_stages_learns_as_on_one_device(kind, schedule, stages, data):
+def test_a_pipelined_model_trains_like_one_on_one_device(kind, schedule, stages, data):
     wanted, weights, _, _ = learnt_on_one_device(kind)
     model, trainables, _ = begun(kind)
     devices = mesh(stages, data)
@@ -96,7 +96,7 @@ def test_a_model_in_stages_learns_as_on_one_device(kind, schedule, stages, data)
 
 
 @pytest.mark.parametrize("stages, data", [(4, 2), RARELY(2, 1)])
-def test_one_forward_one_backward_is_accumulation_to_the_last_key_and_state(stages, data):
+def test_one_forward_one_backward_equals_accumulation_in_keys_and_state(stages, data):
     model, x = transformer(4, dropout=0.3).layer, batch(transformer())
     model = mlax.replace(model, "norm", nn.BatchNorm())  # state behind the pipeline
     trainables, state = model.init(jax.random.key(0), x["x"])
@@ -134,7 +134,7 @@ def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedu
         assert_close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
 
 
-def test_plain_grad_and_inference_of_a_pipelined_model():
+def test_jax_grad_and_inference_of_a_pipelined_model_work():
     model, trainables, _ = begun("transformer")
     x = batch(model)["x"]
 
@@ -151,7 +151,7 @@ def test_plain_grad_and_inference_of_a_pipelined_model():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_go_together_with_data_and_tensor_parallel_weights(schedule):
+def test_stages_combine_with_data_and_tensor_parallelism(schedule):
     model, trainables, _ = begun("transformer")
     x = batch(model)
     wanted = jax.jit(found(model, "whole"))(x, trainables, None, jax.random.key(1))
@@ -171,7 +171,7 @@ def test_stages_go_together_with_data_and_tensor_parallel_weights(schedule):
     assert_close(got, wanted, 3e-5)  # split over two more axes, float32 sums go in yet another order
 
 
-def test_gpipe_in_bfloat16_is_the_repeat_in_bfloat16():
+def test_gpipe_in_bfloat16_equals_the_repeat_in_bfloat16():
     repeat = mlax.Repeat(mlax.Residual(nn.Linear(6)), 4)
     x = normal(8, 6, dtype="bfloat16")
     trainables, _ = repeat.init(jax.random.key(0), x)
@@ -212,7 +212,7 @@ def test_the_pipeline_is_found_within_calls(call):
         assert_close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
 
 
-def test_integers_travel_with_the_activations():
+def test_integers_pass_between_stages_with_the_activations():
     def gated(pair):
         x, which = pair
         return jnp.where(which[:, None] > 0, jnp.tanh(x), 1.1 * x), which
@@ -255,14 +255,14 @@ def test_memory_of_one_forward_one_backward_does_not_grow_with_microbatches_as_g
     assert grown["1f1b"] < 4 * activation
 
 
-def test_a_pipeline_says_how_long_its_stages_wait():
+def test_a_pipeline_reports_its_bubble():
     layer = place.Pipelined(mlax.Repeat(nn.Linear(6), 12), stages=4, microbatches=8)
     assert layer.bubble == 3 / 11
     assert layer.describe() == "4 stages of 3 layers over 'stage', 8 microbatches: 27% bubble"
     assert place.Pipelined(mlax.Repeat(nn.Linear(6), 12), stages=1, microbatches=8).bubble == 0
 
 
-def test_each_outermost_repeat_is_put_in_stages_and_may_be_put_in_others():
+def test_each_outermost_repeat_is_pipelined_and_may_be_pipelined_again():
     deep = mlax.Repeat(mlax.Residual(mlax.Repeat(nn.Linear(6), 2)), 4)
     model = mlax.Series(a=deep, b=mlax.Remat(mlax.Repeat(nn.Linear(6), 8)), c=nn.Linear(2))
     cut = staged(model, 2)
@@ -278,7 +278,7 @@ def test_each_outermost_repeat_is_put_in_stages_and_may_be_put_in_others():
         place.pipeline_repeats(model, 4, microbatches=2, at=("bb",))
 
 
-def test_bad_options_are_refused_in_words():
+def test_invalid_options_are_errors():
     repeat = mlax.Repeat(nn.Linear(6), 12)
     with pytest.raises(TypeError, match=r"the layer is Linear\(6\), but must be a Repeat"):
         place.Pipelined(nn.Linear(6), 2, 2)
@@ -301,7 +301,7 @@ def test_bad_options_are_refused_in_words():
             place.Pipelined(repeat, 2, 2).fwd(x, jax.tree.map(lambda leaf: leaf[:2], trainables))
 
 
-def test_a_layer_with_state_is_refused_in_words():
+def test_a_layer_with_state_is_an_error():
     layer = place.Pipelined(mlax.Repeat(Block(6), 4), 2, 2)
     with pytest.raises(ValueError, match="the layer has state"):
         layer.init(jax.random.key(0), jnp.ones((4, 6)))

@@ -19,7 +19,7 @@ def plan_of(variables, **mesh):
     return place.Plan(mesh or {"data": 4, "model": 2}, variables)
 
 
-def test_a_plan_is_equal_by_value_and_hashes_so():
+def test_plans_are_equal_and_hash_equal_by_value():
     rules = [("**/kernel", place.shard_last_axes("model")), ("**", P())]
     assert plan_of(rules) == plan_of(rules) and hash(plan_of(rules)) == hash(plan_of(rules))
     assert plan_of(rules) != plan_of(rules[1:])
@@ -33,7 +33,7 @@ def compiled_alike():
 
 
 @pytest.mark.usefixtures("compiled_alike")
-def test_init_makes_the_bits_of_init_each_straight_in_its_place():
+def test_plan_init_is_bitwise_equal_to_init_and_creates_each_variable_sharded():
     task = gpt()
     rules = [("**/mlp/linear_0/kernel", place.shard_last_axes("model")), ("embed/table", P("data")), ("**", P())]
     plan = plan_of(rules)
@@ -46,18 +46,18 @@ def test_init_makes_the_bits_of_init_each_straight_in_its_place():
 
 @pytest.mark.usefixtures("compiled_alike")
 @pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
-def test_init_makes_the_bits_of_init_within_repeats_of_repeats(key):
+def test_plan_init_is_bitwise_equal_within_nested_repeats(key):
     model = Series(first=nn.Linear(6), deep=Repeat(Series(mid=Repeat(nn.Linear(6), 3)), 2))
     x = jnp.zeros((2, 6))
     made, wanted = place.data().init(model, key(7), x), model.init(key(7), x)
     jax.tree.map(np.testing.assert_array_equal, made, wanted)
 
 
-def test_a_model_without_variables_has_none_in_any_place():
+def test_a_model_without_variables_has_none_under_a_plan():
     assert place.data().init(F(jnp.tanh), jax.random.key(0), jnp.zeros((2, 6))) == (None, None)
 
 
-def test_init_allocates_nothing_elsewhere_before(monkeypatch):
+def test_init_allocates_only_shards(monkeypatch):
     lowered, jit = [], jax.jit
 
     class Recorded:
@@ -91,7 +91,7 @@ def test_equal_parts_are_compiled_once_for_init(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled_alike")
-def test_variables_can_live_in_host_memory_and_on_one_device():
+def test_variables_can_be_in_host_memory_and_on_one_device():
     model, x = Series(a=nn.Linear(8), b=nn.Linear(8)), jnp.zeros((2, 8))
     device = jax.devices()[5]
     plan = plan_of([("a/**", place.host), ("b/**", device)])
@@ -101,7 +101,7 @@ def test_variables_can_live_in_host_memory_and_on_one_device():
     np.testing.assert_array_equal(made["b"]["kernel"], model.init(jax.random.key(0), x)[0]["b"]["kernel"])
 
 
-def test_place_moves_what_there_is_and_leaves_what_is_there():
+def test_place_moves_arrays_that_are_elsewhere_and_returns_the_others():
     task = gpt()
     plan = place.fsdp(min_size=1)
     trainables, non_trainables = task.model.init(jax.random.key(0), task.x)
@@ -112,7 +112,7 @@ def test_place_moves_what_there_is_and_leaves_what_is_there():
     assert pointers == [shard.data.unsafe_buffer_pointer() for shard in again["embed"]["table"].addressable_shards]
 
 
-def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
+def test_the_first_matching_rule_applies():
     task = gpt()
     plan = plan_of(
         [("**/query/kernel", place.shard_last_axes("model")), ("**/kernel", place.shard_last_axes("data")), ("**", P())]
@@ -150,13 +150,13 @@ def test_exceptions_come_first_and_the_first_rule_that_matches_holds():
         ([("norm/scale", place.shard_last_axes("model", None))], ValueError, "names 2 axes, but the array has 1"),
     ],
 )
-def test_rules_that_are_wrong_are_refused_in_words(rules, error, words):
+def test_invalid_rules_are_errors(rules, error, words):
     task = gpt()
     with pytest.raises(error, match=re.escape(words)):
         plan_of(rules).variable_shardings(task.model, task.x)
 
 
-def test_meshes_that_are_wrong_are_refused_in_words():
+def test_invalid_meshes_are_errors():
     with pytest.raises(
         ValueError, match=re.escape("data 3 = 3 does not divide the 8 available devices; the divisors")
     ) as few:
@@ -178,7 +178,7 @@ def test_meshes_that_are_wrong_are_refused_in_words():
         place.Plan({"data": 2}, batch=P("rows"))
 
 
-def test_what_is_no_key_is_refused_as_by_the_model_itself():
+def test_a_missing_key_is_the_same_error_as_that_of_the_model():
     task = gpt()
     words = r"^Plan.init needs a key, but rng is 0; pass jax.random.key\(0\), for example\.$"
     with pytest.raises(TypeError, match=words):
@@ -187,13 +187,13 @@ def test_what_is_no_key_is_refused_as_by_the_model_itself():
         place.data().init(task.model, task.x, jax.random.key(0))
 
 
-def test_a_mesh_axis_can_be_all_that_is_left_and_devices_can_be_chosen():
+def test_a_mesh_axis_can_take_the_remaining_devices_and_devices_can_be_chosen():
     assert (place.data() * place.sequence(2)).shape == {"data": 4, "sequence": 2}
     four = place.data().over(jax.devices()[4:])
     assert four.shape == {"data": 4} and set(four.mesh.devices.flat) == set(jax.devices()[4:])
 
 
-def test_a_batch_that_does_not_divide_is_refused_in_words():
+def test_a_batch_that_does_not_divide_into_shards_is_an_error():
     task = gpt()
     plan = place.data()
     step = train.step(objective_of(task.model), optim.SGD(0.1), plan=plan)
@@ -203,7 +203,7 @@ def test_a_batch_that_does_not_divide_is_refused_in_words():
         step(state, batch)
 
 
-def test_slots_live_in_host_memory_by_a_rule_and_by_name():
+def test_slots_are_put_in_host_memory_by_a_rule_or_by_name():
     task = gpt()
     trainables, _ = jax.eval_shape(task.model.init, jax.random.key(0), task.x)
     plan = place.Plan(
@@ -226,7 +226,7 @@ def test_slots_in_host_memory_stay_with_the_device_of_their_parameter():
 
 
 @pytest.mark.parametrize("wrapped", [Remat, lambda layer: Repeat(layer, 3)])
-def test_init_makes_what_is_streamed_inside_of_wrappers_in_host_memory(wrapped):
+def test_init_creates_streamed_weights_inside_wrappers_in_host_memory(wrapped):
     model, x = Series(blocks=wrapped(place.Stream(Repeat(nn.Linear(8), 2)))), jnp.ones((1, 8))
     wanted = model.init(jax.random.key(0), x)[0]
     found, _ = place.single().init(model, jax.random.key(0), x)
@@ -234,7 +234,7 @@ def test_init_makes_what_is_streamed_inside_of_wrappers_in_host_memory(wrapped):
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {"pinned_host"}
 
 
-def test_a_rule_for_nothing_names_the_path_that_is_like_it_name_by_name():
+def test_the_error_of_a_rule_that_matches_nothing_suggests_a_similar_path():
     model = Series(head=nn.Linear(2), hidden=nn.Linear(2))
     x = jnp.zeros((2, 2))
     with pytest.raises(KeyError) as caught:
@@ -244,7 +244,7 @@ def test_a_rule_for_nothing_names_the_path_that_is_like_it_name_by_name():
         place.sequence(1, parts="nothing").parallelize(model, x)
 
 
-def test_activations_are_split_where_the_plan_says_and_nowhere_wrong():
+def test_activations_are_sharded_as_the_plan_says():
     model = GPT()
     x = jax.ShapeDtypeStruct((16, 16), jnp.int32)
     plan = place.Plan({"data": 2, "time": 4}, activations=[("embed", P("data", "time")), ("blocks", P("data"))])
@@ -268,7 +268,7 @@ def _constrained(model):
     return {name: part for name, part in dict(model.edits).items() if isinstance(part, place.ShardingConstraint)}
 
 
-def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
+def test_many_steps_per_call_and_evaluation_follow_the_plan():
     task = gpt()
     plan = place.fsdp(min_size=1)
     step = train.step(objective_of(plan.parallelize(task.model, task.x)), optim.AdamW(1e-3), many=2, plan=plan)
@@ -282,7 +282,7 @@ def test_many_steps_a_call_and_an_evaluation_follow_the_plan():
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_a_step_warns_of_a_model_that_was_not_parallel_for_its_plan(parallel):
+def test_a_step_warns_if_the_model_was_not_parallelized_for_its_plan(parallel):
     x = jnp.ones((16, 8))
     model, plan = Series(up=nn.Linear(16), head=nn.Linear(8)), place.fsdp(min_size=1)
     step = train.step(objective_of(plan.parallelize(model, x) if parallel else model), optim.SGD(0.1), plan=plan)

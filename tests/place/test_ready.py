@@ -90,7 +90,7 @@ def specs(plan, task):
     return {path: sharding.spec for path, sharding in flatten_paths(trainables).items()}
 
 
-def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features():
+def test_fsdp_shards_the_largest_axis_and_tensor_shards_heads_and_hidden_features():
     task = gpt()
     found = specs(place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 4), task)
     assert found["blocks/attend/query/kernel"] == P(None, "data", "model")
@@ -102,7 +102,7 @@ def test_fsdp_splits_the_longest_axis_and_tensor_takes_heads_and_hidden_features
     assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be split
 
 
-def test_experts_are_split_along_their_own_axis_inside_a_repeat():
+def test_experts_are_sharded_along_their_axis_inside_a_repeat():
     task = gpt(experts=4)
     found = specs(place.expert(task.model, task.x, 2), task)
     assert found["blocks/mlp/experts/linear_0/kernel"] == P(None, "expert", None, None)
@@ -110,7 +110,7 @@ def test_experts_are_split_along_their_own_axis_inside_a_repeat():
     assert found["blocks/mlp/router/kernel"] == P()
 
 
-def test_fsdp_gathers_weights_and_not_activations():
+def test_fsdp_all_gathers_weights_and_not_activations():
     task = gpt(width=32)
     moved = place.fsdp(min_size=1).describe(task.model, task.x, OPTIMIZER).transfers
     gathered = sum(row.bytes for row in moved.totals if row.kind == "all-gather")
@@ -118,14 +118,14 @@ def test_fsdp_gathers_weights_and_not_activations():
     assert gathered == pytest.approx(2 * weights, rel=0.1)  # once forward, once backward
 
 
-def test_experts_stay_and_examples_are_sent_to_them_and_back():
+def test_experts_stay_and_tokens_are_sent_to_them_and_back():
     task = gpt(experts=8)
     moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).transfers
     sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
     assert sent == {("blocks/mlp/experts", "all-to-all")}
 
 
-def test_fsdp_gathers_experts_that_are_not_repeated():
+def test_fsdp_all_gathers_experts_that_are_not_repeated():
     model, x = mlax.Series(moe=nn.MoE(nn.Linear(8), 2)), jnp.ones((8, 4, 8))
     plan = place.fsdp(8, min_size=1)
     trainables, _ = plan.init(model, jax.random.key(0), x)
@@ -136,7 +136,7 @@ def test_fsdp_gathers_experts_that_are_not_repeated():
 
 
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, mlax.Remat])
-def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
+def test_experts_and_pipelines_may_be_wrapped_or_be_the_whole_model(wrapped):
     experts, x = wrapped(mlax.Map(nn.Linear(8), axis=1, variables=0)), jnp.ones((8, 8, 8))
     assert "ExpertAllToAll" in repr(place.expert(experts, x, 8).parallelize(experts, x))
     repeat = wrapped(mlax.Repeat(nn.Linear(8), 8))
@@ -144,7 +144,7 @@ def test_experts_and_pipelines_may_be_wrapped_and_be_the_whole_model(wrapped):
     assert plan.variable_shardings(repeat, x)[0]["kernel"].spec == P("stage")
 
 
-def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
+def test_zero_shards_slots_and_replicates_weights():
     task = gpt()
     found = train_steps(task, place.zero(min_size=1), steps=1)
     kernel = found.state.trainables["blocks"]["mlp"]["linear_0"]["kernel"]
@@ -152,7 +152,7 @@ def test_slots_that_are_split_by_themselves_leave_the_weights_whole():
     assert kernel.sharding.spec == P() and mean.sharding.spec == P(None, None, "data")
 
 
-def test_adafactor_keeps_rows_and_columns_where_their_axes_are():
+def test_factored_slots_of_adafactor_are_sharded_like_their_axes():
     task = gpt()
     plan = place.tensor(task.model, task.x, 4)
     optimizer = optim.Adafactor(1e-2, stacked=("blocks/**/kernel",))
@@ -162,7 +162,7 @@ def test_adafactor_keeps_rows_and_columns_where_their_axes_are():
     assert any("model" in spec for spec in spread) and any("model" not in spec for spec in spread)
 
 
-def test_a_model_without_experts_or_wide_layers_is_refused_in_words():
+def test_a_model_without_experts_or_wide_layers_is_an_error():
     task = gpt()
     with pytest.raises(ValueError, match="no mixture of experts"):
         place.expert(task.model, task.x, 2)
@@ -172,7 +172,7 @@ def test_a_model_without_experts_or_wide_layers_is_refused_in_words():
         place.tensor(task.model, task.x, 7)
 
 
-def test_a_schedule_over_a_mesh_on_which_xla_aborts_is_refused():
+def test_a_schedule_on_a_mesh_where_xla_aborts_is_an_error():
     task = gpt()
     plan = place.pipeline(task.model, 2, microbatches=4) * place.data(2) * place.tensor(task.model, task.x, 2)
     with pytest.raises(ValueError, match="goes with one more mesh axis, but there are data, model"):

@@ -61,7 +61,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, ClusterEnv("no launcher", 0, 1)),
     ],
 )
-def test_a_launcher_is_known_by_its_variables(environment, expected):
+def test_a_launcher_is_detected_by_its_variables(environment, expected):
     assert detect_cluster(environment) == expected
 
 
@@ -82,17 +82,17 @@ def test_a_launcher_is_known_by_its_variables(environment, expected):
         ),
     ],
 )
-def test_variables_that_are_set_by_halves_are_named(environment, missing, words):
+def test_the_error_names_missing_variables_of_a_launcher(environment, missing, words):
     with pytest.raises(ValueError, match=words):
         detect_cluster({name: value for name, value in environment.items() if name != missing})
 
 
-def test_a_variable_that_is_no_number_is_named():
+def test_the_error_names_a_variable_that_is_not_an_integer():
     with pytest.raises(ValueError, match="SLURM_PROCID is 'first', but must be an integer"):
         detect_cluster({**SLURM, "SLURM_PROCID": "first"})
 
 
-def test_jobs_on_one_machine_meet_at_ports_of_their_own():
+def test_jobs_on_one_machine_get_different_ports():
     environment = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     first, second = (
         detect_cluster({**environment, "PMIX_NAMESPACE": f"prterun-{job}@1"}).coordinator for job in (1, 2)
@@ -121,7 +121,7 @@ def test_jobs_on_one_machine_meet_at_ports_of_their_own():
         ({"SLURM_GPU_BIND": "none"}, 1, 2, 8, [4, 5, 6, 7]),
     ],
 )
-def test_processes_of_one_machine_share_its_gpus(environment, local_index, local_processes, present, taken):
+def test_processes_on_one_machine_share_its_gpus(environment, local_index, local_processes, present, taken):
     where = ClusterEnv("Slurm", local_index=local_index, local_processes=local_processes)
     assert local_gpus(environment, where, present) == taken
 
@@ -139,7 +139,7 @@ def surrounded(monkeypatch):
     return set_all
 
 
-def test_a_process_alone_stays_alone_and_says_so(surrounded):
+def test_a_single_process_stays_alone_and_says_so(surrounded):
     started = place.initialize_distributed(devices=8)  # which it has already
     assert started == (0, 1, "alone") and str(started) == "process 0 of 1, alone"
     surrounded({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"})
@@ -158,7 +158,7 @@ def test_a_process_alone_stays_alone_and_says_so(surrounded):
         ({"coordinator": "a:1", "processes": 0, "index": 0}, "processes is 0, but must be at least 1"),
     ],
 )
-def test_what_is_told_by_halves_or_wrongly_is_refused(surrounded, told, words):
+def test_incomplete_or_invalid_arguments_are_errors(surrounded, told, words):
     with pytest.raises(ValueError, match=words):
         place.initialize_distributed(**told)
 
@@ -181,7 +181,7 @@ def test_an_address_in_the_environment_is_not_enough(surrounded):
         ),
     ],
 )
-def test_a_package_that_is_needed_and_not_there_is_named(surrounded, package, environment, words):
+def test_the_error_names_a_missing_package(surrounded, package, environment, words):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is there")
     surrounded(environment)
@@ -189,7 +189,7 @@ def test_a_package_that_is_needed_and_not_there_is_named(surrounded, package, en
         place.initialize_distributed()
 
 
-def test_after_a_computation_it_is_too_late(surrounded):
+def test_initialization_after_a_computation_is_an_error(surrounded):
     jnp.ones(3).block_until_ready()
     with pytest.raises(RuntimeError, match=r"already created its devices .* call it first"):
         place.initialize_distributed("localhost:1", 2, 0)
@@ -269,7 +269,7 @@ def open_mpi(index, port):
     }
 
 
-def test_two_processes_meet_as_they_are_told_whatever_is_around_them():
+def test_arguments_take_precedence_over_the_environment():
     found = several(told=lambda index, port: (f"localhost:{port}", 2, index), environment=half_of_slurm)
     assert found == [[index, 2, "by its arguments", 4, 6.0] for index in range(2)]
 
@@ -283,6 +283,6 @@ def test_two_processes_find_each_other_by_their_launcher_s_variables(environment
 
 
 @pytest.mark.thorough
-def test_processes_that_are_joined_already_as_by_mlax_launch_stay_as_they_are():
+def test_processes_that_are_already_initialized_stay_unchanged():
     found = several(told=lambda index, port: (f"localhost:{port}", 2, index), by_hand=True)
     assert found == [[index, 2, "already initialized", 4, 6.0] for index in range(2)]

@@ -36,7 +36,7 @@ def gradients(layer):
 
 @pytest.mark.parametrize("inputs_in_host", [False, True])
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_the_numbers_are_those_of_the_repeat(times, inputs_in_host):
+def test_a_streamed_repeat_computes_what_the_repeat_does(times, inputs_in_host):
     repeat, _, x = both(times)
     stream = place.Stream(repeat, inputs_in_host)
     trainables, state = repeat.init(jax.random.key(0), x)
@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_repeat(times, inputs_in_host):
     assert kinds(on_device) == {"device"}
 
 
-def test_gradients_reach_the_state_and_inputs_that_are_no_numbers_pass():
+def test_gradients_reach_the_state_and_integer_inputs_pass_through():
     @mlax.frozen
     class Shift(mlax.Layer):
         """Adds its state, a weight and a count."""
@@ -81,7 +81,7 @@ def test_gradients_reach_the_state_and_inputs_that_are_no_numbers_pass():
     assert_close((y, new), repeat.fwd(x, trainables, state))
 
 
-def test_no_more_than_two_layers_are_on_the_device():
+def test_at_most_two_layers_are_on_the_device():
     def working(times):
         _, stream, x = both(times, 64, 0.0)
         variables = stream.init(jax.random.key(0), x)
@@ -94,7 +94,7 @@ def test_no_more_than_two_layers_are_on_the_device():
     assert few < 4 * layer + 16 * x  # weights of two, gradients of two
 
 
-def test_a_stack_over_a_mesh_streams_from_the_hosts_of_its_devices():
+def test_a_stack_sharded_over_a_mesh_streams_from_the_hosts_of_its_devices():
     repeat, stream, x = both(3, 8, 0.0)
     trainables, state = repeat.init(jax.random.key(0), x)
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("model",))
@@ -109,7 +109,7 @@ def test_a_stack_over_a_mesh_streams_from_the_hosts_of_its_devices():
     assert kinds(found[1][0]) == {"pinned_host"}
 
 
-def test_what_is_no_repeat_is_refused():
+def test_anything_but_a_repeat_is_an_error():
     with pytest.raises(TypeError, match="is not a Repeat"):
         place.Stream(nn.Linear(3))
     with pytest.raises(ValueError, match="all of its weights on the device"):
@@ -162,7 +162,7 @@ def test_a_streamed_model_trains_like_a_resident_one(optimizer, options, monkeyp
     assert len(step.aot.compiled) == 1
 
 
-def test_a_checkpoint_brings_the_state_back_to_host_memory(tmp_path):
+def test_a_checkpoint_restores_the_state_to_host_memory(tmp_path):
     _, state, step = trained(True, ADAM)
     checkpoints = train.Checkpoints(tmp_path)
     checkpoints.save(10, state)
