@@ -28,10 +28,6 @@ STILL_PRIVATE = {  # what imports private modules until their rooms' doors have 
     "tests/nn/test_attention.py",
     "tests/nn/test_conv.py",
     "tests/nn/test_positions.py",
-    "tests/place/test_pipeline.py",
-    "tests/train/test_board.py",
-    "tests/train/test_fit.py",
-    "tests/train/test_speed.py",
 }
 
 

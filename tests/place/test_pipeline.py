@@ -72,7 +72,7 @@ def learnt_on_one_device(kind):
     return learnt(found(model, "whole"), trainables, lambda batch: batch, model)
 
 
-@pytest.mark.thorough  # test_ready.py has the plans that do this
+@pytest.mark.thorough  # test_presets.py has the plans that do this
 @pytest.mark.parametrize("stages, data", MESHES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", MODELS)

@@ -76,7 +76,7 @@ OTHER = """
 import sys, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 from mlax import train
-from tests.train.test_placements import data, placed
+from tests.train.test_checkpoint_shardings import data, placed
 checkpoints = train.Checkpoints(sys.argv[2])
 state = checkpoints.restore(placed(int(sys.argv[1]), seed=1)).tree
 for name, leaf in data(state).items():
@@ -105,7 +105,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mlax import files, train
-from tests.train.test_placements import tree
+from tests.train.test_checkpoint_shardings import tree
 mesh = jax.make_mesh((4,), ("a",))
 specs = {"kernel": P("a"), "table": P("a"), "scale": P(), "empty": P()}
 def over(values):

@@ -8,7 +8,7 @@ import pytest
 from mlax import optim
 from tests.asserts import assert_close
 from tests.catalogue.optimizers import tree
-from tests.optim.test_around import steps
+from tests.optim.test_wrappers import steps
 
 AVERAGE = optim.Average(optim.Adam(1e-2), 0.9)
 SLOW = optim.Lookahead(optim.SGD(0.1), 2)
