@@ -51,7 +51,7 @@ def test_each_part_has_its_own_optimizer_state(x):
     model, whole = pipeline(*jax.devices()[1:3]), resident()
     trainables, same = (each.init(jax.random.key(0), x)[0] for each in (model, whole))
     optimizer = optim.ClipNorm(optim.AdamW(optim.Cosine(0.1, 10)), 1.0)
-    with pytest.raises(ValueError, match=r"first/.* is on .* and second/.* on .*; keep a state for each part"):
+    with pytest.raises(ValueError, match=r"first/.* is on .* and second/.* on .*; use a separate state for each part"):
         optimizer.init(trainables)
     states = {name: optimizer.init(part) for name, part in trainables.items()}
     kept = optimizer.init(same)
