@@ -168,12 +168,12 @@ def test_a_model_without_experts_or_wide_layers_is_an_error():
         place.expert(task.model, task.x, 2)
     with pytest.raises(ValueError, match="experts, which 3 devices do not divide"):
         place.expert(gpt(experts=4).model, task.x, 3)
-    with pytest.raises(ValueError, match="can be split into 7"):
+    with pytest.raises(ValueError, match="can be sharded over 7"):
         place.tensor(task.model, task.x, 7)
 
 
 def test_a_schedule_on_a_mesh_where_xla_aborts_is_an_error():
     task = gpt()
     plan = place.pipeline(task.model, 2, microbatches=4) * place.data(2) * place.tensor(task.model, task.x, 2)
-    with pytest.raises(ValueError, match="goes with one more mesh axis, but there are data, model"):
+    with pytest.raises(ValueError, match="supports one further mesh axis, but there are data, model"):
         plan.init(task.model, jax.random.key(0), task.x)
