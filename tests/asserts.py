@@ -1,10 +1,12 @@
-"""Comparisons of pytrees, leaf by leaf, that the tests share."""
+"""Assertions that the tests share: about pytrees, leaf by leaf, and about errors."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
 def assert_close(found: Any, wanted: Any, rtol: float = 1e-6, atol: float | None = None, message: str = "") -> None:
@@ -18,6 +20,15 @@ def assert_close_to_scale(found: Any, wanted: Any, tolerance: float = 1e-5, leas
     for path, one, other in _pairs(found, wanted):
         scale = np.abs(other).max(initial=least)
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * scale, err_msg=path)
+
+
+def assert_raises(call: Callable[[], Any], error: type[Exception], words: Iterable[str]) -> None:
+    """The call raises this error, with all of these words in its message."""
+    with pytest.raises(error) as caught:
+        call()
+    message = caught.value.args[0]  # of a KeyError, not its repr
+    missing = [word for word in words if word not in message]
+    assert not missing, message
 
 
 def unequal_leaves(found: Any, wanted: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Layers written for the tests, as a user would write them: one with state, a cell, a block."""
+"""Layers for the tests, as a user would write them: one with state, a cell, a block."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Cell(mlax.Cell):
 
 @mlax.frozen
 class Block(mlax.Composite):
-    """A residual block with all there is: weights, keys and state."""
+    """A residual block with weights, keys and state."""
 
     width: int
     dropout: float = 0.5

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that the system gives to nobody else meanwhile.
+    """A port that the system assigns to no other process meanwhile.
 
     The coordinator of `jax.distributed` can listen on it all the same: both set SO_REUSEPORT, and only it listens.
     """

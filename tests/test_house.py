@@ -32,7 +32,7 @@ STILL_PRIVATE = {  # what imports private modules until their rooms' doors have 
 
 
 def names_imported(file):
-    """What a file imports from mlax, by its whole name."""
+    """The full names of what a file imports from mlax."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}: a relative import"
@@ -43,14 +43,14 @@ def names_imported(file):
 
 
 def names_in_strings(file):
-    """What a file names in a string, as `monkeypatch.setattr` takes it."""
+    """The names of mlax in strings, as in `monkeypatch.setattr`."""
     strings = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
     for text in strings:
         yield from re.findall(r"\bmlax(?:\.\w+)+", text) if isinstance(text, str) else ()
 
 
 def is_private(name, room=None):
-    """Whether a name goes into an underscore module behind a door; not those of `room`."""
+    """Whether a name is inside an underscore module of a room other than `room`."""
     owner, *inner = name.split(".")[1:]
     return owner != room and any(re.match(r"_[^_]", part) for part in inner)
 

@@ -1,4 +1,4 @@
-"""Rows of attention and positions, and attention in NumPy as its definition says it."""
+"""Rows of attention and positions, and their definitions in NumPy."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tests.catalogue.row import LayerRow
 def attend(
     q, k, v, *, causal=False, window=None, alibi=False, softcap=None, sinks=None, bias=0.0, visible=True, scale=None
 ):
-    """Attention of q (b, t, h, k), k and v (b, s, g, k), as written in the papers; a query that sees nothing gets 0."""
+    """Attention of q (b, t, h, k) to k and v (b, s, g, k), as in the papers; a query without visible keys gets 0."""
     (t, h, width), (s, g) = q.shape[1:], k.shape[1:3]
     k, v = (np.repeat(x, h // g, axis=2) for x in (k, v))
     scores = np.einsum("bthk,bshk->bhts", q, k) * (width**-0.5 if scale is None else scale)

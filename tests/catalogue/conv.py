@@ -1,4 +1,4 @@
-"""Rows of convolution and pooling, against loops over windows."""
+"""Rows of convolution and pooling, and their definitions as loops over windows."""
 
 import itertools
 import math

@@ -48,6 +48,19 @@ BLOCK = {
     "down/bias": (6,),
 }
 
+
+def repeat(mode, variant=False):
+    return LayerRow(
+        lambda dtype: mlax.Repeat(Block(6), 3, mode=mode),
+        (4, 6),
+        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        repeated,
+        needs_key=True,
+        tolerance=3e-6,
+        variant=variant,
+    )
+
+
 ROWS = {
     "Series": LayerRow(
         lambda dtype: mlax.Series(nn.Linear(8), mlax.F(tanh), Count(), drop=nn.Dropout(0.5), head=nn.Linear(3)),
@@ -72,32 +85,9 @@ ROWS = {
         lambda x, w: affine(x, w, "layer") + x @ w["shortcut/kernel"],
     ),
     "F": LayerRow(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
-    "Repeat": LayerRow(
-        lambda dtype: mlax.Repeat(Block(6), 3),
-        (4, 6),
-        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
-        repeated,
-        needs_key=True,
-        tolerance=3e-6,
-    ),
-    "Repeat remat": LayerRow(
-        lambda dtype: mlax.Repeat(Block(6), 3, mode="remat"),
-        (4, 6),
-        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
-        repeated,
-        needs_key=True,
-        tolerance=3e-6,
-        variant=True,
-    ),
-    "Repeat unroll": LayerRow(
-        lambda dtype: mlax.Repeat(Block(6), 3, mode="unroll"),
-        (4, 6),
-        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
-        repeated,
-        needs_key=True,
-        tolerance=3e-6,
-        variant=True,
-    ),
+    "Repeat": repeat("scan"),
+    "Repeat remat": repeat("remat", variant=True),
+    "Repeat unroll": repeat("unroll", variant=True),
     "Recurrent": LayerRow(
         lambda dtype: mlax.Recurrent(Cell(5)),
         (4, 7, 3),

@@ -10,7 +10,7 @@ from tests.catalogue.row import LayerRow
 
 
 def moe(x, router, expert, k, capacity, renormalize=True):
-    """One token after the other: `expert(index, token)` is computed for those that it has room for."""
+    """Token by token: `expert(index, token)` is computed while the expert has capacity."""
     t, experts = x.shape[1], router.shape[1]
     outputs, balance, z = [], [], []
     for row in x:
@@ -38,7 +38,7 @@ def sigmoid(x):
 
 
 def mamba(x, w, states, window):
-    """One time after the other."""
+    """Step by step."""
     rank = w["step/kernel"].shape[0]
     x, gate = np.split(x @ w["expand/kernel"], 2, -1)
     b, t, c = x.shape

@@ -36,7 +36,7 @@ class LayerRow(Row):
     A field named `no_...` is an exception: the reason why the row breaks a promise, "" where it keeps it.
     """
 
-    layer: Callable[[str], mlax.Layer]  # takes a dtype, for layers without a floating input to take theirs from
+    layer: Callable[[str], mlax.Layer]  # takes the dtype, for layers whose input is not floating
     shape: Any  # of the input, batch axis first: a tuple, or a pytree of tuples
     variables: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]  # shapes by path: trainables, state
     reference: Callable[..., Any]  # of (x, {path: trainable}) in NumPy float64, in inference mode

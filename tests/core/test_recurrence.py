@@ -81,7 +81,7 @@ class Gated(mlax.CompositeCell):
 
 @mlax.frozen
 class Whole(mlax.Cell):
-    """The same cell with its halves joined, which a scan must differentiate as it comes."""
+    """The same cell unsplit, which a scan differentiates step by step."""
 
     cell: Gated
 
@@ -108,8 +108,8 @@ def loss(layer):
 
 
 @pytest.fixture(scope="module")
-def halves():
-    """A recurrent layer split in two halves and the same one whole, with variables and an input in float64."""
+def split_and_whole():
+    """A recurrent layer with a split cell, the same with an unsplit one, variables and an input in float64."""
     with jax.enable_x64(True):
         split, whole = (mlax.Recurrent(cell, lengths=True) for cell in (Gated(5), Whole(Gated(5))))
         x = jnp.asarray(TIME, jnp.float64)
@@ -117,24 +117,24 @@ def halves():
         yield loss(split), loss(whole), trainables, x
 
 
-def test_the_split_cell_computes_what_the_whole_cell_does(halves):
-    split, whole, *at = halves
+def test_the_split_cell_computes_what_the_whole_cell_does(split_and_whole):
+    split, whole, *at = split_and_whole
     assert_close(split(*at), whole(*at), rtol=1e-9)
 
 
-def test_weight_gradients_batched_after_the_scan_equal_those_of_the_scan(halves):
-    split, whole, *at = halves
+def test_weight_gradients_batched_after_the_scan_equal_those_of_the_scan(split_and_whole):
+    split, whole, *at = split_and_whole
     assert_close(jax.jit(jax.grad(split, (0, 1)))(*at), jax.jit(jax.grad(whole, (0, 1)))(*at), rtol=1e-9)
 
 
-def test_forward_mode_works(halves):
-    split, whole, *at = halves
+def test_forward_mode_works(split_and_whole):
+    split, whole, *at = split_and_whole
     ones = jax.tree.map(jnp.ones_like, at)
     assert_close(jax.jvp(split, at, ones), jax.jvp(whole, at, ones), rtol=1e-9)
 
 
-def test_second_derivatives_agree_in_both_modes(halves):
-    split, _, trainables, x = halves
+def test_second_derivatives_agree_in_both_modes(split_and_whole):
+    split, _, trainables, x = split_and_whole
     along = jax.tree.map(jnp.ones_like, trainables)
 
     def slope(trainables):
@@ -144,8 +144,8 @@ def test_second_derivatives_agree_in_both_modes(halves):
     assert_close(forward_over_backward(trainables), jax.jit(jax.grad(slope))(trainables), rtol=1e-9)
 
 
-def test_per_example_gradients_work(halves):
-    split, whole, trainables, x = halves
+def test_per_example_gradients_work(split_and_whole):
+    split, whole, trainables, x = split_and_whole
     each = jnp.stack([x, 2 * x])
     gradients = [jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(trainables, each) for loss in (split, whole)]
     assert_close(*gradients, rtol=1e-9)

@@ -1,4 +1,4 @@
-"""audit finds every operation that leaves the declared dtype, and says which layer and line it is of."""
+"""audit finds every operation that leaves the declared dtype, with its layer and line."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""The arithmetic of a function, against counts made by hand."""
+"""The FLOPs of a function, against counts by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_training_takes_three_times_the_forward_pass():
 
     shapes = [(4, 5), (5, 6), (3, 4)]
     forward = counted(loss, *shapes)
-    # no gradient of the input is asked for: its product with the first kernel is not there
+    # without a gradient of the input there is no product with the first kernel
     assert counted(jax.grad(loss, (0, 1)), *shapes) == 3 * forward - 2 * 3 * 4 * 5
 
 

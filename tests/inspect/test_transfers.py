@@ -1,4 +1,4 @@
-"""What a compiled function sends, against counts made by hand, and in the words of GPUs."""
+"""What a compiled function sends, against counts by hand, and in the HLO of GPUs."""
 
 import re
 

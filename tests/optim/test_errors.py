@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from mlax import optim
+from tests.asserts import assert_raises
 from tests.catalogue.optimizers import tree
 
 ADAM = optim.Adam(1e-2)
@@ -229,8 +230,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_errors_say_what_was_passed_and_what_is_needed(mistake):
-    do, error, words = MISTAKES[mistake]
-    with pytest.raises(error) as caught:
-        do()
-    message = caught.value.args[0]
-    assert all(word in message for word in words), message
+    assert_raises(*MISTAKES[mistake])

@@ -16,7 +16,7 @@ STEPS = 80
 
 
 def ill_conditioned(kernel):
-    """A bowl ten thousand times as steep in one direction as in another, and no axis lies in any of these."""
+    """A quadratic with condition number 10,000, rotated so that no axis is an eigenvector."""
     turned = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0]
     square = jnp.asarray(turned @ np.diag(np.logspace(0, 4, 6)) @ turned.T, kernel.dtype)
     off = kernel.ravel() - 1
@@ -95,7 +95,7 @@ def test_the_value_of_the_loss_is_optional(given):
 
 @pytest.mark.parametrize("start", [0.01, 3.0, 100.0])
 def test_the_search_avoids_where_the_loss_is_nan(start):
-    """`x - log(x)`, which is no number left of zero, has its minimum at 1."""
+    """`x - log(x)`, which is NaN for negative x, has its minimum at 1."""
     trainables = {"x": jnp.asarray(start, jnp.float32)}
     (trainables, _), values = run(
         optim.LBFGS(), lambda trainables: trainables["x"] - jnp.log(trainables["x"]), trainables, 30

@@ -1,4 +1,4 @@
-"""Packing: a tree in a few vectors, the same numbers and the same steps."""
+"""Packing: a pytree in a few vectors, with the same values and the same steps."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mlax import optim
-from tests.asserts import assert_close, unequal_leaves
+from tests.asserts import assert_close, assert_raises, unequal_leaves
 from tests.catalogue.optimizers import loss, tree
 
 MIXED = {**tree("float32"), "half": {"kernel": jnp.ones((3, 2), jnp.bfloat16), "bias": jnp.zeros(2, jnp.bfloat16)}}
@@ -151,8 +151,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_errors_say_what_was_passed_and_what_is_needed(mistake):
-    do, error, words = MISTAKES[mistake]
-    with pytest.raises(error) as caught:
-        do()
-    message = caught.value.args[0]
-    assert all(word in message for word in words), message
+    assert_raises(*MISTAKES[mistake])

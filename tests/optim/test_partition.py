@@ -1,4 +1,4 @@
-"""Sharded weights: every slot lies where `partition` says, and no update moves anything or compiles anew."""
+"""Sharded weights: every slot is sharded as `partition` says, and no update reshards or recompiles."""
 
 import contextlib
 import dataclasses
@@ -57,11 +57,11 @@ def on(devices, specs):
     return jax.tree.map(lambda spec: NamedSharding(devices, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
 
-def elsewhere(arrays, wanted):
-    """The paths of arrays that do not lie where they should."""
+def wrongly_sharded(arrays, wanted):
+    """The paths of arrays with another sharding than the wanted one."""
     found, _ = jax.tree_util.tree_flatten_with_path(arrays)
     return [
-        f"{jax.tree_util.keystr(path)} lies as {leaf.sharding} and not as {sharding}"
+        f"{jax.tree_util.keystr(path)} has {leaf.sharding} and not {sharding}"
         for (path, leaf), sharding in zip(found, jax.tree.leaves(wanted), strict=True)
         if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     ]
@@ -94,7 +94,7 @@ def run(request):
         traces += 1
         return row.update(grads, state, trainables)
 
-    # without a mesh in the context, the arrays alone say where they lie
+    # without a mesh in the context, only the arrays have shardings
     with jax.set_mesh(devices) if kind == AxisType.Explicit else contextlib.nullcontext():
         trainables = jax.device_put(tree(dtype), on(devices, SPECS))
         state, jitted_state = (
@@ -121,20 +121,20 @@ def on_one_device(name, dtype):
 
 
 def test_init_shards_every_slot_as_partition_says(run):
-    assert not elsewhere(run.state, run.wanted)
+    assert not wrongly_sharded(run.state, run.wanted)
 
 
 def test_init_under_jit_shards_every_slot_as_partition_says(run):
-    assert not elsewhere(run.jitted_state, run.wanted)
+    assert not wrongly_sharded(run.jitted_state, run.wanted)
 
 
 def test_three_updates_change_no_sharding(run):
-    assert not elsewhere(run.after, run.before)
+    assert not wrongly_sharded(run.after, run.before)
 
 
 def test_three_updates_are_one_compilation(run):
     assert run.traces == 1
-    # of a leaf that is whole on every device JAX may come to write P() for P(None): a lookup, no compilation
+    # JAX may write P() for P(None) of a replicated leaf: a cache miss, but not a compilation
     spelled = jax.tree.map(lambda leaf: leaf.sharding, run.after) == run.before
     assert run.compiled == 1 or (run.compiled == 2 and not spelled)
 
@@ -170,7 +170,7 @@ def test_a_partition_can_be_out_shardings_of_jit(name):
     devices, optimizer = mesh(AxisType.Auto), ROWS[name].optimizer
     wanted = optimizer.partition(on(devices, SPECS), structs())
     state = jax.jit(optimizer.init, out_shardings=wanted)(tree("float32"))
-    assert not elsewhere(state, wanted)
+    assert not wrongly_sharded(state, wanted)
 
 
 def test_factored_slots_keep_the_axes_that_they_have():

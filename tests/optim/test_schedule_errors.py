@@ -1,4 +1,4 @@
-"""Whatever is wrong with a schedule is said in words."""
+"""Errors of schedules say what is wrong and what is needed."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: fifty steps beside the definitions, and what decays where nothing is said."""
+"""Fifty steps of wrapped optimizers agree with their definitions, and only kernels decay by default."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from tests.optim.trajectories import (
     trajectory,
 )
 
-# each with decay 0.1 and `decayed` left out, and what NumPy is told of it but for the decay
+# each with decay 0.1 and the default `decayed`, and the arguments of its definition without the decay
 DECAYED = {
     "adamw": (optim.AdamW(0.01, decay=0.1), {"rate": 0.01}),
     "lion": (optim.Lion(0.01, decay=0.1), {"rate": 0.01}),

@@ -1,4 +1,4 @@
-"""What goes around an optimizer does what it says and nothing else."""
+"""Wrappers of optimizers do what they say and nothing else."""
 
 import jax
 import jax.numpy as jnp

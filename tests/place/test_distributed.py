@@ -202,18 +202,18 @@ CHILD = """
 import json, sys, jax
 from mlax import place
 from tests.processes import child_environment, outputs_of, reserved_port, start_python
-told, by_hand = json.loads(sys.argv[1])
+arguments, by_hand = json.loads(sys.argv[1])
 if by_hand:
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(*told)
-    told = []
-started = place.initialize_distributed(*told, devices=2)
+    jax.distributed.initialize(*arguments)
+    arguments = []
+started = place.initialize_distributed(*arguments, devices=2)
 again = place.initialize_distributed()
 assert again == (started.index, started.processes, "already initialized"), again
 assert (jax.process_index(), jax.process_count()) == started[:2]
 try:
     place.initialize_distributed(processes=3)
-    raise SystemExit("three should have been refused")
+    raise SystemExit("three processes should be an error")
 except ValueError as error:
     assert "but got processes=3" in str(error), error
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -224,22 +224,22 @@ print("RESULT", json.dumps([*started, jax.device_count(), float(total)]))
 """
 
 
-def several(told=lambda index, port: (), environment=lambda index, port: {}, by_hand=False):
-    """What each of two processes found, told so and surrounded so."""
+def run_two(arguments=lambda index, port: (), environment=lambda index, port: {}, by_hand=False):
+    """What each of two processes reports, with these arguments and environments."""
     clean = {name: value for name, value in child_environment().items() if not name.startswith(OF_LAUNCHERS)}
     with reserved_port() as port:
         children = [
             start_python(
                 "-c",
                 CHILD,
-                json.dumps([told(index, port), by_hand]),
+                json.dumps([arguments(index, port), by_hand]),
                 environment={**clean, **environment(index, port)},
             )
             for index in range(2)
         ]
         outputs = outputs_of(*children, seconds=120)
-    said = [line for output in outputs for line in output.splitlines() if "RESULT" in line]
-    return [json.loads(line.partition("RESULT ")[2]) for line in said]
+    results = [line for output in outputs for line in output.splitlines() if "RESULT" in line]
+    return [json.loads(line.partition("RESULT ")[2]) for line in results]
 
 
 def slurm(index, port):
@@ -270,7 +270,7 @@ def open_mpi(index, port):
 
 
 def test_arguments_take_precedence_over_the_environment():
-    found = several(told=lambda index, port: (f"localhost:{port}", 2, index), environment=half_of_slurm)
+    found = run_two(arguments=lambda index, port: (f"localhost:{port}", 2, index), environment=half_of_slurm)
     assert found == [[index, 2, "by its arguments", 4, 6.0] for index in range(2)]
 
 
@@ -279,10 +279,10 @@ def test_arguments_take_precedence_over_the_environment():
     [(slurm, "Slurm"), pytest.param(open_mpi, "Open MPI", marks=pytest.mark.thorough)],
 )
 def test_two_processes_find_each_other_by_their_launcher_s_variables(environment, name):
-    assert several(environment=environment) == [[index, 2, f"by {name}", 4, 6.0] for index in range(2)]
+    assert run_two(environment=environment) == [[index, 2, f"by {name}", 4, 6.0] for index in range(2)]
 
 
 @pytest.mark.thorough
 def test_processes_that_are_already_initialized_stay_unchanged():
-    found = several(told=lambda index, port: (f"localhost:{port}", 2, index), by_hand=True)
+    found = run_two(arguments=lambda index, port: (f"localhost:{port}", 2, index), by_hand=True)
     assert found == [[index, 2, "already initialized", 4, 6.0] for index in range(2)]

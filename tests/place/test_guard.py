@@ -1,4 +1,4 @@
-"""Implicit transfers are refused, and arrays that are not sharded as planned are named."""
+"""Implicit transfers are errors, and arrays that are not sharded as planned are named."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""A part computed on a device, on a mesh or on the host gives the resident numbers, and stays where it was put."""
+"""A part on another device, on a mesh or on the host computes the same, and stays where it was put."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.asserts import assert_close
 
 
 def pipeline(first, second):
-    """Two halves of a network, each on a device of its own, as a user would write it."""
+    """Two halves of a network, each on its own device, as a user would write it."""
     half = mlax.Series(up=nn.Linear(8), act=mlax.F(jnp.tanh), down=nn.Linear(6))
     return mlax.Series(first=place.On(half, first), second=place.On(half, second))
 

@@ -43,7 +43,7 @@ assert_close = functools.partial(assert_close_to_scale, least=1e-3)
 
 
 @functools.cache
-def begun(kind):
+def initialized(kind):
     model = MODELS[kind]()
     return model, *model.init(jax.random.key(0), batch(model)["x"])
 
@@ -68,7 +68,7 @@ def learnt(step, trainables, place_batch, model, steps=20):
 
 @functools.cache
 def learnt_on_one_device(kind):
-    model, trainables, _ = begun(kind)
+    model, trainables, _ = initialized(kind)
     return learnt(found(model, "whole"), trainables, lambda batch: batch, model)
 
 
@@ -78,7 +78,7 @@ def learnt_on_one_device(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_pipelined_model_trains_like_one_on_one_device(kind, schedule, stages, data):
     wanted, weights, _, _ = learnt_on_one_device(kind)
-    model, trainables, _ = begun(kind)
+    model, trainables, _ = initialized(kind)
     devices = mesh(stages, data)
     trainables, _ = shard_over(devices, trainables, None)
     with jax.set_mesh(devices):
@@ -126,7 +126,7 @@ def test_gpipe_gives_each_microbatch_the_keys_of_a_repeat():
 @pytest.mark.parametrize("microbatches", [RARELY(1), 2, RARELY(16)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedule, microbatches):
-    model, trainables, _ = begun("convolutional")
+    model, trainables, _ = initialized("convolutional")
     x = batch(model)
     wanted = jax.jit(found(model, "whole"))(x, trainables, None, jax.random.key(1))
     with jax.set_mesh(mesh(4)):
@@ -135,7 +135,7 @@ def test_any_number_of_microbatches_gives_the_gradient_of_the_whole_batch(schedu
 
 
 def test_jax_grad_and_inference_of_a_pipelined_model_work():
-    model, trainables, _ = begun("transformer")
+    model, trainables, _ = initialized("transformer")
     x = batch(model)["x"]
 
     def loss(trainables, model):
@@ -152,7 +152,7 @@ def test_jax_grad_and_inference_of_a_pipelined_model_work():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_combine_with_data_and_tensor_parallelism(schedule):
-    model, trainables, _ = begun("transformer")
+    model, trainables, _ = initialized("transformer")
     x = batch(model)
     wanted = jax.jit(found(model, "whole"))(x, trainables, None, jax.random.key(1))
     devices = mesh(2, 2, [("model", 2)])
@@ -168,7 +168,7 @@ def test_stages_combine_with_data_and_tensor_parallelism(schedule):
     with jax.set_mesh(devices):
         step = jax.jit(found(staged(model, 2), schedule))
         got = step(x, jax.tree_util.tree_map_with_path(put, trainables), None, jax.random.key(1))
-    assert_close(got, wanted, 3e-5)  # split over two more axes, float32 sums go in yet another order
+    assert_close(got, wanted, 3e-5)  # sharded over two more axes, float32 sums have yet another order
 
 
 def test_gpipe_in_bfloat16_equals_the_repeat_in_bfloat16():
@@ -199,7 +199,7 @@ def test_one_forward_one_backward_works_under_mixed_precision():
 
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
 def test_the_pipeline_is_found_within_calls(call):
-    model, trainables, _ = begun("convolutional")
+    model, trainables, _ = initialized("convolutional")
     x = batch(model)
     pipelined = staged(model, 2)
 
@@ -250,7 +250,7 @@ def temporary(schedule, microbatches):
 
 def test_memory_of_one_forward_one_backward_does_not_grow_with_microbatches_as_gpipes_does():
     grown = {schedule: temporary(schedule, 32) - temporary(schedule, 8) for schedule in ("gpipe", "1f1b")}
-    activation = 4 * 6 * 32 * 4  # bytes of what goes from stage to stage
+    activation = 4 * 6 * 32 * 4  # bytes that one stage sends to the next
     assert grown["gpipe"] > 24 * activation
     assert grown["1f1b"] < 4 * activation
 
@@ -311,7 +311,7 @@ def test_a_layer_with_state_is_an_error():
 
 
 class TestOneForwardOneBackwardRefuses:
-    """What it cannot run, in words, and says what to do."""
+    """What it cannot run is an error that says what to do."""
 
     def refused(self, words, model=None, objective=objective, devices=(2, 1), **overrides):
         model = staged(convolutional(4), 2) if model is None else model

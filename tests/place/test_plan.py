@@ -1,4 +1,4 @@
-"""Plan: rules, meshes and places; what is wrong with them is said in words."""
+"""Plan: rules, meshes and shardings, and errors that say what is wrong with them."""
 
 import contextlib
 import re
@@ -77,7 +77,7 @@ def test_init_allocates_only_shards(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 520), jnp.float32)  # a size that no other test has initialized
     made, _ = place.fsdp(min_size=1).init(nn.Linear(72), jax.random.key(0), x)
     (text,) = (each.compile().as_text() for each in lowered)
-    assert "f32[520,72]" not in text and "f32[65,72]" in text  # no device makes the whole kernel
+    assert "f32[520,72]" not in text and "f32[65,72]" in text  # no device creates the whole kernel
     assert [shard.data.shape for shard in made["kernel"].addressable_shards] == [(65, 72)] * 8
 
 

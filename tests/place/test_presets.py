@@ -99,7 +99,7 @@ def test_fsdp_shards_the_largest_axis_and_tensor_shards_heads_and_hidden_feature
     assert found["blocks/mlp/linear_1/kernel"] == P(None, "model", "data")
     assert found["blocks/mlp/linear_0/bias"] == P("data", "model")
     assert found["embed/table"] == P("model", "data")
-    assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be split
+    assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be sharded
 
 
 def test_experts_are_sharded_along_their_axis_inside_a_repeat():

@@ -18,7 +18,7 @@ def arrays():
 
 
 def cases(prefix):
-    """The names of the cases that begin so."""
+    """The names of the cases with this prefix."""
     return sorted({name.split("/")[0] for name in arrays() if name.startswith(prefix)})
 
 
@@ -27,7 +27,7 @@ def under(prefix):
 
 
 def agrees_with_torch(case, layer):
-    """In float32, to 1e-5 of the largest number of each array."""
+    """In float32, within 1e-5 of the largest magnitude of each array."""
     x, probe = jnp.asarray(arrays()[f"{case}/x"]), jnp.asarray(arrays()[f"{case}/probe"])
     weights = {path: jnp.asarray(weight) for path, weight in under(f"{case}/w/").items()}
     made, state = jax.eval_shape(layer.init, jax.random.key(0), x)

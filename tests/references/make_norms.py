@@ -1,6 +1,6 @@
-"""Makes norms.npz, what PyTorch computes: `python tests/references/make_norms.py`, with PyTorch 2.13 on a CPU.
+"""Write norms.npz, what PyTorch computes: `python tests/references/make_norms.py`, with PyTorch 2.13 on a CPU.
 
-Every array is named `case/name`. `g` is what the outputs are multiplied with before the sum that gradients are of.
+Every array is named `case/name`. Gradients are those of the sum of the outputs times `g`.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def draw(*shape, mean=0.0, std=1.0):
 
 
 def set_weights(module):
-    """Other weights than ones and zeros."""
+    """Replace the ones and zeros of the initial weights."""
     for weight in module.parameters():
         weight.data = draw(*weight.shape, mean=0.5)
 
@@ -65,7 +65,7 @@ def spectral_norm(case, module, *shape, iterations=1, steps=3):
     vectors, kernel = module.parametrizations.weight[0], module.parametrizations.weight.original
     keep(case, left=vectors._u, right=vectors._v)
     for step in range(steps):
-        kernel.data = draw(*kernel.shape)  # to read module.weight here would be a step
+        kernel.data = draw(*kernel.shape)  # reading module.weight here would be a step of the power iteration
         keep(f"{case}/{step}", **dict(module.named_parameters()))
         gradients(module, draw(*shape), str(step), case)
         keep(f"{case}/{step}", left=vectors._u, right=vectors._v)

@@ -1,6 +1,6 @@
-"""Makes optim.npz, where PyTorch's optimizers go: `python tests/references/make_optim.py`, with PyTorch 2.13 on a CPU.
+"""Write optim.npz, trajectories of PyTorch's optimizers: `python tests/references/make_optim.py`, PyTorch 2.13, CPU.
 
-`start/leaf` are the weights at first and `grads/leaf` the gradients of 50 steps, the same for every case; `case/leaf`
+`start/leaf` are the initial weights and `grads/leaf` the gradients of 50 steps, the same for every case; `case/leaf`
 are the weights after steps 1, 2, 10 and 50. All is float64.
 """
 
@@ -32,7 +32,7 @@ GRADS["dense/kernel"][20] = 0.0
 
 
 def case(name, make, clip=None):
-    """Run the optimizer that `make` gives for a list of weights; `clip` changes their gradients before each step."""
+    """Run the optimizer that `make` builds for a list of weights; `clip` clips their gradients before each step."""
     weights = {leaf: value.clone().requires_grad_() for leaf, value in START.items()}
     optimizer = make(list(weights.values()))
     kept = {leaf: [] for leaf in weights}

@@ -22,7 +22,7 @@ LENGTHS = (6, 1, 4)
 
 
 def record(kind, options, lengths=None):
-    """Every number that a comparison needs: weights, inputs, outputs, and the gradients of a weighted sum of them."""
+    """All arrays of a comparison: weights, inputs, outputs, and the gradients of a weighted sum of them."""
     torch.manual_seed(0)
     layer = kind(D, F, batch_first=True, **options)
     rows = (1 + layer.bidirectional) * layer.num_layers

@@ -22,7 +22,7 @@ def adamw(w, grads, *, rate, b1=0.9, b2=0.999, eps=1e-8, decay=0.0):
 
 @each_leaf
 def adabelief(w, grads, *, rate, b1=0.9, b2=0.999, eps=1e-16):
-    """Algorithm 2 of https://arxiv.org/abs/2010.07468: eps is kept in the average, and added to its root."""
+    """Algorithm 2 of https://arxiv.org/abs/2010.07468: eps is part of the average, and added to its root."""
     m = s = 0.0
     for t, g in enumerate(grads, 1):
         m = b1 * m + (1 - b1) * g
