@@ -1,4 +1,4 @@
-"""Inspecting: what JAX and XLA made of a function."""
+"""Inspection of traced and compiled functions: FLOPs, transfers and memory."""
 
 from mlax.inspect._flops import flops
 from mlax.inspect._hlo import Event as Event

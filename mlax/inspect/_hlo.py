@@ -146,7 +146,7 @@ def _closing_bracket(text: str, start: int) -> int:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split at the commas that are outside of brackets and strings."""
+    """Split at the commas that are outside brackets and strings."""
     pieces, begin, depth = [], 0, 0
     for mark in _MARKS.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in ")]}")

@@ -25,7 +25,7 @@ from mlax.inspect._memory import format_bytes
 class Transfer(NamedTuple):
     """All transfers of one kind that belong to one layer."""
 
-    layer: str  # its path, such as "blocks/mlp/up"; "" outside of any layer
+    layer: str  # its path, such as "blocks/mlp/up"; "" outside any layer
     kind: str  # such as "all-reduce" or "host to device"
     group: int  # the number of devices that take part in each; 1 for a host-device copy
     count: int

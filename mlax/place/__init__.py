@@ -1,4 +1,4 @@
-"""Placement: where every variable lives, how data moves, where each computation runs."""
+"""Placement: where variables are stored, how arrays are sharded, and where layers are computed."""
 
 from mlax.place._auto import auto
 from mlax.place._description import Description, NotEnoughMemory

@@ -196,7 +196,7 @@ def _residuals_by_layer(
 
 
 def _complete_path(path: str, paths: Collection[str]) -> str:
-    """The path of a layer, looked up by its end: JAX drops the outer names of what it moves out of a loop."""
+    """The path of a layer, looked up by its end: JAX drops the outer names of what it hoists out of a loop."""
     ends = [] if path in paths else [each for each in paths if each.endswith(f"/{path}")]
     return path if not ends else ends[0] if len(ends) == 1 else ""
 

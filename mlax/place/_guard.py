@@ -1,4 +1,4 @@
-"""guard and check_shardings: errors for transfers that nobody asked for."""
+"""guard and check_shardings: errors for implicit transfers and for arrays that are not sharded as planned."""
 
 import contextlib
 import re
@@ -32,7 +32,7 @@ def guard() -> Iterator[None]:
     `train.Feed`. The error of a `train.step` names the leaf; other functions do not tell JAX what their arrays are
     called.
 
-    The collectives inside of a compiled function, or a recompilation for another sharding, are not transfers to the
+    The collectives inside a compiled function, or a recompilation for another sharding, are not transfers to the
     guard: `check_shardings` compares shardings with planned ones, and `inspect.transfers` lists the collectives.
     """
     try:
@@ -81,7 +81,7 @@ def _message(text: str) -> str | None:
     if target == "host":
         advice = "fetch it by jax.device_get where that is intended"
     elif "[]" in array:
-        advice = "create the scalar inside of the compiled function, or put it there first by jax.device_put"
+        advice = "create the scalar inside the compiled function, or put it there first by jax.device_put"
     else:
         advice = f"put it there first, {_BEFORE}"
     array = re.sub(r"aval=ShapedArray\((.*?)\), dst_sharding=", r"\1 to ", array)

@@ -106,7 +106,7 @@ class Plan:
         return NamedSharding(self.mesh, self.batch)
 
     def init(self, model: Layer, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        """The variables of `model.init`, each created sharded, never in one piece or on another device first."""
+        """The variables of `model.init`, each created with its sharding and nowhere else first."""
         check_key("Plan.init", "init(model, rng, x)", rng, x)
         return init_sharded(model, rng, x, self.variable_shardings(model, x))
 

@@ -29,7 +29,7 @@ class Stream(Wrapper):
     with the weights and update both in chunks. Trainables that are on the device are used there. Output and variables
     are those of the `Repeat`.
 
-    On a GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after the sign): inside of a CUDA graph XLA does
+    On a GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after the sign): inside a CUDA graph XLA does
     not overlap copies with computation. Pinned memory is limited to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
     """
 
@@ -76,7 +76,7 @@ def _run_layers(
 ) -> tuple[Any, Any]:
     """The output with the new state, and `buffer` with each layer's x written to it, if there is one.
 
-    The last layer is outside of the loop, so that the index to prefetch is the loop's counter plus a constant.
+    The last layer is outside the loop, so that the index to prefetch is the loop's counter plus a constant.
     """
     last = stream.layer.times - 1
 

@@ -39,8 +39,8 @@ class On(Wrapper):
 
     `init` creates the variables there. On devices or a mesh, `fwd` moves the input there (differentiably), runs the
     layer as one jitted call, and leaves the output there. One jitted program runs on one set of devices, so do not jit
-    the whole model: JAX raises "incompatible devices" inside of a jit that runs elsewhere. A `NamedSharding` says how
-    the input is sharded; variables are replicated over the mesh. On the host, `fwd` also works inside of jit, the
+    the whole model: JAX raises "incompatible devices" inside a jit that runs elsewhere. A `NamedSharding` says how
+    the input is sharded; variables are replicated over the mesh. On the host, `fwd` also works inside jit, the
     trainables are in host memory and the output is on the device.
     """
 
@@ -94,7 +94,7 @@ def _is_host(where: Any) -> bool:
 
 
 def _put(tree: Any, sharding: Any) -> Any:
-    """`jax.device_put`; inside of a trace, where nothing can move, a constraint that the program runs there."""
+    """`jax.device_put`; inside a trace, where nothing can move, a constraint that the program runs there."""
     traced = isinstance(jnp.zeros(()), Tracer)
     put = lax.with_sharding_constraint if traced else jax.device_put
     return jax.tree.map(lambda leaf: put(leaf, sharding), tree)
@@ -164,7 +164,7 @@ def _mesh_has_axes(spec: PartitionSpec) -> bool:
 class AllGatherWeights(Wrapper):
     """Compute `layer` with its weights all-gathered over some mesh axes first.
 
-    By itself XLA often moves the activations instead, which are larger. Gathered weights are not stored for the
+    Left to itself, XLA often moves the activations instead, which are larger. Gathered weights are not stored for the
     backward pass, which gathers them again. `specs` are the specs of the gathered weights, by path. The mesh is that
     of `jax.set_mesh`; without one this is the layer itself.
     """
@@ -224,8 +224,9 @@ def _drop_axes(sharding: Sharding, axes: tuple[str, ...], stacked: int) -> Parti
 class ExpertAllToAll(Wrapper):
     """Compute `layer` with its input and output sharded as `inside`, in a model that is sharded as `outside`.
 
-    An all-to-all then sends each example to the devices of its experts, and another sends the outputs back. By itself
-    XLA gathers the experts, or everything. The mesh is that of `jax.set_mesh`; without one this is the layer itself.
+    An all-to-all then sends each example to the devices of its experts, and another sends the outputs back. Left to
+    itself, XLA gathers the experts, or everything. The mesh is that of `jax.set_mesh`; without one this is the layer
+    itself.
     """
 
     inside: PartitionSpec

@@ -69,9 +69,9 @@ def test_an_array_on_another_device_is_an_error(scale):
 
 
 def test_the_error_of_a_python_scalar_suggests_to_create_it_inside_the_function(scale):
-    with refused_as(r"^implicit host-to-device transfer of .*float32\[\].*create the scalar inside of the compiled"):
+    with refused_as(r"^implicit host-to-device transfer of .*float32\[\].*create the scalar inside the compiled"):
         scaled(scale, 0.5)
-    with refused_as(r"float32\[\].*create the scalar inside of the compiled function"):
+    with refused_as(r"float32\[\].*create the scalar inside the compiled function"):
         jnp.ones((4,))
 
 

@@ -345,7 +345,7 @@ class TestOneForwardOneBackwardRefuses:
 
             return objective
 
-        self.refused("the pipelined part is called inside of scan", model, looped)
+        self.refused("the pipelined part is called inside scan", model, looped)
 
     def test_a_penalty_on_the_weights_of_the_pipeline(self):
         def penalised(model):

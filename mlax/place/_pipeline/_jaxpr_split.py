@@ -86,7 +86,7 @@ def split_at_pipeline(function: Any, leaves: Sequence[Any], axis: str) -> SplitJ
 
 
 def _manual_mesh(axis: str) -> Any:
-    """The mesh that is set, with `axis` manual, as inside of the stages."""
+    """The mesh that is set, with `axis` manual, as inside the stages."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         raise ValueError(
@@ -147,13 +147,13 @@ def _dead_code_eliminate(
 
 
 def _without_mesh_context(jaxpr: InlinedJaxpr, weights: Sequence[Any]) -> InlinedJaxpr:
-    """The equations of the pipeline's weights, as if traced outside of the stages, where they run."""
+    """The equations of the pipeline's weights, as if traced outside the stages, where they run."""
     equations, _ = _dead_code_eliminate(jaxpr.equations, weights, ())
     for equation in equations:
         if list(core.jaxprs_in_params(equation.params)):
             raise ValueError(
                 "one_forward_one_backward: the pipeline's weights are computed from the trainables by "
-                f"{equation.primitive.name} outside of the pipeline; move that into the Repeat, around its layer."
+                f"{equation.primitive.name} outside the pipeline; move that into the Repeat, around its layer."
             )
     context = jax.make_jaxpr(lax.neg)(1.0).eqns[0].ctx
     return jaxpr._replace(equations=[equation.replace(ctx=context) for equation in equations])
@@ -168,7 +168,7 @@ def _raise_unsupported(number: int, equations: list[Any]) -> NoReturn:
     enclosing = [equation.primitive.name for equation in others if _contains_pipeline(equation)]
     if enclosing:
         raise ValueError(
-            f"one_forward_one_backward: the pipelined part is called inside of {enclosing[0]}; call it outside of "
+            f"one_forward_one_backward: the pipelined part is called inside {enclosing[0]}; call it outside "
             "that, or use the schedule 'gpipe'."
         )
     if not number:

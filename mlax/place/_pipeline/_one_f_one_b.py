@@ -86,7 +86,7 @@ def _run_schedule(stage: "Stage", values: list[int], updated: dict[int, int]) ->
 
     In each tick a stage runs the forward pass of one microbatch and the backward pass of another. First the pipeline
     fills, without backward passes, and in the end it drains, without forward passes. A microbatch that does not exist
-    is computed all the same and left out of the sums: inside of a conditional, the collectives that the compiler
+    is computed all the same and left out of the sums: inside a conditional, the collectives that the compiler
     inserts over other mesh axes would wait for every stage.
     """
     layer, last = stage.split.layer, stage.last
@@ -223,7 +223,7 @@ def _combine_gradients(split: SplitJaxpr, weights: Tree, grads: Leaves, shared_g
     for index, grad in [*shared_grads.items(), *own_grads]:
         total[index] = _accumulate(total[index], grad)
     computed = [position for position in range(len(grads)) if position not in forwarded]
-    if computed:  # from the trainables, by equations outside of the pipeline
+    if computed:  # from the trainables, by equations outside the pipeline
 
         def compute(leaves: ByIndex) -> Leaves:
             outputs = split.weights({**inputs, **leaves})
@@ -249,7 +249,7 @@ def _updated_state(split: SplitJaxpr, state: Tree, new: Tree) -> dict[int, int]:
 
 
 def _shared_weights(split: SplitJaxpr, weights: Tree, stacked: ByIndex, updated: dict[int, int]) -> list[int]:
-    """The indices of trainables that are used outside of the pipeline; raises for what this schedule cannot run."""
+    """The indices of trainables that are used outside the pipeline; raises for what this schedule cannot run."""
     early = {*split.weights.reads, *split.key.reads, *split.before.reads}
     if early & updated.keys():
         raise ValueError(
@@ -265,7 +265,7 @@ def _shared_weights(split: SplitJaxpr, weights: Tree, stacked: ByIndex, updated:
     outside = paths.keys() & {*split.key.reads, *split.before.reads, *split.after.reads}
     if both := sorted(paths[index] for index in outside & set(split.weights.reads)):
         raise ValueError(
-            f"one_forward_one_backward: {', '.join(both)} is a weight of the pipeline and is also used outside of it, "
+            f"one_forward_one_backward: {', '.join(both)} is a weight of the pipeline and is also used outside it, "
             "as by a penalty, but each stage only has its own slice; use the optimizer's weight decay, or the schedule "
             "'gpipe'."
         )
