@@ -3,7 +3,7 @@
     python benchmarks/convs.py [rounds]    # 3 minutes
 
 Each row is the gradient of the kernel alone, in float32, by JAX's own rule and a few examples at a time, and which of
-the two mlax chooses (`use_chunked_kernel_grad`, in mlax/ops/_cpu.py).
+the two mlax chooses (`prefers_chunked_kernel_grad`, in mlax/ops/_cpu.py).
 """
 
 import statistics
@@ -57,7 +57,7 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
 
     from mlax.ops import parse_layout, resolve_windows
     from mlax.ops._conv import dimension_numbers
-    from mlax.ops._cpu import use_chunked_kernel_grad, with_chunked_kernel_grad
+    from mlax.ops._cpu import prefers_chunked_kernel_grad, with_chunked_kernel_grad
 
     rank = len(case.x) - 2
     x = jax.random.normal(jax.random.key(0), case.x)
@@ -77,7 +77,7 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
         return lambda: time_steps(lambda: jax.block_until_ready(step(x, y)), steps=3)
 
     methods = {"JAX's own": steps(whole), "in chunks": steps(with_chunked_kernel_grad(whole, axes, where, None))}
-    return methods, use_chunked_kernel_grad(x, axes, 1, None)
+    return methods, prefers_chunked_kernel_grad(x, axes, 1, None)
 
 
 def main(rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""audit: the operations of a function that leave its declared dtype, found in its jaxpr."""
+"""audit: find the operations in a function's jaxpr that leave its declared dtype."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ from mlax._jax import layer_path
 
 @dataclasses.dataclass(frozen=True)
 class DtypeViolation:
-    """One operation that takes in or gives out a floating dtype other than the declared one."""
+    """One operation with an operand or a result of another floating dtype than the declared one."""
 
-    path: str  # of the layer, like "blocks/mlp/up"; "" outside of any
+    path: str  # of the layer, like "blocks/mlp/up"; "" outside of a layer
     primitive: str
     inputs: tuple[str, ...]  # dtypes of all operands, in order
     outputs: tuple[str, ...]
     declared: str
-    source: str  # like "model.py:31 (wire)"; "" where JAX kept no line of the user's
+    source: str  # like "model.py:31 (wire)"; "" where JAX has no line of the user's
 
     def __str__(self):
         layer = f"{self.path}: " if self.path else ""
@@ -32,19 +32,19 @@ class DtypeViolation:
 
 
 class DtypeError(TypeError):
-    """Raised by `check`: an operation left the declared dtype."""
+    """Raised by `check`: an operation leaves the declared dtype."""
 
 
 def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> tuple[DtypeViolation, ...]:
     """List the operations of `function(*args, **kwargs)` that leave `dtype`, in the order they run.
 
     Arrays and `jax.ShapeDtypeStruct`s anywhere in the arguments are traced; every other leaf is static.
-    `dtype=None` declares the one floating dtype that the traced arguments have. Nothing is computed, and
-    only what the jaxpr holds is seen: audit `jax.grad(loss)` to see the backward pass too.
+    `dtype=None` declares the one floating dtype of the traced arguments. Nothing is computed, and only the
+    function's jaxpr is inspected: audit `jax.grad(loss)` to include the backward pass.
 
-    An operation departs when any operand or result is floating or complex and not of the declared dtype.
-    Two things are allowed: a cast *to* the declared dtype, since it is how values come back, and weakly
-    typed scalars, since they are Python's numbers, and to round 0.999 to bfloat16 would be the mistake.
+    An operation is a violation if any operand or result is floating or complex and not of the declared dtype.
+    Two things are allowed: a cast *to* the declared dtype, and weakly typed scalars, which are Python numbers:
+    rounding 0.999 to bfloat16 would be the mistake.
     """
     jaxpr = _trace(function, args, kwargs)
     declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
@@ -52,10 +52,10 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
 
 
 def check(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> None:
-    """Raise `DtypeError` with the first operation that `audit` lists, if it lists any."""
-    departures = audit(function, *args, dtype=dtype, **kwargs)
-    if departures:
-        first, *rest = departures
+    """Raise `DtypeError` for the first operation that `audit` lists, if any."""
+    violations = audit(function, *args, dtype=dtype, **kwargs)
+    if violations:
+        first, *rest = violations
         more = f" (and {len(rest)} more, listed by audit)" if rest else ""
         raise DtypeError(
             f"{first}{more}; compute in the dtype of the input, "
@@ -71,8 +71,8 @@ def _trace(function, args, kwargs) -> Any:
 
     def call(*arrays):
         remaining = iter(arrays)
-        filled = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, filled)
+        traced = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, traced)
         return function(*args, **kwargs)
 
     return jax.make_jaxpr(call)(*(leaf for leaf in leaves if isinstance(leaf, _ARRAYS)))
@@ -88,55 +88,55 @@ def _infer_dtype(avals) -> np.dtype:
 
 def _find_violations(jaxpr, declared, enclosing=()) -> Iterator[DtypeViolation]:
     for equation in jaxpr.eqns:
-        nest = (*enclosing, equation)
-        bodies = tuple(_bodies(equation))
+        stack = (*enclosing, equation)
+        bodies = tuple(_sub_jaxprs(equation))
         for body in bodies:
-            yield from _find_violations(body, declared, nest)
+            yield from _find_violations(body, declared, stack)
 
         inputs = [operand.aval for operand in equation.invars]
         outputs = [result.aval for result in equation.outvars]
-        is_return = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
+        is_cast_back = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
         is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
-        if is_foreign and not is_return and not _is_noop_cast(equation) and not bodies:
+        if is_foreign and not is_cast_back and not _is_noop_cast(equation) and not bodies:
             yield DtypeViolation(
-                path=layer_path(nest),
+                path=layer_path(stack),
                 primitive=equation.primitive.name,
                 inputs=_dtype_names(inputs),
                 outputs=_dtype_names(outputs),
                 declared=str(declared),
-                source=_source(nest),
+                source=_source(stack),
             )
 
 
 def _is_noop_cast(equation) -> bool:
-    """Whether it is a cast from a dtype to itself, which is how JAX turns a weakly typed number into a strong one."""
+    """Whether it casts a dtype to itself, as JAX does to make a weakly typed value strongly typed."""
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
 
 
-def _bodies(holder) -> Iterator[Any]:
-    """Find the jaxprs in an equation's params: bare, traced, in a tuple, or in a primitive with params."""
+def _sub_jaxprs(holder) -> Iterator[Any]:
+    """The jaxprs in an equation's params: plain, traced, in a tuple, or in an object with params."""
     if isinstance(holder, _jaxpr_types()):
         yield holder
     elif isinstance(holder, jax.stages.Traced):
         yield holder.jaxpr
     elif isinstance(params := getattr(holder, "params", None), dict):
-        # A scatter's update is the scalar rule of one operation, cached with the source line of another.
-        yield from _bodies([value for name, value in params.items() if name != "update_jaxpr"])
+        # A scatter's update_jaxpr is cached with the source line of another operation.
+        yield from _sub_jaxprs([value for name, value in params.items() if name != "update_jaxpr"])
     elif isinstance(holder, (tuple, list)):
         for item in holder:
-            yield from _bodies(item)
+            yield from _sub_jaxprs(item)
 
 
 @functools.cache
 def _jaxpr_types() -> tuple[type, ...]:
-    from jax.extend import core  # brings all of Pallas with it: only once something is audited
+    from jax.extend import core  # imports Pallas, so only when something is audited
 
     return core.Jaxpr, core.ClosedJaxpr
 
 
 def _is_float(aval) -> bool:
-    # Random keys have a dtype that is no number's, and tokens have none.
+    # Random keys have an extended dtype, and tokens have none.
     is_inexact = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
     return is_inexact and not (getattr(aval, "weak_type", False) and aval.ndim == 0)
 
@@ -149,18 +149,19 @@ def _folder(*parts) -> str:
     return os.path.join(os.path.abspath(os.path.join(*parts)), "")
 
 
-# Frames in these places only pass a call along.
+# Frames in these folders only pass a call along.
 _MACHINERY = (
     _folder(jax.__file__, ".."),
     _folder(jax.__file__, "..", "..", "jaxlib"),
+    _folder(__file__, "..", "..", "_jax"),
     _folder(__file__, "..", "..", "core"),
     __file__,
 )
 
 
-def _source(nest) -> str:
-    # The body of a jit inside JAX keeps no line of the user's; the equation that calls it does.
-    for equation in reversed(nest):
+def _source(stack) -> str:
+    # The body of a jit inside JAX has no line of the user's; the equation that calls it does.
+    for equation in reversed(stack):
         traceback = equation.source_info.traceback
         for frame in traceback.frames if traceback else ():
             if not frame.file_name.startswith(_MACHINERY):

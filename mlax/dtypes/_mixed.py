@@ -11,11 +11,11 @@ from mlax.core import DType, Layer, Wrapper, check_layer, every, frozen, overrid
 
 @frozen
 class Mixed(Wrapper):
-    """Compute `layer` in another dtype than the one its weights are stored in.
+    """Compute `layer` in another dtype than its weights are stored in.
 
-    The floating inputs and trainables are cast to `compute` on the way in, and floating outputs to `output` on
-    the way out (None: left as they are). Trainables are made and stored in `param_dtype`. State is not cast:
-    running statistics would not survive a narrow dtype, so a layer with state says itself what it keeps it in.
+    Floating inputs and trainables are cast to `compute`, and floating outputs to `output` (None: not cast).
+    Trainables are initialized and stored in `param_dtype`. State is not cast, since running statistics need more
+    precision than a narrow dtype has; a layer with state declares its dtype itself.
     """
 
     _: KW_ONLY
@@ -38,43 +38,45 @@ class Mixed(Wrapper):
 
 
 def cast(tree: Any, dtype: DType) -> Any:
-    """The same tree with every floating leaf in `dtype`; integers, booleans and keys stay. None changes nothing.
+    """A pytree with every floating leaf cast to `dtype`; integers, booleans and keys are unchanged. None casts nothing.
 
     Leaves may be arrays or `jax.ShapeDtypeStruct`.
     """
     if dtype is None:
         return tree
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"cast: {dtype} is no floating dtype, and rounding weights to whole numbers is never meant.")
+        raise TypeError(
+            f"cast: {dtype} is not a floating dtype, and weights would be rounded to integers; pass a floating dtype."
+        )
 
-    def converted(leaf: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))
         return leaf.astype(dtype)
 
-    return jax.tree.map(converted, tree)
+    return jax.tree.map(cast_leaf, tree)
 
 
 def mixed_bfloat16(model: Layer) -> Mixed:
     """The model with float32 weights, bfloat16 computation, float32 statistics and float32 outputs.
 
-    The choice for training on today's accelerators; needs no loss scaling.
+    The default choice for training on GPUs and TPUs; needs no loss scaling.
     """
-    return Mixed(_with_statistics_in(model, "float32"), compute="bfloat16")
+    return Mixed(_with_wide_statistics(model), compute="bfloat16")
 
 
 def mixed_float16(model: Layer) -> Mixed:
     """The model with float32 weights, float16 computation, float32 statistics and float32 outputs.
 
-    For accelerators without bfloat16; small gradients vanish in float16, so scale the loss.
+    For GPUs without bfloat16; small gradients underflow in float16, so scale the loss.
     """
-    return Mixed(_with_statistics_in(model, "float32"), compute="float16")
+    return Mixed(_with_wide_statistics(model), compute="float16")
 
 
-def _with_statistics_in(model: Layer, accum_dtype: DType) -> Layer:
-    """The model with `accum_dtype` set on every layer whose statistics a narrow dtype would spoil."""
+def _with_wide_statistics(model: Layer) -> Layer:
+    """The model with `accum_dtype="float32"` on every layer that takes statistics."""
     check_layer("mixed precision", "model", model)
     kinds = {type(layer) for layer in every(model) if layer.takes_statistics}
-    return override(model, tuple(kinds), accum_dtype=accum_dtype) if kinds else model
+    return override(model, tuple(kinds), accum_dtype="float32") if kinds else model

@@ -1,4 +1,4 @@
-"""The layers: weights plus one call into `ops`, and composites of such layers."""
+"""The layers: weights plus one call into `ops`, and composites of layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attention and MultiHeadAttention."""
+"""Attention, and MultiHeadAttention with learned projections, for training and for decoding."""
 
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Self
@@ -8,20 +8,23 @@ import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 
+from mlax import ops
 from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, Zeros, frozen, lecun, with_fields
 from mlax.dtypes import cast
 from mlax.nn._kv_cache import KeyValueCache, Position
 from mlax.nn._linear import Linear
 from mlax.nn._positions import RelativeBias, Rotary
-from mlax.ops import AttentionBackend, attention
+from mlax.ops import AttentionBackend
 
+REQUIRED_INPUTS = ("query", "key", "value")
 OPTIONAL_INPUTS = ("segments", "source_segments", "lengths", "query_positions", "key_positions", "mask", "bias")
+MULTI_HEAD_INPUTS = ("x", "source", "segments", "source_segments", "lengths", "positions", "mask", "bias")
 
 
 @frozen
 class Attention(Layer):
-    """Attend from queries to keys and values, as `ops.attention` does: the part of MultiHeadAttention that mixes time.
+    """Attend from queries to keys and values, as `ops.attention` does: MultiHeadAttention without its projections.
 
     A dict of query (b, t, h, k), key and value (b, s, g, k) to (b, t, h, k), in their dtype. It may also hold
     segments (b, t) and source_segments (b, s), lengths (b,), query_positions (t,) with key_positions (s,), mask and
@@ -40,8 +43,8 @@ class Attention(Layer):
     dropout: float = 0.0
     sinks_init: Initializer = Zeros()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own; cuDNN needs float32
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's; cuDNN needs float32
+    param_dtype: DType = None  # None: the input's
     implementation: AttentionBackend | None = None  # None: the fastest that can; ops.attention_backend names it
 
     def __post_init__(self):
@@ -55,39 +58,36 @@ class Attention(Layer):
             )
         if self.dropout and self.implementation in ("cudnn", "chunked"):
             raise ValueError(
-                f"Attention: {self.implementation} drops no weights; use implementation='xla', or no dropout."
+                f"Attention: {self.implementation} does not support dropout; use implementation='xla', or no dropout."
             )
 
     def init(self, rng, x):
-        unknown = (
-            ", ".join(sorted(x.keys() - {"query", "key", "value", *OPTIONAL_INPUTS}))
-            if isinstance(x, dict)
-            else "no names"
-        )
-        if unknown or not {"query", "key", "value"} <= x.keys():
+        names = {*REQUIRED_INPUTS, *OPTIONAL_INPUTS}
+        unknown = ", ".join(sorted(x.keys() - names)) if isinstance(x, dict) else "no names"
+        missing = "" if unknown else ", ".join(name for name in REQUIRED_INPUTS if name not in x)
+        if unknown or missing:
             raise ValueError(
-                f"{self}: the input has {unknown or 'too little'}, but must be a dict of query, key and value, and may "
-                f"also hold {', '.join(OPTIONAL_INPUTS)}."
+                f"{self}: the input {f'has {unknown}' if unknown else f'lacks {missing}'}, but must be a dict of "
+                f"query, key and value, and may also hold {', '.join(OPTIONAL_INPUTS)}."
             )
         if not self.sinks:
             return None, None
         query = x["query"]
-        return {
-            "sinks": self.sinks_init(named_key(rng, "sinks"), query.shape[2:3], self.param_dtype or query.dtype)
-        }, None
+        sinks = self.sinks_init(named_key(rng, "sinks"), query.shape[2:3], self.param_dtype or query.dtype)
+        return {"sinks": sinks}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         dropout = 0.0 if self.dropout == 0.0 or inference_mode else self.dropout
         if dropout and rng is None:
-            raise ValueError(f"{self}: there is no key to drop by; pass rng=, or inference_mode=True.")
-        ours, theirs = x.get("segments"), x.get("source_segments")
-        y = attention(
+            raise ValueError(f"{self}: dropout needs a key; pass rng=, or inference_mode=True.")
+        segments, source_segments = x.get("segments"), x.get("source_segments")
+        y = ops.attention(
             x["query"],
             x["key"],
             x["value"],
             causal=self.causal,
             window=self.window,
-            segments=ours if theirs is None else (ours, theirs),
+            segments=segments if source_segments is None else (segments, source_segments),
             lengths=x.get("lengths"),
             positions=(x["query_positions"], x["key_positions"]) if "key_positions" in x else None,
             mask=x.get("mask"),
@@ -105,25 +105,22 @@ class Attention(Layer):
         return y, non_trainables
 
 
-INPUT_NAMES = ("x", "source", "segments", "source_segments", "lengths", "positions", "mask", "bias")
-
-
 @frozen
 class MultiHeadAttention(Composite):
     """Attend from each token to the others, or to those of a source, with several heads: (b, t, d) to (b, t, features).
 
-    The input is x (b, t, d); or a pair (x, source) for cross attention, source (b, s, ...); or a dict with any of
-    - x; source: these two;
-    - segments (b, t), source_segments (b, s): ids of packed sequences, which do not see each other;
-    - lengths (b,): how many tokens of each row of the source, or of x, are no padding;
-    - positions (t,) or (b, t): what `rotary` turns by, from 0 on unless given; causal and window go by order;
+    The input is x (b, t, d); or a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of
+    - x; source: as above;
+    - segments (b, t), source_segments (b, s): ids of packed sequences, which do not attend to each other;
+    - lengths (b,): how many tokens of each row of the source, or of x, are not padding;
+    - positions (t,) or (b, t): for rotary embeddings, 0, 1, 2, ... unless given; causal and window go by order;
     - mask, bias (b, h, t, s), each axis of that size or 1.
 
-    Each of `heads` query heads is `head_width` wide, d / heads unless given; `kv_heads` of keys and values are shared
-    by equally many of them. `qk_norm` is a layer for queries and keys, such as RMSNorm(). The output is `features`
-    wide, d unless given. Dropout of weights while training needs a key.
+    Each of `heads` query heads is `head_width` wide, d / heads unless given; each of `kv_heads` keys and values is
+    shared by an equal number of them. `qk_norm` is a layer for queries and keys, such as RMSNorm(). The output is
+    `features` wide, d unless given. Dropout of weights while training needs a key.
 
-    With `cache`, each call appends its tokens to up to `cache` tokens before and sees them all, or the last
+    With `cache`, each call appends its tokens to a cache of `cache` tokens and attends to all of them, or to the last
     `window` of them if that is fewer; see KeyValueCache for what happens when it is full.
 
     Variables: those of the parts query, key, value and out, each a Linear, attend (`sinks`), query_norm, key_norm and
@@ -149,9 +146,9 @@ class MultiHeadAttention(Composite):
     out_bias: bool | None = None  # None: like `bias`
     cache: int | None = None
     kernel_init: Initializer = lecun()
-    precision: lax.PrecisionLike = None
-    accum_dtype: DType = None  # of the softmax; None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    precision: PrecisionLike = None
+    accum_dtype: DType = None  # of the softmax; None: the input's
+    param_dtype: DType = None  # None: the input's
     cache_dtype: DType = None  # None: the dtype that init sees
     implementation: AttentionBackend | None = None
 
@@ -159,24 +156,24 @@ class MultiHeadAttention(Composite):
         for name in ("heads", "kv_heads", "head_width", "features", "cache"):
             value = getattr(self, name)
             if (value is not None or name == "heads") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"MultiHeadAttention: {name} is {value!r}, but must be a whole number of at least 1.")
+                raise ValueError(f"MultiHeadAttention: {name} is {value!r}, but must be an integer of at least 1.")
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"MultiHeadAttention: {self.heads} heads are no multiple of {self.kv_heads} kv_heads.")
+            raise ValueError(f"MultiHeadAttention: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads.")
         if self.cache is not None and not self.causal:
             raise ValueError("MultiHeadAttention: a cache holds earlier tokens only; pass causal=True.")
         if self.relative is not None and self.relative.heads != self.heads:
             raise ValueError(f"MultiHeadAttention: {self.relative} does not have the {self.heads} heads of this layer.")
-        _attention(self)
+        _attention_of(self)
 
     def parts(self):
-        width = self.head_width  # None: as wide as the input says, which `sized` fills in
-        out_bias = self.bias if self.out_bias is None else self.out_bias
+        width = self.head_width  # None: `sized` infers it from the input
+        kv_features = width and (self.kv_heads or self.heads) * width
         parts: dict[str, Layer] = {
             "query": self._linear(width and self.heads * width, self.bias),
-            "key": self._linear(width and (self.kv_heads or self.heads) * width, self.bias),
-            "value": self._linear(width and (self.kv_heads or self.heads) * width, self.bias),
-            "attend": _attention(self),
-            "out": self._linear(self.features, out_bias),
+            "key": self._linear(kv_features, self.bias),
+            "value": self._linear(kv_features, self.bias),
+            "attend": _attention_of(self),
+            "out": self._linear(self.features, self.bias if self.out_bias is None else self.out_bias),
         }
         if self.qk_norm is not None:
             parts |= {"query_norm": self.qk_norm, "key_norm": self.qk_norm}
@@ -197,45 +194,45 @@ class MultiHeadAttention(Composite):
         return {**axes, "out/kernel": -2} if axes else {}
 
     def sized(self, x: Any) -> Self:
-        width = self._given(x)["x"].shape[-1]
+        width = self._named_inputs(x)["x"].shape[-1]
         if self.head_width is None and width % self.heads:
             raise ValueError(
                 f"{type(self).__name__}: an input of width {width} does not divide into {self.heads} heads; choose "
-                "another number of heads, or say how wide they are with head_width=."
+                "another number of heads, or pass head_width=."
             )
         sized = with_fields(
             self, head_width=self.head_width or width // self.heads, features=self.features or width, edits=()
         )
-        made = sized.parts()
-        return with_fields(sized, edits=tuple((name, _with_features(part, made[name])) for name, part in self.edits))
+        parts = sized.parts()
+        return with_fields(sized, edits=tuple((name, _with_features(part, parts[name])) for name, part in self.edits))
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        given = self._given(x)
-        x, source = given["x"], given.get("source", given["x"])
-        q, k, v = self._heads(sub.query(x)), self._heads(sub.key(source)), self._heads(sub.value(source))
+        inputs = self._named_inputs(x)
+        x, source = inputs["x"], inputs.get("source", inputs["x"])
+        q, k, v = (self._split_heads(y) for y in (sub.query(x), sub.key(source), sub.value(source)))
         if self.qk_norm is not None:
             q, k = sub.query_norm(q), sub.key_norm(k)
-        ours = theirs = given.get("positions")
-        if "source" in given:
-            theirs = None
+        query_positions = key_positions = inputs.get("positions")
+        if "source" in inputs:
+            key_positions = None
         if self.cache is not None:
-            ours = theirs = sub.position(x)
+            query_positions = key_positions = sub.position(x)
         if self.rotary is not None:
-            q = sub.rotary(q if ours is None else (q, ours))
-            k = sub.rotary(k if theirs is None else (k, theirs))
-        ordered = {}
+            q = sub.rotary(q if query_positions is None else (q, query_positions))
+            k = sub.rotary(k if key_positions is None else (k, key_positions))
+        positions = {}
         if self.cache is not None:
-            held = sub.cache({"key": k, "value": v, "positions": theirs})
-            k, v = held["key"], held["value"]
-            ordered = {"query_positions": ours, "key_positions": held["positions"]}
+            cached = sub.cache({"key": k, "value": v, "positions": key_positions})
+            k, v = cached["key"], cached["value"]
+            positions = {"query_positions": query_positions, "key_positions": cached["positions"]}
         if self.relative is not None:
-            queries = ordered.get("query_positions", jnp.arange(q.shape[1], dtype=np.int32))
-            keys = ordered.get("key_positions", jnp.arange(k.shape[1], dtype=np.int32))
+            queries = positions.get("query_positions", jnp.arange(q.shape[1], dtype=np.int32))
+            keys = positions.get("key_positions", jnp.arange(k.shape[1], dtype=np.int32))
             relative = sub.relative((queries[None], keys[None]))
-            given["bias"] = relative + given["bias"] if "bias" in given else relative
-        passed = ("segments", "source_segments", "lengths", "mask", "bias")
-        extras = {name: given[name] for name in passed if name in given}
-        y = sub.attend({"query": q, "key": k, "value": v, **ordered, **extras})  # (b, t, h, k)
+            inputs["bias"] = relative + inputs["bias"] if "bias" in inputs else relative
+        passed_on = ("segments", "source_segments", "lengths", "mask", "bias")
+        optional = {name: inputs[name] for name in passed_on if name in inputs}
+        y = sub.attend({"query": q, "key": k, "value": v, **positions, **optional})  # (b, t, h, k)
         return sub.out(lax.collapse(y, 2))
 
     def _linear(self, features: int | None, bias: bool) -> Linear:
@@ -247,53 +244,50 @@ class MultiHeadAttention(Composite):
             param_dtype=self.param_dtype,
         )
 
-    def _heads(self, x: Any) -> Any:
+    def _split_heads(self, x: Any) -> Any:
         """(b, t, h * k) as (b, t, h, k)."""
         return x.reshape(*x.shape[:2], x.shape[2] // self.head_width, self.head_width)
 
-    def _given(self, x: Any) -> dict[str, Any]:
-        """The input as a dict, whichever of its forms it has."""
-        arrays = x if isinstance(x, tuple) else (x,)
-        given: dict[str, Any] = dict(x) if isinstance(x, dict) else {**dict(zip(INPUT_NAMES, arrays, strict=False))}
-        unknown = ", ".join(given.keys() - set(INPUT_NAMES))
-        if unknown or "x" not in given or (isinstance(x, tuple) and len(x) != 2):
+    def _named_inputs(self, x: Any) -> dict[str, Any]:
+        """The input as a dict: from an array, a pair or a dict."""
+        name, arrays = type(self).__name__, x if isinstance(x, tuple) else (x,)
+        inputs: dict[str, Any] = dict(x) if isinstance(x, dict) else dict(zip(MULTI_HEAD_INPUTS, arrays, strict=False))
+        unknown = ", ".join(inputs.keys() - set(MULTI_HEAD_INPUTS))
+        if unknown or "x" not in inputs or (isinstance(x, tuple) and len(x) != 2):
             raise ValueError(
-                f"{type(self).__name__}: the input must be an array x, a pair (x, source), or a dict of x and any of "
-                f"{', '.join(INPUT_NAMES[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
+                f"{name}: the input must be an array x, a pair (x, source), or a dict of x and any of "
+                f"{', '.join(MULTI_HEAD_INPUTS[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
             )
-        for name in ("x", "source"):
-            if name in given and given[name].ndim != 3:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} is {given[name].shape}, but must be (batch, time, width)."
-                )
-        refused = ", ".join(given.keys() - {"x"}) if self.cache is not None else ""
-        if refused:
-            raise ValueError(
-                f"{type(self).__name__}: with a cache the input is x alone; there is no place for {refused}."
-            )
-        return given
+        for each in ("x", "source"):
+            if each in inputs and inputs[each].ndim != 3:
+                raise ValueError(f"{name}: {each} is {inputs[each].shape}, but must be (batch, time, width).")
+        if self.cache is not None and inputs.keys() != {"x"}:
+            others = ", ".join(inputs.keys() - {"x"})
+            raise ValueError(f"{name}: with a cache the input must be x alone, without {others}.")
+        return inputs
 
 
-def _attention(self: MultiHeadAttention) -> Attention:
+def _attention_of(layer: MultiHeadAttention) -> Attention:
+    """The part that attends; a function, since methods need a finished description and `__post_init__` calls it."""
     return Attention(
-        causal=self.causal,
-        window=self.window,
-        softcap=self.softcap,
-        sinks=self.sinks,
-        alibi=self.alibi,
-        scale=self.scale,
-        dropout=self.dropout,
-        precision=self.precision,
-        accum_dtype=self.accum_dtype,
-        param_dtype=self.param_dtype,
-        implementation=self.implementation,
+        causal=layer.causal,
+        window=layer.window,
+        softcap=layer.softcap,
+        sinks=layer.sinks,
+        alibi=layer.alibi,
+        scale=layer.scale,
+        dropout=layer.dropout,
+        precision=layer.precision,
+        accum_dtype=layer.accum_dtype,
+        param_dtype=layer.param_dtype,
+        implementation=layer.implementation,
     )
 
 
-def _with_features(edited: Layer, made: Layer) -> Layer:
-    """A part put in by surgery, with the width that it could not know."""
+def _with_features(edited: Layer, part: Layer) -> Layer:
+    """A part put in by surgery, with the features that are inferred from the input."""
     if isinstance(edited, Wrapper):
-        return with_fields(edited, layer=_with_features(edited.layer, made))
-    if isinstance(edited, Linear) and isinstance(made, Linear) and edited.features is None:
-        return with_fields(edited, features=made.features)
+        return with_fields(edited, layer=_with_features(edited.layer, part))
+    if isinstance(edited, Linear) and isinstance(part, Linear) and edited.features is None:
+        return with_fields(edited, features=part.features)
     return edited

@@ -12,7 +12,6 @@ from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Normal, Ones, Size, Sub, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape
-from mlax.ops import glu
 
 
 @frozen
@@ -29,8 +28,8 @@ class Linear(Layer):
     kernel_init: Initializer = lecun()
     bias_init: Initializer = Zeros()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         if x.ndim == 0:
@@ -39,10 +38,7 @@ class Linear(Layer):
         kernel = self.kernel_init(named_key(rng, "kernel"), (x.shape[-1], self.features), dtype)
         if not self.bias:
             return {"kernel": kernel}, None
-        return {
-            "kernel": kernel,
-            "bias": self.bias_init(named_key(rng, "bias"), (self.features,), dtype),
-        }, None
+        return {"kernel": kernel, "bias": self.bias_init(named_key(rng, "bias"), (self.features,), dtype)}, None
 
     def splits(self, number):
         return {"kernel": -1, "bias": -1}
@@ -55,19 +51,19 @@ class Linear(Layer):
 
 @frozen
 class Bias(Layer):
-    """Add a learned number to each element, one for each place along `axes`; the other axes share it.
+    """Add a learned array with the input's sizes along `axes`, broadcast along the others.
 
-    Shape and dtype of the input. Trainables: bias, of the rank of the last of `axes` and all after it.
+    Shape and dtype of the input. Trainables: bias, whose first axis is the first of `axes`.
     """
 
     _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     bias_init: Initializer = Zeros()
-    param_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
-        bias = self.bias_init(named_key(rng, "bias"), broadcast_shape(self, x, self.axes), self.param_dtype or x.dtype)
-        return {"bias": bias}, None
+        shape = broadcast_shape(self, x, self.axes)
+        return {"bias": self.bias_init(named_key(rng, "bias"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         return x + cast(trainables["bias"], x.dtype), non_trainables
@@ -75,21 +71,19 @@ class Bias(Layer):
 
 @frozen
 class Scaler(Layer):
-    """Multiply each element by a learned number, one for each place along `axes`; the other axes share it.
+    """Multiply by a learned array with the input's sizes along `axes`, broadcast along the others.
 
-    Shape and dtype of the input. Trainables: scale, of the rank of the last of `axes` and all after it.
+    Shape and dtype of the input. Trainables: scale, whose first axis is the first of `axes`.
     """
 
     _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
     scale_init: Initializer = Ones()
-    param_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
-        scale = self.scale_init(
-            named_key(rng, "scale"), broadcast_shape(self, x, self.axes), self.param_dtype or x.dtype
-        )
-        return {"scale": scale}, None
+        shape = broadcast_shape(self, x, self.axes)
+        return {"scale": self.scale_init(named_key(rng, "scale"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         return x * cast(trainables["scale"], x.dtype), non_trainables
@@ -97,9 +91,9 @@ class Scaler(Layer):
 
 @frozen
 class Embed(Layer):
-    """Look up a learned vector for each whole number: (...) integers to (..., width), in the table's dtype.
+    """Look up a learned vector for each integer: (...) integers to (..., width), in the table's dtype.
 
-    Trainables: table (vocabulary, width). A number outside of the vocabulary gives NaN.
+    Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN.
     """
 
     vocabulary: Size
@@ -110,10 +104,9 @@ class Embed(Layer):
 
     def init(self, rng, x):
         if x.dtype.kind not in "iu":
-            raise TypeError(f"{self}: the input is {x.dtype}, but must be whole numbers; cast it to int32.")
-        return {
-            "table": self.table_init(named_key(rng, "table"), (self.vocabulary, self.width), self.param_dtype)
-        }, None
+            raise TypeError(f"{self}: the input is {x.dtype}, but must be integers; cast it to int32.")
+        shape = (self.vocabulary, self.width)
+        return {"table": self.table_init(named_key(rng, "table"), shape, self.param_dtype)}, None
 
     def splits(self, number):
         return {"table": 0}
@@ -124,10 +117,10 @@ class Embed(Layer):
 
 @frozen
 class MLP(Composite):
-    """Apply one linear map for each of `widths`, with `activation` between them and none after the last.
+    """Apply one Linear for each of `widths`, with `activation` between them and none after the last.
 
-    (..., d) to (..., widths[-1]), in the dtype of the input. Parts: linear_0, linear_1 and so on, each a Linear; other
-    fields of theirs are set by surgery, as in `mlax.override(mlp, nn.Linear, kernel_init=mlax.he())`.
+    (..., d) to (..., widths[-1]), in the dtype of the input. Parts: linear_0, linear_1 and so on, each a Linear; set
+    their other fields by surgery, as in `mlax.override(mlp, nn.Linear, kernel_init=mlax.he())`.
     """
 
     widths: tuple[int, ...]
@@ -137,30 +130,29 @@ class MLP(Composite):
 
     def __post_init__(self):
         if not isinstance(self.widths, tuple) or not self.widths or not all(isinstance(w, int) for w in self.widths):
-            raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of whole numbers, one for each map.")
-        if isinstance(self.activation, Layer) or not callable(self.activation):
-            raise TypeError(f"MLP: activation is {self.activation!r}, but must be a function, jax.nn.gelu for one.")
+            raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of integers, one for each Linear.")
+        _check_activation(self, "jax.nn.gelu")
 
     def parts(self) -> Mapping[str, Layer]:
-        return {f"linear_{rank}": Linear(width, bias=self.bias) for rank, width in enumerate(self.widths)}
+        return {f"linear_{number}": Linear(width, bias=self.bias) for number, width in enumerate(self.widths)}
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        for rank, part in enumerate(sub):
-            x = part(x if rank == 0 else self.activation(x))
+        for number, part in enumerate(sub):
+            x = part(x if number == 0 else self.activation(x))
         return x
 
 
 @frozen
 class GLU(Composite):
-    """Multiply a linear map of the input by the activation of another, the gate.
+    """Multiply a Linear of the input by the activation of another, the gate.
 
     (..., d) to (..., features), in the dtype of the input. Parts: gate and value, each a Linear. By activation this is
     GLU (`jax.nn.sigmoid`), SwiGLU (`jax.nn.silu`), GeGLU (`jax.nn.gelu`), ReGLU (`jax.nn.relu`) or the bilinear layer
     (`jax.nn.identity`); the feed-forward layer of a transformer is `Series(GLU(hidden), Linear(width, bias=False))`.
     https://arxiv.org/abs/2002.05202, equations 4 and 5.
 
-    The two maps are two products: one over both was not faster beyond the noise, and its kernel could not be split
-    over devices, or its gradient orthogonalised, without taking it apart again.
+    It computes two products: one product for both was not measurably faster, and its kernel could not be sharded, or
+    its gradient orthogonalized, without splitting it again.
     """
 
     features: Size
@@ -169,11 +161,16 @@ class GLU(Composite):
     bias: bool = False
 
     def __post_init__(self):
-        if isinstance(self.activation, Layer) or not callable(self.activation):
-            raise TypeError(f"GLU: activation is {self.activation!r}, but must be a function, jax.nn.silu for one.")
+        _check_activation(self, "jax.nn.silu")
 
     def parts(self) -> Mapping[str, Layer]:
         return {"gate": Linear(self.features, bias=self.bias), "value": Linear(self.features, bias=self.bias)}
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        return glu(sub.gate(x), sub.value(x), self.activation)
+        return ops.glu(sub.gate(x), sub.value(x), self.activation)
+
+
+def _check_activation(layer: Any, example: str) -> None:
+    if isinstance(layer.activation, Layer) or not callable(layer.activation):
+        name = type(layer).__name__
+        raise TypeError(f"{name}: activation is {layer.activation!r}, but must be a function, such as {example}.")

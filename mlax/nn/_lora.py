@@ -1,54 +1,54 @@
-"""LoRA: a linear map plus a learned change of low rank."""
+"""LoRA: a Linear plus a learned update of low rank."""
 
 from dataclasses import KW_ONLY
 from typing import Any
 
 import jax.numpy as jnp
 
+from mlax import ops
 from mlax._jax import named_key
 from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, replace
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
-from mlax.ops import linear
 
 
 @frozen
 class LoRA(Wrapper):
     """Add `alpha / rank * x @ down @ up` to the output of a Linear: `x @ (kernel + alpha / rank * down @ up) + bias`.
 
-    Shapes and dtype as in the Linear. Trainables: those of the Linear, under the same paths and of the same values as
-    without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up (rank, features),
-    which begins at zero. To train these only:
+    Shapes and dtype as in the Linear. Trainables: those of the Linear, under the same paths and with the same initial
+    values as without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up
+    (rank, features), initially zero. To train only these:
 
         model = mlax.replace(model, "blocks/attend/query", nn.LoRA(mlax.get(model, "blocks/attend/query"), rank=8))
         frozen, live = mlax.freeze(model.init(rng, x)[0], "**/lora/*")
         frozen = pretrained
 
-    and differentiate by `live` what is computed with `mlax.merge(live, frozen)`; `nn.merge_lora` then gives the
-    variables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
+    and take gradients with respect to `live` of a loss of `mlax.merge(live, frozen)`; `nn.merge_lora` then gives the
+    trainables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
     """
 
     layer: Linear
     rank: int
     _: KW_ONLY
-    alpha: float | None = None  # None: as large as the rank, so that the change has the factor 1
+    alpha: float | None = None  # None: the rank, so that the factor is 1
     down_init: Initializer = lecun("normal")
     up_init: Initializer = Zeros()
 
     def __post_init__(self):
         if not isinstance(self.layer, Linear):
-            raise TypeError(f"LoRA: {self.layer!r} is no Linear; LoRA goes around each Linear inside, by mlax.replace.")
+            raise TypeError(f"LoRA: {self.layer!r} is not a Linear; wrap each Linear inside it, with mlax.replace.")
         if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"LoRA: rank is {self.rank!r}, but must be a whole number of at least 1.")
+            raise ValueError(f"LoRA: rank is {self.rank!r}, but must be an integer of at least 1.")
 
     @property
     def factor(self) -> float:
-        """What the product of down and up is multiplied with."""
+        """The factor of the product of down and up."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     @property
     def param_dtype(self) -> Any:
-        """The Linear's own."""
+        """The Linear's."""
         return self.layer.param_dtype
 
     def init(self, rng, x):
@@ -56,8 +56,8 @@ class LoRA(Wrapper):
         d, f = x.shape[-1], self.layer.features
         if self.rank > min(d, f):
             raise ValueError(
-                f"{self}: the rank {self.rank} is above that of any {d} x {f} matrix; pass at most {min(d, f)}, or "
-                "train the kernel itself."
+                f"{self}: the rank {self.rank} is above the largest rank of a {d} x {f} matrix; pass at most "
+                f"{min(d, f)}, or train the kernel itself."
             )
         dtype = self.param_dtype or x.dtype
         lora = {
@@ -70,8 +70,9 @@ class LoRA(Wrapper):
         base = {name: leaf for name, leaf in trainables.items() if name != "lora"}
         y, _ = self.layer.fwd(x, base, rng=rng, inference_mode=inference_mode)
         lora = cast(trainables["lora"], x.dtype)
-        how = {"precision": self.layer.precision, "accum_dtype": self.layer.accum_dtype}
-        return y + self.factor * linear(linear(x, lora["down"], **how), lora["up"], **how), non_trainables
+        numerics = {"precision": self.layer.precision, "accum_dtype": self.layer.accum_dtype}
+        update = ops.linear(ops.linear(x, lora["down"], **numerics), lora["up"], **numerics)
+        return y + self.factor * update, non_trainables
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         Layer.check_variables(self, x, trainables, non_trainables)
@@ -80,21 +81,21 @@ class LoRA(Wrapper):
 def merge_lora(model: Layer, trainables: Tree) -> Tree:
     """The trainables of the model without LoRA: each `kernel + alpha / rank * down @ up`, in the kernel's dtype.
 
-    `model` is the one with LoRA in it, `trainables` are its own; the model without computes the same with the result.
+    `model` and `trainables` are those with LoRA; the model without LoRA computes the same with the result.
     """
-    found = {path: lora for path, layer in {"": model, **layers(model)}.items() if (lora := _unwrapped(layer))}
+    found = {path: lora for path, layer in {"": model, **layers(model)}.items() if (lora := _lora_of(layer))}
     if not found:
-        raise ValueError(f"merge_lora: there is no LoRA in {model}; pass the model that has LoRA in place of Linears.")
+        raise ValueError(f"merge_lora: there is no LoRA in {model}; pass the model with LoRA in place of Linears.")
     for path, lora in found.items():
         own = get(trainables, path) if path else trainables
-        change = jnp.matmul(own["lora"]["down"], own["lora"]["up"], precision="highest")  # (..., d, f)
+        update = jnp.matmul(own["lora"]["down"], own["lora"]["up"], precision="highest")  # (..., d, f)
         merged = {name: leaf for name, leaf in own.items() if name != "lora"}
-        merged["kernel"] = own["kernel"] + lora.factor * change
+        merged["kernel"] = own["kernel"] + lora.factor * update
         trainables = replace(trainables, path, merged) if path else merged
     return trainables
 
 
-def _unwrapped(layer: Layer) -> LoRA | None:
+def _lora_of(layer: Layer) -> LoRA | None:
     while isinstance(layer, Wrapper) and not isinstance(layer, LoRA):
         layer = layer.layer
     return layer if isinstance(layer, LoRA) else None

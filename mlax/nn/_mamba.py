@@ -7,27 +7,27 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from mlax import ops
 from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
-from mlax.ops import causal_filter, selective_scan
 
 
 @frozen
 class Mamba(Composite):
-    """Mix the times of a sequence by a linear recurrence whose coefficients depend on the input, behind a gate.
+    """Mix the times of a sequence by a gated linear recurrence whose coefficients depend on the input.
 
-    (b, t, d) to (b, t, width), in the dtype of the input; no time sees a later one. With c = expansion * width:
-    a projection to c channels and c gates, a causal filter over `window` times, silu, the selective scan with `states`
-    numbers a channel, the gate, and a projection to `width`. https://arxiv.org/abs/2312.00752, figure 3, algorithm 2.
+    (b, t, d) to (b, t, width), in the dtype of the input; causal. With c = expansion * width: a projection to c
+    channels and c gates, a causal depthwise convolution over `window` times, silu, the selective scan with `states`
+    states per channel, the gate, and a projection to `width`. https://arxiv.org/abs/2312.00752, figure 3, algorithm 2.
 
-    Parts: expand, filter, select, step, scan, contract. `rank` is that of the map to the steps, a 16th of the width by
-    default. `chunk` times are scanned in parallel: more of them take more memory.
+    Parts: expand, filter, select, step, scan, contract. `rank` is that of the projection to the step sizes, a 16th of
+    the width by default. `chunk` times are scanned in parallel: a larger chunk takes more memory.
 
-    With `decode=True` a call goes on where the one before it ended: what the filter and the scan remember of each row
-    is in non_trainables, (b, window - 1, c) and (b, c, states), so that a prompt and then one token a call give the
-    same as all at once.
+    With `decode=True` each call continues where the one before it ended: the states of the convolution and of the scan
+    are in non_trainables, (b, window - 1, c) and (b, c, states), so that a prompt followed by one token per call gives
+    the same as all at once.
     """
 
     width: int
@@ -38,12 +38,12 @@ class Mamba(Composite):
     rank: int | None = None
     chunk: int = 32
     decode: bool = False
-    accum_dtype: DType = None  # of the scan and its state; None: the input's own
+    accum_dtype: DType = None  # of the scan and its state; None: the input's
 
     def __post_init__(self):
         for name in ("width", "states", "expansion", "window", "chunk"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"Mamba: {name} is {getattr(self, name)!r}, but must be a whole number of at least 1.")
+                raise ValueError(f"Mamba: {name} is {getattr(self, name)!r}, but must be an integer of at least 1.")
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"Mamba: rank is {self.rank}, but must be at least 1, or None for a 16th of the width.")
 
@@ -75,16 +75,16 @@ class Mamba(Composite):
 
 @frozen
 class CausalFilter(Layer):
-    """Filter each channel over the present and the `window - 1` times before it: (b, t, c) to the same.
+    """Convolve each channel over the current and the `window - 1` previous times: (b, t, c) to the same.
 
-    Trainables: kernel (window, c), the present last, and bias (c,). With `decode`, non_trainables: window, the inputs
-    (b, window - 1, c) before the present, zeros at first.
+    Trainables: kernel (window, c), the current time last, and bias (c,). With `decode`, non-trainables: window, the
+    previous inputs (b, window - 1, c), initially zero.
     """
 
     window: int
     _: KW_ONLY
     decode: bool = False
-    param_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         (b, _, c), dtype = x.shape, self.param_dtype or x.dtype
@@ -95,18 +95,18 @@ class CausalFilter(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype)
         if non_trainables is None:
-            return causal_filter(x, **weights)[0], None
+            return ops.causal_filter(x, **weights)[0], None
         before = non_trainables["window"]
-        y, seen = causal_filter(x, **weights, before=cast(before, x.dtype))
-        return y, {"window": cast(seen, before.dtype)}
+        y, after = ops.causal_filter(x, **weights, before=cast(before, x.dtype))
+        return y, {"window": cast(after, before.dtype)}
 
 
 @frozen
 class SelectiveScan(Layer):
     """Run the recurrence of `ops.selective_scan` over a dict of x and step (b, t, c), write and read (b, t, n).
 
-    (b, t, c) out. Trainables: log_rate (c, n), the logarithms of minus the rates, log 1 to log n at first (S4D-real),
-    and skip (c,). With `decode`, non_trainables: state (b, c, n), in `accum_dtype`, zeros at first.
+    (b, t, c) out. Trainables: log_rate (c, n), the logarithms of the negated rates, initially log 1 to log n
+    (S4D-real), and skip (c,). With `decode`, non-trainables: state (b, c, n), in `accum_dtype`, initially zero.
     """
 
     takes_statistics: ClassVar[bool] = True  # the state is a long sum
@@ -114,8 +114,8 @@ class SelectiveScan(Layer):
     _: KW_ONLY
     chunk: int = 32
     decode: bool = False
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         (b, _, c), n, dtype = x["x"].shape, x["write"].shape[-1], self.param_dtype or x["x"].dtype
@@ -125,17 +125,17 @@ class SelectiveScan(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x["x"].dtype)
-        how = {"chunk": self.chunk, "accum_dtype": self.accum_dtype}
+        options = {"chunk": self.chunk, "accum_dtype": self.accum_dtype}
         if non_trainables is None:
-            return selective_scan(**x, **weights, **how)[0], None
+            return ops.selective_scan(**x, **weights, **options)[0], None
         before = non_trainables["state"]
-        y, after = selective_scan(**x, **weights, state=cast(before, self.accum_dtype or x["x"].dtype), **how)
+        y, after = ops.selective_scan(**x, **weights, state=cast(before, self.accum_dtype or x["x"].dtype), **options)
         return y, {"state": cast(after, before.dtype)}
 
 
 @frozen
 class StepSizes(Initializer):
-    """Biases whose softplus is spread from `low` to `high`, evenly in the logarithm: the steps at first.
+    """Biases whose softplus, the initial step size, is log-uniform from `low` to `high`.
 
     https://arxiv.org/abs/2312.00752, section 3.6.
     """
@@ -144,6 +144,6 @@ class StepSizes(Initializer):
     high: float = 1e-1
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        evenly = Uniform(0.5)(rng, shape, dtype) + 0.5
-        size = self.low * (self.high / self.low) ** evenly
+        uniform = Uniform(0.5)(rng, shape, dtype) + 0.5
+        size = self.low * (self.high / self.low) ** uniform
         return size + jnp.log(-jnp.expm1(-size))  # the inverse of softplus

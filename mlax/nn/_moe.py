@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts, of which each token sees a few."""
+"""MoE: a mixture of experts, of which each token is routed to a few."""
 
 import math
 from collections.abc import Mapping
@@ -8,30 +8,30 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
+from mlax import ops
 from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun
 from mlax.dtypes import cast
-from mlax.ops import combine, dispatch, expert_capacity, expert_slots, jitter, linear, route
 
 
 @frozen
 class MoE(Composite):
-    """Send each token to the `k` of `experts` that a router picks, and add up what they make of it, times their gates.
+    """Route each token to the `k` of `experts` that a router chooses, and sum their outputs, weighted by their gates.
 
-    (b, ..., d) to ((b, ..., f), {"balance": (b,), "z": (b,)}): the output, and beside it the router's two losses, which
-    are for the training loss to add, times small factors such as 0.01 and 0.001. The tokens of one row of the batch,
-    over all axes between the first and the last, are routed together; to route all rows together, make them one.
+    (b, ..., d) to ((b, ..., f), {"balance": (b,), "z": (b,)}): the output, and the router's two losses, to be added to
+    the training loss with small factors such as 0.01 and 0.001. The tokens of one row of the batch, over all axes
+    between the first and the last, are routed together; to route all rows together, make them one.
     The output has the dtype of the input, the losses have `accum_dtype`.
 
     `expert` is any layer from (b, n, d) to (b, n, f). Parts: router, with kernel (d, experts), and experts, the
     variables of `expert` with a leading axis of `experts`.
 
-    An expert takes at most `capacity_factor` times its equal share of the tokens, rounded up. Tokens are served in
-    order: one that comes when an expert of its is full gets 0 from that expert, so put a residual connection around.
-    With `capacity_factor=None` no token is dropped, and each expert computes all tokens, which costs `experts / k`
-    times as much. Switch Transformer: https://arxiv.org/abs/2101.03961, section 2.
+    An expert takes at most `capacity_factor` times an equal share of the tokens, rounded up, in the order of the
+    tokens. A token gets 0 from an expert that is full, so use a residual connection around the layer. With
+    `capacity_factor=None` no token is dropped, and each expert computes all tokens, which costs `experts / k` times as
+    much. Switch Transformer: https://arxiv.org/abs/2101.03961, section 2.
 
-    `noise` multiplies what the router sees, while training, by numbers drawn evenly from 1 - noise to 1 + noise.
+    `noise` multiplies the router's input, while training, by uniform samples from 1 - noise to 1 + noise.
     """
 
     takes_statistics: ClassVar[bool] = True  # the router's softmax
@@ -44,21 +44,19 @@ class MoE(Composite):
     renormalize: bool = True  # divide the gates of a token by their sum, where k > 1
     noise: float = 0.0
     precision: PrecisionLike = None  # of the router
-    accum_dtype: DType = None  # of the router; None: the input's own
+    accum_dtype: DType = None  # of the router; None: the input's
 
     def __post_init__(self):
         if not isinstance(self.expert, Layer):
             raise TypeError(f"MoE: expert is {self.expert!r}, but must be a layer.")
         if not 1 <= self.k <= self.experts:
-            raise ValueError(
-                f"MoE: each token goes to k={self.k} of {self.experts} experts; k must be from 1 to {self.experts}."
-            )
+            raise ValueError(f"MoE: k is {self.k}, but must be from 1 to the number of experts, {self.experts}.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise ValueError(
                 f"MoE: capacity_factor is {self.capacity_factor}, but must be above 0, or None for no limit."
             )
         if not 0.0 <= self.noise < 1.0:
-            raise ValueError(f"MoE: noise is {self.noise}, but must be from 0 to less than 1.")
+            raise ValueError(f"MoE: noise is {self.noise}, but must be at least 0 and below 1.")
 
     def parts(self) -> Mapping[str, Layer]:
         router = Router(self.experts, noise=self.noise, precision=self.precision, accum_dtype=self.accum_dtype)
@@ -72,28 +70,28 @@ class MoE(Composite):
             )
         b, t, d = x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]
         tokens = x.reshape(b, t, d)
-        routes = route(sub.router(tokens), self.k, renormalize=self.renormalize)
+        routes = ops.route(sub.router(tokens), self.k, renormalize=self.renormalize)
         if self.capacity_factor is None:
             size = t
-            place = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[:, None]
+            slot = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[:, None]
             sent = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
         else:
-            size = expert_capacity(t, self.experts, self.k, self.capacity_factor)
-            place = expert_slots(routes.expert, self.experts, size)
-            sent = dispatch(tokens, place, self.experts * size).reshape(b, self.experts, size, d)
+            size = ops.expert_capacity(t, self.experts, self.k, self.capacity_factor)
+            slot = ops.expert_slots(routes.expert, self.experts, size)
+            sent = ops.dispatch(tokens, slot, self.experts * size).reshape(b, self.experts, size, d)
         out = sub.experts(sent)  # (b, experts, size, f)
         if out.shape[:-1] != sent.shape[:-1]:
             raise ValueError(
-                f"{self}: the experts turn {sent.shape} into {out.shape}, the second axis being the experts'; "
-                "they may change the last axis only."
+                f"{self}: the experts map {sent.shape} to {out.shape}, where the second axis is the experts; "
+                "they may change only the last axis."
             )
-        y = combine(out.reshape(b, self.experts * size, out.shape[-1]), place, cast(routes.gate, x.dtype))
+        y = ops.combine(out.reshape(b, self.experts * size, out.shape[-1]), slot, cast(routes.gate, x.dtype))
         return y.reshape(*x.shape[:-1], y.shape[-1]), {"balance": routes.balance, "z": routes.z}
 
 
 @frozen
 class Router(Layer):
-    """Give each token a logit for each expert: (b, t, d) to (b, t, experts), in `accum_dtype`.
+    """Compute the logits of each token for the experts: (b, t, d) to (b, t, experts), in `accum_dtype`.
 
     Trainables: kernel (d, experts).
     """
@@ -103,8 +101,8 @@ class Router(Layer):
     noise: float = 0.0
     kernel_init: Initializer = lecun()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         shape, dtype = (x.shape[-1], self.experts), self.param_dtype or x.dtype
@@ -114,6 +112,6 @@ class Router(Layer):
         x = cast(x, self.accum_dtype)
         if self.noise and not inference_mode:
             if rng is None:
-                raise ValueError(f"{self}: there is no key to draw noise by; pass rng=, or inference_mode=True.")
-            x = jitter(x, rng, self.noise)
-        return linear(x, cast(trainables["kernel"], x.dtype), precision=self.precision), non_trainables
+                raise ValueError(f"{self}: noise needs a key; pass rng=, or inference_mode=True.")
+            x = ops.jitter(x, rng, self.noise)
+        return ops.linear(x, cast(trainables["kernel"], x.dtype), precision=self.precision), non_trainables

@@ -12,23 +12,22 @@ from mlax._jax import named_key
 from mlax.core import DType, Initializer, Layer, Ones, Tree, Zeros, frozen
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape, check_state_dtype, num_channels
-from mlax.ops import batch_norm, batch_statistics, group_norm, rms_norm
 
 
 @frozen
 class BatchNorm(Layer):
-    """Normalise each channel over the batch and all other axes, then scale and shift by learned numbers.
+    """Normalize each channel over the batch and all other axes, then scale and shift by learned vectors.
 
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. Inference uses running statistics,
     and `frozen=True` uses them in training too. https://arxiv.org/abs/1502.03167, algorithms 1 and 2.
 
     Trainables: scale and shift (c,), unless `scale=False` or `shift=False`. Non-trainables: mean and var (c,), in
-    `accum_dtype`; each training step moves them towards the batch's (its variance by count - 1) by the fraction
-    `momentum`, which is PyTorch's convention and 1 less that of Keras and Flax. `corrected=True` weighs the first
-    steps so that the zeros and ones of `init` leave no trace, and keeps their number in count, an int32.
+    `accum_dtype`; each training step moves them towards the batch's (its unbiased variance) by the fraction
+    `momentum`, which is PyTorch's convention and 1 minus that of Keras and Flax. `corrected=True` removes the bias
+    towards the initial zeros and ones, and counts the steps in count, an int32.
 
     Under `jit`, the statistics of a batch that is sharded over devices are those of the whole batch. Under
-    `shard_map`, name the axis of the devices in `axis_name`, or each takes its own.
+    `shard_map`, pass the mesh axis as `axis_name`, or each device uses its own.
     """
 
     takes_statistics: ClassVar[bool] = True
@@ -44,8 +43,8 @@ class BatchNorm(Layer):
     axis_name: str | tuple[str, ...] | None = None
     scale_init: Initializer = Ones()
     shift_init: Initializer = Zeros()
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
         if not 0.0 < self.momentum <= 1.0:
@@ -59,7 +58,7 @@ class BatchNorm(Layer):
         state = {"mean": jnp.zeros(shape, dtype), "var": jnp.ones(shape, dtype)}
         if self.corrected:
             state["count"] = jnp.zeros((), jnp.int32)
-        return init_scale_and_shift(self, rng, shape, self.param_dtype or x.dtype), state
+        return _init_scale_and_shift(self, rng, shape, x), state
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state: Any = non_trainables
@@ -67,27 +66,25 @@ class BatchNorm(Layer):
         if self.frozen or inference_mode or x.size == 0:
             mean, var = state["mean"], state["var"]
         else:
-            mean, var, state = self._statistics(x, state)
-        y = batch_norm(x, mean, var, **cast(trainables, x.dtype) or {}, axis=self.axis, eps=self.eps)
+            mean, var, state = self._update_statistics(x, state)
+        y = ops.batch_norm(x, mean, var, **cast(trainables, x.dtype) or {}, axis=self.axis, eps=self.eps)
         return y, state
 
-    def _statistics(self, x, state):
-        """The mean and variance of the batch, and the state moved towards them."""
+    def _update_statistics(self, x, state):
+        """The mean and variance of the batch, and the new running statistics."""
         try:
-            mean, var, total = batch_statistics(
+            mean, var, total = ops.batch_statistics(
                 x, axis=self.axis, axis_name=self.axis_name, accum_dtype=self.accum_dtype
             )
         except NameError as error:
             raise NameError(
-                f"{self}: no axis is named so here; call fwd under a shard_map or vmap with that axis, or leave "
-                "axis_name out: under jit a sharded batch gives the statistics of the whole batch."
+                f"{self}: there is no axis of that name here; call fwd under a shard_map or vmap with that axis, or "
+                "leave axis_name out: under jit a sharded batch gives the statistics of the whole batch."
             ) from error
         weight, new = self.momentum, {}
         if self.corrected:
             new["count"] = state["count"] + 1
-            steps = lax.full_like(
-                1.0, new["count"]
-            )  # weakly typed, like Python's numbers: not rounded to a narrow dtype
+            steps = lax.full_like(1.0, new["count"])  # weakly typed, so that it is not rounded to a narrow dtype
             weight = self.momentum / (1.0 - (1.0 - self.momentum) ** steps)
         unbiased = lax.stop_gradient(var) * (total / max(total - 1, 1))
         new["mean"] = state["mean"] + weight * (lax.stop_gradient(mean) - state["mean"])
@@ -97,7 +94,7 @@ class BatchNorm(Layer):
 
 @frozen
 class LayerNorm(Layer):
-    """Subtract the mean over `axes`, divide by the standard deviation, then scale and shift by learned numbers.
+    """Subtract the mean over `axes`, divide by the standard deviation, then scale and shift by learned arrays.
 
     Shape and dtype of the input. Trainables: scale and shift, of the input's sizes along `axes`, unless
     `scale=False` or `shift=False`. https://arxiv.org/abs/1607.06450, equation 4.
@@ -112,11 +109,11 @@ class LayerNorm(Layer):
     shift: bool = True
     scale_init: Initializer = Ones()
     shift_init: Initializer = Zeros()
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
-        return init_scale_and_shift(self, rng, broadcast_shape(self, x, self.axes), self.param_dtype or x.dtype), None
+        return _init_scale_and_shift(self, rng, broadcast_shape(self, x, self.axes), x), None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}
@@ -126,7 +123,7 @@ class LayerNorm(Layer):
 
 @frozen
 class RMSNorm(Layer):
-    """Divide by the root of the mean square over `axes`, then scale by learned numbers.
+    """Divide by the root of the mean square over `axes`, then scale by a learned array.
 
     Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`.
     https://arxiv.org/abs/1910.07467, equation 4.
@@ -139,8 +136,8 @@ class RMSNorm(Layer):
     eps: float = 1e-6
     scale: bool = True
     scale_init: Initializer = Ones()
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         shape = broadcast_shape(self, x, self.axes)
@@ -150,13 +147,13 @@ class RMSNorm(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}
-        y = rms_norm(x, **weights, axes=self.axes, eps=self.eps, accum_dtype=self.accum_dtype)
+        y = ops.rms_norm(x, **weights, axes=self.axes, eps=self.eps, accum_dtype=self.accum_dtype)
         return y, non_trainables
 
 
 @frozen
 class GroupNorm(Layer):
-    """Normalise over all axes but the batch and within `groups` of neighbouring channels, then scale and shift.
+    """Normalize over all axes but the batch and within `groups` of contiguous channels, then scale and shift.
 
     (b, ..., c), of any rank, with the channels along `axis`; shape and dtype of the input. Trainables: scale and
     shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1803.08494, equation 7.
@@ -172,8 +169,8 @@ class GroupNorm(Layer):
     shift: bool = True
     scale_init: Initializer = Ones()
     shift_init: Initializer = Zeros()
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
         if self.groups < 1:
@@ -184,19 +181,19 @@ class GroupNorm(Layer):
         if size % self.groups:
             raise ValueError(
                 f"{self}: the {size} channels of the input {x.shape} do not divide into {self.groups} groups; "
-                f"pass a number that divides {size}."
+                f"pass a divisor of {size}."
             )
-        return init_scale_and_shift(self, rng, (size,), self.param_dtype or x.dtype), None
+        return _init_scale_and_shift(self, rng, (size,), x), None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}
-        y = group_norm(x, **weights, groups=self.groups, axis=self.axis, eps=self.eps, accum_dtype=self.accum_dtype)
+        y = ops.group_norm(x, **weights, groups=self.groups, axis=self.axis, eps=self.eps, accum_dtype=self.accum_dtype)
         return y, non_trainables
 
 
 @frozen
 class InstanceNorm(Layer):
-    """Normalise each channel of each example over all other axes, then scale and shift.
+    """Normalize each channel of each example over all other axes, then scale and shift.
 
     (b, ..., c), of rank 3 or more, with the channels along `axis`; shape and dtype of the input. Trainables: scale
     and shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1607.08022, equation 2.
@@ -211,8 +208,8 @@ class InstanceNorm(Layer):
     shift: bool = True
     scale_init: Initializer = Ones()
     shift_init: Initializer = Zeros()
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         size = num_channels(self, x)
@@ -221,18 +218,18 @@ class InstanceNorm(Layer):
                 f"{self}: the input has the shape {x.shape}, which leaves no axis to take statistics over; "
                 "it needs a batch axis, a channel axis and at least one more. Use LayerNorm over (-1,) otherwise."
             )
-        return init_scale_and_shift(self, rng, (size,), self.param_dtype or x.dtype), None
+        return _init_scale_and_shift(self, rng, (size,), x), None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}
         groups = x.shape[self.axis]
-        y = group_norm(x, **weights, groups=groups, axis=self.axis, eps=self.eps, accum_dtype=self.accum_dtype)
+        y = ops.group_norm(x, **weights, groups=groups, axis=self.axis, eps=self.eps, accum_dtype=self.accum_dtype)
         return y, non_trainables
 
 
-def init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Tree:
-    """The first values of `scale` and `shift`, each if the layer has it; None if it has neither."""
-    trainables = {}
+def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x: Any) -> Tree:
+    """The scale and shift that the layer has; None if it has neither."""
+    trainables, dtype = {}, layer.param_dtype or x.dtype
     if layer.scale:
         trainables["scale"] = layer.scale_init(named_key(rng, "scale"), shape, dtype)
     if layer.shift:

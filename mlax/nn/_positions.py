@@ -2,46 +2,37 @@
 
 import abc
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax import ops
 from mlax._jax import named_key
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
-from mlax.ops import (
-    embedding,
-    is_static,
-    linear_frequencies,
-    llama3_frequencies,
-    ntk_frequencies,
-    relative_bias,
-    rotary,
-    rotary_frequencies,
-    sinusoids,
-)
 
 
 @frozen
 class LearnedPositions(Layer):
     """Add a learned vector for each position: (b, t, d) to (b, t, d), in the dtype of the input.
 
-    Positions count from 0; the input may also be a pair of it and its positions, (t,) or (b, t). A position that
-    is not below `length` is an error where it is known while tracing, or else gives NaN.
-    Trainables: table (length, d). With `decoding`, non_trainables: count (), the tokens so far, where the next call
-    goes on.
+    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). A position that
+    is not below `length` is an error where it is known while tracing, and otherwise gives NaN.
+    Trainables: table (length, d). With `decoding`, non-trainables: count (), the tokens so far, from which the next
+    call continues.
     """
 
     length: Size
     _: KW_ONLY
     decoding: bool = False
     table_init: Initializer = Normal(0.02)
-    param_dtype: DType = None  # None: the input's own
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
         x, _ = _split_positions(self, x)
-        if is_static(x.shape[1]) and x.shape[1] > self.length:
+        if ops.is_static(x.shape[1]) and x.shape[1] > self.length:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
         table = self.table_init(named_key(rng, "table"), (self.length, x.shape[-1]), self.param_dtype or x.dtype)
         return {"table": table}, _init_count(self)
@@ -49,15 +40,15 @@ class LearnedPositions(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + embedding(positions, cast(trainables["table"], x.dtype)), non_trainables
+        return x + ops.embedding(positions, cast(trainables["table"], x.dtype)), non_trainables
 
 
 @frozen
 class SinusoidalPositions(Layer):
     """Add sines and cosines of each position: (b, t, d) to (b, t, d), in the dtype of the input.
 
-    Positions count from 0; the input may also be a pair of it and its positions, (t,) or (b, t).
-    With `decoding`, non_trainables: count (), the tokens so far, where the next call goes on.
+    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t).
+    With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
 
@@ -74,36 +65,12 @@ class SinusoidalPositions(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + sinusoids(positions, x.shape[-1], x.dtype, base=self.base), non_trainables
-
-
-def _split_positions(layer, x):
-    """The input and its positions, if they are given."""
-    x, positions = x if isinstance(x, tuple) else (x, None)
-    if x.ndim != 3:
-        raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")
-    if positions is not None and layer.decoding:
-        raise ValueError(f"{layer}: it counts positions itself when decoding; pass the input alone.")
-    return x, positions
-
-
-def _init_count(layer):
-    return {"count": jnp.zeros((), np.int32)} if layer.decoding else None
-
-
-def _next_positions(x: jax.Array, given, state):
-    """The position of each token, and the state after them."""
-    if given is not None:
-        return given, state
-    positions = jnp.arange(x.shape[1], dtype=np.int32)
-    if state is None:
-        return positions, None
-    return state["count"] + positions, {"count": state["count"] + x.shape[1]}
+        return x + ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base), non_trainables
 
 
 @frozen
 class RotaryScaling(abc.ABC):
-    """A description of how rotary frequencies change for contexts longer than those trained on."""
+    """How rotary frequencies change for contexts longer than those in training."""
 
     @abc.abstractmethod
     def frequencies(self, width: int, base: float) -> tuple[float, ...]:
@@ -117,7 +84,7 @@ class LinearScaling(RotaryScaling):
     factor: float
 
     def frequencies(self, width, base):
-        return linear_frequencies(rotary_frequencies(width, base), self.factor)
+        return ops.linear_frequencies(ops.rotary_frequencies(width, base), self.factor)
 
 
 @frozen
@@ -127,14 +94,15 @@ class NTKScaling(RotaryScaling):
     factor: float
 
     def frequencies(self, width, base):
-        return ntk_frequencies(width, base, self.factor)
+        return ops.ntk_frequencies(width, base, self.factor)
 
 
 @frozen
 class Llama3Scaling(RotaryScaling):
-    """Low frequencies divided by `factor`, high ones kept, as Llama 3.1 does: the defaults are its numbers.
+    """Low frequencies divided by `factor`, high ones unchanged, as in Llama 3.1, whose values are the defaults.
 
-    A wave is low below `low` turns in `length` positions, and high above `high`. https://arxiv.org/abs/2407.21783
+    A frequency is low with fewer than `low` periods in `length` positions, and high with more than `high`.
+    https://arxiv.org/abs/2407.21783
     """
 
     _: KW_ONLY
@@ -144,16 +112,17 @@ class Llama3Scaling(RotaryScaling):
     length: int = 8192
 
     def frequencies(self, width, base):
-        return llama3_frequencies(rotary_frequencies(width, base), self.factor, self.low, self.high, self.length)
+        frequencies = ops.rotary_frequencies(width, base)
+        return ops.llama3_frequencies(frequencies, self.factor, self.low, self.high, self.length)
 
 
 @frozen
 class Rotary(Layer):
-    """Turn pairs of features by angles that grow with the position: (b, t, h, k) to the same, in its dtype.
+    """Rotate pairs of features by angles proportional to the position: (b, t, h, k) to the same, in its dtype.
 
-    Positions count from 0; the input may also be a pair of it and its positions, (t,) or (b, t). `width` features,
-    all unless given, are turned and the rest left. `interleaved` pairs neighbours, as GPT-J does, and otherwise
-    halves, as Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
+    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). The first `width`
+    features, all unless given, are rotated. `interleaved` pairs neighbours, as GPT-J does, and otherwise halves, as
+    Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
     """
 
     _: KW_ONLY
@@ -165,7 +134,7 @@ class Rotary(Layer):
     def __post_init__(self):
         if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
             raise ValueError(
-                f"Rotary: width is {self.width!r}, but must be an even number, since features turn in pairs."
+                f"Rotary: width is {self.width!r}, but must be an even integer, since features are rotated in pairs."
             )
 
     def init(self, rng, x):
@@ -175,8 +144,8 @@ class Rotary(Layer):
         width = x.shape[-1] if self.width is None else self.width
         if width % 2:
             raise ValueError(
-                f"{self}: the input {x.shape} has heads of width {width}, which is odd, but features turn in pairs; "
-                "make it even, or turn only an even number of them with width=."
+                f"{self}: the input {x.shape} has heads of width {width}, which is odd, but features are rotated in "
+                "pairs; make it even, or rotate an even number of them with width=."
             )
         if width > x.shape[-1]:
             raise ValueError(f"{self}: the input {x.shape} has heads of width {x.shape[-1]} only.")
@@ -186,17 +155,17 @@ class Rotary(Layer):
         x, positions = x if isinstance(x, tuple) else (x, None)
         width = x.shape[-1] if self.width is None else self.width
         if self.scaling is None:
-            frequencies = rotary_frequencies(width, self.base)
+            frequencies = ops.rotary_frequencies(width, self.base)
         else:
             frequencies = self.scaling.frequencies(width, self.base)
-        return rotary(x, positions, frequencies=frequencies, interleaved=self.interleaved), non_trainables
+        return ops.rotary(x, positions, frequencies=frequencies, interleaved=self.interleaved), non_trainables
 
 
 @frozen
 class RelativeBias(Layer):
-    """Look up a learned score for the distance between each query and key: T5's relative positions.
+    """Look up a learned bias for the distance between each query and key: T5's relative positions.
 
-    A pair of positions, whole numbers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
+    A pair of positions, integers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
     """
 
@@ -210,13 +179,36 @@ class RelativeBias(Layer):
 
     def init(self, rng, x):
         if not isinstance(x, tuple) or len(x) != 2 or any(each.ndim != 2 or each.dtype.kind not in "iu" for each in x):
-            raise TypeError(
-                f"{self}: the input is {x}, but must be a pair of whole numbers, (batch, t) and (batch, s)."
-            )
+            raise TypeError(f"{self}: the input is {x}, but must be a pair of integers, (batch, t) and (batch, s).")
         table = self.table_init(named_key(rng, "table"), (self.buckets, self.heads), self.param_dtype)
         return {"table": table}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         queries, keys = x
-        y = relative_bias(queries, keys, trainables["table"], bidirectional=self.bidirectional, farthest=self.farthest)
+        table = trainables["table"]
+        y = ops.relative_bias(queries, keys, table, bidirectional=self.bidirectional, farthest=self.farthest)
         return y, non_trainables
+
+
+def _split_positions(layer: Any, x: Any) -> tuple[Any, Any]:
+    """The input, and its positions or None."""
+    x, positions = x if isinstance(x, tuple) else (x, None)
+    if x.ndim != 3:
+        raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")
+    if positions is not None and layer.decoding:
+        raise ValueError(f"{layer}: it counts positions itself when decoding; pass the input alone.")
+    return x, positions
+
+
+def _init_count(layer: Any) -> dict[str, jax.Array] | None:
+    return {"count": jnp.zeros((), np.int32)} if layer.decoding else None
+
+
+def _next_positions(x: jax.Array, positions: Any, state: Any) -> tuple[Any, Any]:
+    """The position of each token, and the state after them."""
+    if positions is not None:
+        return positions, state
+    positions = jnp.arange(x.shape[1], dtype=np.int32)
+    if state is None:
+        return positions, None
+    return state["count"] + positions, {"count": state["count"] + x.shape[1]}

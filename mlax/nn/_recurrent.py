@@ -34,7 +34,7 @@ class RNNCell(CompositeCell):
     """`h' = activation(input(x) + recurrent(h))`, and `y = h'`.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x.
-    Parts: input, a Linear (d, features); recurrent, one of (features, features) without a bias.
+    Parts: input, a Linear (d, features); recurrent, a Linear (features, features) without a bias.
     Elman 1990, https://doi.org/10.1207/s15516709cog1402_1.
     """
 
@@ -46,24 +46,18 @@ class RNNCell(CompositeCell):
     recurrent_init: Initializer = lecun()
     bias_init: Initializer = Zeros()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
         if self.activation not in ("tanh", "relu"):
-            raise ValueError(f"{self}: activation is {self.activation!r}, but must be 'tanh' or 'relu'.")
+            raise ValueError(f"RNNCell: activation is {self.activation!r}, but must be 'tanh' or 'relu'.")
 
     def parts(self):
-        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
-        return {
-            "input": Linear(
-                self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
-            ),
-            "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
-        }
+        return {"input": _input_linear(self, 1), "recurrent": _recurrent_linear(self, 1)}
 
     def start(self, x):
-        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+        return _zeros(x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -78,7 +72,7 @@ class RNNCell(CompositeCell):
 
 @frozen
 class MGUCell(CompositeCell):
-    """One gate `f` both forgets and blends: `y = h' = (1 - f) h + f n`, with `n = tanh(W x + b + U (f h))`.
+    """The minimal gated unit, with one gate f: `y = h' = (1 - f) h + f n`, with `n = tanh(W x + b + U (f h))`.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. https://arxiv.org/abs/1603.09420
     Parts: input, a Linear (d, 2 features) for f and n; recurrent and candidate, each a Linear (features, features)
@@ -92,21 +86,18 @@ class MGUCell(CompositeCell):
     recurrent_init: Initializer = lecun()
     bias_init: Initializer = Zeros()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def parts(self):
-        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
         return {
-            "input": Linear(
-                2 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
-            ),
-            "recurrent": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
-            "candidate": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+            "input": _input_linear(self, 2),
+            "recurrent": _recurrent_linear(self, 1),
+            "candidate": _recurrent_linear(self, 1),
         }
 
     def start(self, x):
-        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+        return _zeros(x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -120,10 +111,10 @@ class MGUCell(CompositeCell):
 
 @frozen
 class GRUCell(CompositeCell):
-    """A gate z blends the old h with a candidate n, for which a gate r may forget it: `y = h' = z h + (1 - z) n`.
+    """The gated recurrent unit: `y = h' = z h + (1 - z) n`, with update gate z, reset gate r and candidate n.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. `reset` says where r acts:
-    - "after" the product, `n = tanh(W x + b + r (U h + c))`, as cuDNN and PyTorch have it;
+    - "after" the product, `n = tanh(W x + b + r (U h + c))`, as in cuDNN and PyTorch;
     - "before" it, `n = tanh(W x + b + U (r h))`, equation 8 of https://arxiv.org/abs/1406.1078.
     Parts: input, a Linear (d, 3 features) for r, z and n. "after": recurrent, a Linear (features, 3 features).
     "before": recurrent, a Linear (features, 2 features) for r and z, and candidate, (features, features), no biases.
@@ -137,33 +128,24 @@ class GRUCell(CompositeCell):
     recurrent_init: Initializer = lecun()
     bias_init: Initializer = Zeros()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
         if self.reset not in ("after", "before"):
-            raise ValueError(f"{self}: reset is {self.reset!r}, but must be 'after' or 'before' (the product).")
+            raise ValueError(f"GRUCell: reset is {self.reset!r}, but must be 'after' or 'before' (the product).")
 
     def parts(self):
-        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
-        parts = {
-            "input": Linear(
-                3 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
-            )
-        }
         if self.reset == "after":
-            recurrent = Linear(
-                3 * self.features, bias=self.bias, kernel_init=self.recurrent_init, bias_init=self.bias_init, **shared
-            )
-            return {**parts, "recurrent": recurrent}
+            return {"input": _input_linear(self, 3), "recurrent": _recurrent_linear(self, 3, bias=self.bias)}
         return {
-            **parts,
-            "recurrent": Linear(2 * self.features, bias=False, kernel_init=self.recurrent_init, **shared),
-            "candidate": Linear(self.features, bias=False, kernel_init=self.recurrent_init, **shared),
+            "input": _input_linear(self, 3),
+            "recurrent": _recurrent_linear(self, 2),
+            "candidate": _recurrent_linear(self, 1),
         }
 
     def start(self, x):
-        return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+        return _zeros(x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -180,7 +162,7 @@ class GRUCell(CompositeCell):
 
 @frozen
 class ForgetBias(Initializer):
-    """`value` for the forget gate, the second of four, and zero for the others: memories last from the start.
+    """`value` for the forget gate, the second of four, and zero for the others: cells remember from the start.
 
     https://proceedings.mlr.press/v37/jozefowicz15.html
     """
@@ -194,13 +176,13 @@ class ForgetBias(Initializer):
 
 @frozen
 class LSTMCell(CompositeCell):
-    """Gates decide what a memory c keeps, takes in and shows: `c' = f c + i u`, and `y = h' = o tanh(c')`.
+    """The long short-term memory: `c' = f c + i u`, and `y = h' = o tanh(c')`, with cell state c and gates i, f, o.
 
     ((h, c), x) to ((h, c), y): c (b, features), h and y (b, features) or, with a `projection`, (b, projection),
     x (b, d), in the dtype of x. The gates i, f and o are sigmoids and u a tanh of `input(x) + recurrent(h)`.
-    Parts: input, a Linear (d, 4 features) for i, f, u, o in turn; recurrent, one of (h's width, 4 features) without
-    a bias. https://doi.org/10.1162/neco.1997.9.8.1735, https://doi.org/10.1162/089976600300015015.
-    - `peephole`: i and f see c, and o sees c', by parts peep_i, peep_f and peep_o, each a Scaler (features,).
+    Parts: input, a Linear (d, 4 features) for i, f, u and o; recurrent, a Linear (h's width, 4 features) without a
+    bias. https://doi.org/10.1162/neco.1997.9.8.1735, https://doi.org/10.1162/089976600300015015.
+    - `peephole`: i and f also depend on c, and o on c', by parts peep_i, peep_f and peep_o, each a Scaler (features,).
       https://www.jmlr.org/papers/v3/gers02a.html
     - `projection`: h' is multiplied by the part project, a Linear (features, projection) without a bias.
       https://arxiv.org/abs/1402.1128
@@ -216,36 +198,27 @@ class LSTMCell(CompositeCell):
     bias_init: Initializer = ForgetBias()
     peephole_init: Initializer = Normal(0.1)
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
         if self.projection is not None and not 0 < self.projection <= self.features:
             raise ValueError(
-                f"{self}: projection is {self.projection}, but must be from 1 to features, {self.features}; "
+                f"LSTMCell: projection is {self.projection}, but must be from 1 to features, {self.features}; "
                 "for a wider output put a Linear after the Recurrent."
             )
 
     def parts(self):
-        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
-        parts = {
-            "input": Linear(
-                4 * self.features, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
-            ),
-            "recurrent": Linear(4 * self.features, bias=False, kernel_init=self.recurrent_init, **shared),
-        }
+        parts = {"input": _input_linear(self, 4), "recurrent": _recurrent_linear(self, 4)}
         if self.peephole:
             peep = Scaler(scale_init=self.peephole_init, param_dtype=self.param_dtype)
             parts |= {"peep_i": peep, "peep_f": peep, "peep_o": peep}
         if self.projection is not None:
-            parts["project"] = Linear(self.projection, bias=False, kernel_init=self.kernel_init, **shared)
+            parts["project"] = Linear(self.projection, bias=False, kernel_init=self.kernel_init, **_shared_fields(self))
         return parts
 
     def start(self, x):
-        def zeros(width):
-            return jnp.zeros((*x.shape[:-1], width), x.dtype)
-
-        return zeros(self.projection or self.features), zeros(self.features)
+        return _zeros(x, self.projection or self.features), _zeros(x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -268,11 +241,11 @@ class LSTMCell(CompositeCell):
 
 @frozen
 class ConvLSTMCell(CompositeCell):
-    """An LSTM whose h and c have spatial axes, and whose gates see windows of x and of h.
+    """An LSTM with convolutions in place of products: h and c have spatial axes.
 
-    ((h, c), x) to ((h, c), y): x (b, *spatial, channels), the others (b, *spatial, features), in the dtype of x; as
-    many spatial axes as x has, padded so that they keep their sizes. Parts: input, a Conv to 4 features for i, f, u
-    and o in turn; recurrent, another without a bias. https://arxiv.org/abs/1506.04214, equation 3, without peepholes.
+    ((h, c), x) to ((h, c), y): x (b, *spatial, channels), the others (b, *spatial, features), in the dtype of x, with
+    as many spatial axes as x has, padded so that they keep their sizes. Parts: input, a Conv to 4 features for i, f, u
+    and o; recurrent, a Conv without a bias. https://arxiv.org/abs/1506.04214, equation 3, without peepholes.
     """
 
     features: Size
@@ -283,21 +256,20 @@ class ConvLSTMCell(CompositeCell):
     recurrent_init: Initializer = lecun()
     bias_init: Initializer = ForgetBias()
     precision: PrecisionLike = None
-    accum_dtype: DType = None  # None: the input's own
-    param_dtype: DType = None  # None: the input's own
+    accum_dtype: DType = None  # None: the input's
+    param_dtype: DType = None  # None: the input's
 
     def parts(self):
-        shared = {"precision": self.precision, "accum_dtype": self.accum_dtype, "param_dtype": self.param_dtype}
-        wide = 4 * self.features
+        shared, features = _shared_fields(self), 4 * self.features
         return {
             "input": Conv(
-                wide, self.window, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
+                features, self.window, bias=self.bias, kernel_init=self.kernel_init, bias_init=self.bias_init, **shared
             ),
-            "recurrent": Conv(wide, self.window, bias=False, kernel_init=self.recurrent_init, **shared),
+            "recurrent": Conv(features, self.window, bias=False, kernel_init=self.recurrent_init, **shared),
         }
 
     def start(self, x):
-        zeros = jnp.zeros((*x.shape[:-1], self.features), x.dtype)
+        zeros = _zeros(x, self.features)
         return zeros, zeros
 
     def ahead(self, sub, x):
@@ -313,11 +285,11 @@ class ConvLSTMCell(CompositeCell):
 
 @frozen
 class Bidirectional(Composite):
-    """The outputs of `forward` and of `backward`, each reading x from its own end, side by side on the last axis.
+    """The outputs of `forward` and of `backward`, which read x from opposite ends, concatenated on the last axis.
 
     x (b, t, ...) to y (b, t, ..., forward's width + backward's), in the dtype of x. `backward` is a `Recurrent`
     with `reverse=True`. Both take the carry, or the lengths, or neither: the input is then like theirs, (x, lengths)
-    say, but with a pair of carries, and the output (carries, y).
+    for example, but with a pair of carries, and the output (carries, y).
     """
 
     forward: Recurrent
@@ -329,26 +301,26 @@ class Bidirectional(Composite):
                 raise ValueError(f"Bidirectional: {name} is {part!r}, but must be a Recurrent with reverse={reverse}.")
         for field in ("axis", "carry", "lengths"):
             if getattr(self.forward, field) != getattr(self.backward, field):
-                raise ValueError(f"Bidirectional: forward and backward differ in `{field}`; give both the same.")
+                raise ValueError(f"Bidirectional: forward and backward differ in `{field}`; set it equally on both.")
 
     def wire(self, sub: Sub, x: Any) -> Any:
         if not self.forward.carry:
             return jnp.concatenate([sub.forward(x), sub.backward(x)], -1)
-        (ahead, back), *rest = x
-        ahead, y = sub.forward((ahead, *rest))
-        back, z = sub.backward((back, *rest))
-        return (ahead, back), jnp.concatenate([y, z], -1)
+        (forward_carry, backward_carry), *rest = x
+        forward_carry, y = sub.forward((forward_carry, *rest))
+        backward_carry, z = sub.backward((backward_carry, *rest))
+        return (forward_carry, backward_carry), jnp.concatenate([y, z], -1)
 
 
 @frozen
 class Stacked(Composite):
-    """Apply each layer to the output of the one below it, and hand the carries and lengths to those that take them.
+    """Apply each layer to the output of the one below it, and pass the carries and lengths to those that take them.
 
-    x (b, t, ...) to what the last layer gives. With `lengths=True` the input is (x, lengths); with `carry=True` it is
-    (carries, x) or (carries, x, lengths), a tuple with one carry for each recurrent layer, and the output
-    (carries, y). The recurrent layers, each `Recurrent` or `Bidirectional`, must all be built for the same. Between
-    them may stand any others, `Dropout` say. Parts: layer_0, layer_1 and so on. Without carries and lengths, `Series`
-    does the same.
+    x (b, t, ...) to the output of the last layer. With `lengths=True` the input is (x, lengths); with `carry=True` it
+    is (carries, x) or (carries, x, lengths), a tuple with one carry for each recurrent layer, and the output
+    (carries, y). The recurrent layers, each `Recurrent` or `Bidirectional`, must have the same `carry` and `lengths`;
+    others, such as `Dropout`, may stand between them. Parts: layer_0, layer_1 and so on. Without carries and lengths,
+    `Series` does the same.
     """
 
     layers: tuple[Layer, ...]
@@ -367,31 +339,62 @@ class Stacked(Composite):
             if inner is not None and (inner.carry, inner.lengths) != (self.carry, self.lengths):
                 raise ValueError(
                     f"Stacked: carry={self.carry} and lengths={self.lengths}, but a layer has carry={inner.carry} and "
-                    f"lengths={inner.lengths}; give all the same."
+                    f"lengths={inner.lengths}; set them equally on all."
                 )
 
     def parts(self) -> Mapping[str, Layer]:
-        return {f"layer_{place}": layer for place, layer in enumerate(self.layers)}
+        return {f"layer_{number}": layer for number, layer in enumerate(self.layers)}
 
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
         return with_fields(self, layers=tuple({**self.parts(), **parts}.values()))
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        given, *lengths = x[self.carry :] if self.carry or self.lengths else (x,)
-        before, after = iter(x[0]) if self.carry else None, []
+        y, *lengths = x[self.carry :] if self.carry or self.lengths else (x,)
+        carries, new_carries = iter(x[0]) if self.carry else None, []
         for layer, part in zip(self.layers, sub, strict=True):
             if _recurrent_of(layer) is None:
-                given = part(given)
-            elif before is None:
-                given = part((given, *lengths) if lengths else given)
+                y = part(y)
+            elif carries is None:
+                y = part((y, *lengths) if lengths else y)
             else:
-                carry, given = part((next(before), given, *lengths))
-                after.append(carry)
-        return (tuple(after), given) if self.carry else given
+                carry, y = part((next(carries), y, *lengths))
+                new_carries.append(carry)
+        return (tuple(new_carries), y) if self.carry else y
 
     def __repr__(self) -> str:
-        told = [f"{name}=True" for name in ("carry", "lengths") if getattr(self, name)]
-        return f"Stacked({', '.join([*map(repr, self.layers), *told])})"
+        options = [f"{name}=True" for name in ("carry", "lengths") if getattr(self, name)]
+        return f"Stacked({', '.join([*map(repr, self.layers), *options])})"
+
+
+def _input_linear(cell: Any, gates: int) -> Linear:
+    """The Linear from the input to the gates of a cell."""
+    return Linear(
+        gates * cell.features,
+        bias=cell.bias,
+        kernel_init=cell.kernel_init,
+        bias_init=cell.bias_init,
+        **_shared_fields(cell),
+    )
+
+
+def _recurrent_linear(cell: Any, gates: int, *, bias: bool = False) -> Linear:
+    """The Linear from the carry to the gates of a cell."""
+    bias_init = cell.bias_init if bias else Zeros()
+    return Linear(
+        gates * cell.features,
+        bias=bias,
+        kernel_init=cell.recurrent_init,
+        bias_init=bias_init,
+        **_shared_fields(cell),
+    )
+
+
+def _shared_fields(cell: Any) -> dict[str, Any]:
+    return {"precision": cell.precision, "accum_dtype": cell.accum_dtype, "param_dtype": cell.param_dtype}
+
+
+def _zeros(x: Any, width: int) -> Any:
+    return jnp.zeros((*x.shape[:-1], width), x.dtype)
 
 
 def _recurrent_of(layer: Layer) -> Recurrent | None:

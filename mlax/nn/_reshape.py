@@ -3,17 +3,15 @@
 import math
 from dataclasses import KW_ONLY
 
-import jax
-from jax import lax
-
+from mlax import ops
 from mlax._jax import explicit_sharding
 from mlax.core import Layer, frozen
-from mlax.ops import Padding, Sizes, parse_layout, patches, resolve_windows
+from mlax.ops import Padding, Sizes, parse_layout
 
 
 @frozen
 class Flatten(Layer):
-    """Make one axis of all that come after the batch axis: (b, ...) to (b, n), in the dtype of the input."""
+    """Merge all axes after the batch axis: (b, ...) to (b, n), in the dtype of the input."""
 
     def init(self, rng, x):
         if x.ndim == 0:
@@ -21,49 +19,47 @@ class Flatten(Layer):
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        if jax.default_backend() == "cpu":
-            # else XLA computes what is flattened in a loop over the one axis, which takes up to three times as long
-            x = lax.optimization_barrier(x)
-        return x.reshape(x.shape[0], math.prod(x.shape[1:])), non_trainables
+        # fused with a flat consumer, the input would be computed over one axis, which takes up to three times as long
+        return ops.materialize(x).reshape(x.shape[0], math.prod(x.shape[1:])), non_trainables
 
 
 @frozen
 class Reshape(Layer):
-    """Give each example another shape: (b, ...) to (b, *shape), in the dtype of the input.
+    """Reshape each example: (b, ...) to (b, *shape), in the dtype of the input.
 
-    One size of `shape` may be -1: what is left.
+    One size of `shape` may be -1, to be inferred.
     """
 
     shape: tuple[int, ...]
 
     def __post_init__(self):
         if not isinstance(self.shape, tuple) or not all(isinstance(size, int) for size in self.shape):
-            raise TypeError(f"Reshape: shape is {self.shape!r}, but must be a tuple of whole numbers.")
+            raise TypeError(f"Reshape: shape is {self.shape!r}, but must be a tuple of integers.")
         if min(self.shape, default=0) < -1 or self.shape.count(-1) > 1:
             raise ValueError(
-                f"Reshape: shape is {self.shape}, but must be sizes of 0 and more, one of them at most left open by -1."
+                f"Reshape: shape is {self.shape}, but must be sizes of at least 0, at most one of them inferred (-1)."
             )
 
     def init(self, rng, x):
         if x.ndim == 0:
             raise ValueError(f"{self}: the input is a scalar but needs a batch axis; reshape it to (1,).")
-        self._sizes(x.shape[1:])
+        self._infer_sizes(x.shape[1:])
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        shape = (x.shape[0], *self._sizes(x.shape[1:]))
+        shape = (x.shape[0], *self._infer_sizes(x.shape[1:]))
         return x.reshape(shape, out_sharding=explicit_sharding(x, (0,))), non_trainables
 
-    def _sizes(self, given: tuple[int, ...]) -> tuple[int, ...]:
-        size, known = math.prod(given), math.prod(size for size in self.shape if size != -1)
+    def _infer_sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        size, known = math.prod(shape), math.prod(size for size in self.shape if size != -1)
         if -1 not in self.shape:
             fits, rest = size == known, 0
         else:
             fits, rest = (size % known == 0, size // known) if known else (False, 0)
         if not fits:
             raise ValueError(
-                f"{self}: each example has the shape {given}, which is {size} numbers, and they do not fill "
-                f"{self.shape}; pass sizes whose product is that."
+                f"{self}: each example has the shape {shape}, which is {size} elements, and cannot be reshaped to "
+                f"{self.shape}; pass sizes with that product."
             )
         return tuple(rest if size == -1 else size for size in self.shape)
 
@@ -72,9 +68,9 @@ class Reshape(Layer):
 class Patches(Layer):
     """Copy the elements of each window into one vector of features.
 
-    (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. Windows lie side by side unless
-    `strides` says otherwise. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so
-    that a `Linear` on patches is that `Conv`, its kernel flattened. `padding`, `dilation`, `layout`: as in `Conv`.
+    (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. `strides` are the window's sizes unless
+    given. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so that a `Linear` on
+    patches is that `Conv`, with its kernel flattened. `padding`, `dilation` and `layout` are as in `Conv`.
     """
 
     window: Sizes
@@ -87,11 +83,11 @@ class Patches(Layer):
     def init(self, rng, x):
         axes = parse_layout(f"{self}", self.layout, x)
         strides = self.window if self.strides is None else self.strides
-        resolve_windows(f"{self}", x, axes, self.window, strides, self.padding, self.dilation)
+        ops.resolve_windows(f"{self}", x, axes, self.window, strides, self.padding, self.dilation)
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        y = patches(
+        y = ops.patches(
             x,
             self.window,
             strides=self.strides,

@@ -1,4 +1,4 @@
-"""What goes by another name here than in PyTorch: the words for a layer that `mlax.nn` does not have."""
+"""PyTorch's names and their equivalents here, for the error about a layer that `mlax.nn` does not have."""
 
 import difflib
 import re
@@ -8,14 +8,14 @@ import jax
 
 _EQUIVALENTS = {
     "AvgPool": "nn.MeanPool",
-    "AdaptiveAvgPool": "nn.AdaptivePool, or nn.GlobalPool for one number a channel",
+    "AdaptiveAvgPool": "nn.AdaptivePool, or nn.GlobalPool for one value per channel",
     "AdaptiveMaxPool": 'nn.AdaptivePool(size, by="max")',
     "Embedding": "nn.Embed",
     "functional": "mlax.ops, jax.nn or jax.numpy",
     "GRU": "mlax.Recurrent(nn.GRUCell(features))",
-    "Identity": "mlax.Series() where a layer must be, or nothing at all",
+    "Identity": "mlax.Series() where a layer is required, or nothing at all",
     "LSTM": "mlax.Recurrent(nn.LSTMCell(features))",
-    "Module": "mlax.Composite for a layer made of layers, mlax.Layer for one with weights of its own",
+    "Module": "mlax.Composite for a layer made of layers, mlax.Layer for one that owns arrays",
     "ModuleDict": "mlax.Series, or the `parts` of an mlax.Composite",
     "ModuleList": "mlax.Series, or the `parts` of an mlax.Composite",
     "Parameter": "an mlax.Layer, whose `init` makes its arrays",
@@ -27,20 +27,20 @@ _EQUIVALENTS = {
 
 
 def missing_layer_message(name: str, names: Iterable[str]) -> str:
-    """The words for a name that `mlax.nn` lacks, with what there is in its place."""
+    """The error for a name that `mlax.nn` lacks, with what to write instead."""
     names = list(names)
-    plain, axes = re.fullmatch(r"(.*?)([123]d)?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    plain, rank = re.fullmatch(r"(.*?)([123]d)?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
     functions = {function.replace("_", ""): function for function in dir(jax.nn) if not function.startswith("_")}
-    if axes and plain == "Dropout":
+    if rank and plain == "Dropout":
         advice = "write nn.ChannelDropout."
-    elif axes and plain in names:
+    elif rank and plain in names:
         advice = f"nn.{plain} takes any number of axes."
     elif plain in _EQUIVALENTS:
         advice = f"write {_EQUIVALENTS[plain]}."
     elif name.endswith("Loss"):
-        advice = "a loss is a function, one of optax say, which the objective of train.step calls."
+        advice = "a loss is a function, such as one of optax, which the objective of train.step calls."
     elif name.replace("_", "").lower() in functions:
-        advice = f"functions are layers by mlax.F(jax.nn.{functions[name.replace('_', '').lower()]})."
+        advice = f"mlax.F(jax.nn.{functions[name.replace('_', '').lower()]}) makes a layer of the function."
     elif close := difflib.get_close_matches(name, names, n=3, cutoff=0.7):
         advice = f"did you mean {' or '.join(close)}?"
     else:

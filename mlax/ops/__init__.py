@@ -1,10 +1,11 @@
-"""The mathematics of the layers: pure functions of arrays, without weights of their own."""
+"""The mathematics of the layers: pure functions of arrays, without weights."""
 
 from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
-from mlax.ops._checks import is_static
-from mlax.ops._conv import check_groups, check_kernel, conv, conv_transpose, resolve_transposed_windows
+from mlax.ops._checks import check_groups, check_kernel, is_static
+from mlax.ops._conv import conv, conv_transpose
+from mlax.ops._cpu import materialize
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._linear import embedding, linear, tied_logits
@@ -16,7 +17,7 @@ from mlax.ops._pool import (
     adaptive_sizes,
     check_reduction,
     global_pool,
-    maximum,
+    max_pool,
     mean_pool,
     patches,
     pool,
@@ -37,7 +38,16 @@ from mlax.ops._positions import (
 from mlax.ops._reparam import l2_normalize, output_norms, power_iteration, spectral_norm, weight_norm
 from mlax.ops._rnn import blend, gru, lstm, lstm_memory, lstm_output
 from mlax.ops._selective_scan import causal_filter, selective_scan
-from mlax.ops._windows import Padding, PadWith, Sizes, check_pad, pad, resolve_windows, sizes_per_axis
+from mlax.ops._windows import (
+    Padding,
+    PadWith,
+    Sizes,
+    check_pad,
+    pad,
+    resolve_transposed_windows,
+    resolve_windows,
+    sizes_per_axis,
+)
 
 __all__ = [
     "adaptive_pool",
@@ -67,6 +77,7 @@ __all__ = [
     "lstm",
     "lstm_memory",
     "lstm_output",
+    "max_pool",
     "mean",
     "mean_pool",
     "ntk_frequencies",

@@ -1,4 +1,4 @@
-"""Activations that `jax.nn` lacks, gated linear units, and a softmax that stays in one dtype."""
+"""Activations that `jax.nn` lacks, the gated linear unit, and a softmax that stays in one dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def snake(x: Float[Array, "..."], frequency: float = 1.0) -> Float[Array, "..."]:
-    """`x + sin(frequency x)^2 / frequency`, in the dtype of `x`: periodic about the identity, for waves.
+    """`x + sin(frequency x)^2 / frequency`, in the dtype of `x`: the identity plus a periodic function.
 
     https://arxiv.org/abs/2006.08195, equation 3.
     """
@@ -35,7 +35,7 @@ def snake(x: Float[Array, "..."], frequency: float = 1.0) -> Float[Array, "..."]
 
 
 def soft_cap(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """`cap * tanh(x / cap)`, in the dtype of `x`: near the identity around 0, and never beyond `cap`.
+    """`cap * tanh(x / cap)`, in the dtype of `x`: close to the identity around 0, and bounded by `cap`.
 
     Used on logits by Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
@@ -55,8 +55,8 @@ def softmax(
 ) -> Float[Array, "..."]:
     """`exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`, or in `accum_dtype` with one cast at the end.
 
-    What is not `visible` counts as minus infinity; where nothing is visible the result is 0, never NaN.
-    (`jax.nn.softmax` adds float16 and bfloat16 in float32, unasked.)
+    Elements that are not `visible` count as minus infinity; where none is visible the result is 0, not NaN.
+    (`jax.nn.softmax` sums float16 and bfloat16 in float32.)
     """
     wide = x if accum_dtype is None else lax.convert_element_type(x, jnp.dtype(accum_dtype))
     numerator, denominator, _ = softmax_parts(wide, visible, axis=axis)
@@ -72,7 +72,7 @@ def softmax_parts(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Softmax before its division: (exp(x - m), their sum along `axis`, m), the sum never 0.
 
-    `sinks` broadcasts against the sum and counts as one more entry of x, which takes weight and gives no output.
+    `sinks` broadcasts against the sum and counts as one more element of x, which takes weight but gives no output.
     """
     axis = axis % x.ndim
     if visible is not None:
@@ -89,15 +89,15 @@ def softmax_parts(
 
 
 def min_value(dtype: Any) -> float:
-    """The lowest finite number of a dtype: what stands for minus infinity without making NaN of differences."""
+    """The lowest finite value of a dtype, used for minus infinity: differences of it are not NaN."""
     return float(jnp.finfo(dtype).min)
 
 
 def safe_max(top: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The largest entries, or 0 where nothing is visible, so that exp(lowest - top) is 0 there and not 1."""
+    """The maxima, or 0 where nothing is visible, so that exp(min_value - top) is 0 there and not 1."""
     return jnp.where(top <= min_value(top.dtype), jnp.zeros_like(top), top)
 
 
 def guard_zero(total: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sums, or 1 where nothing is visible, so that the division gives 0."""
+    """The sums, or 1 where nothing is visible, so that dividing by them gives 0."""
     return jnp.where(total == 0, jnp.ones_like(total), total)

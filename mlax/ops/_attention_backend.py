@@ -1,4 +1,4 @@
-"""Which kernel an attention runs on, and why."""
+"""Which backend computes an attention, and why."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from mlax.ops._checks import is_static
 AttentionBackend = Literal["cudnn", "xla", "chunked"]
 
 CPU_CHUNK_SCORES = 1 << 20  # scores of one head, from which a CPU is faster in tiles that fit its cache
-CHUNK_SCORES = 1 << 28  # scores of all heads, from which they are not held at once anywhere
+CHUNK_SCORES = 1 << 28  # scores of all heads, from which they are never all in memory
 
 
 def attention_backend(
@@ -34,27 +34,25 @@ def attention_backend(
     accum_dtype: Any = None,
     implementation: AttentionBackend | None = None,
 ) -> str:
-    """The kernel that `attention` takes for these arguments, arrays or shapes, and why: "xla: 840 scores are ...".
+    """The backend that `attention` chooses for these arguments, arrays or shapes, and why: "xla: 840 scores fit ...".
 
-    - "cudnn", the fastest, on NVIDIA GPUs in float16 and bfloat16. Its softmax is in float32, so it is taken only
-      where that is asked for: `accum_dtype="float32"`, as mixed precision sets it, or `implementation="cudnn"`.
-    - "chunked" for long sequences, from 2^28 scores in all, or on a CPU from 2^20 a head: memory grows with t + s
+    - "cudnn", the fastest, on NVIDIA GPUs in float16 and bfloat16. Its softmax is in float32, so it is chosen only
+      with `accum_dtype="float32"`, as mixed precision sets it, or `implementation="cudnn"`.
+    - "chunked" for long sequences, from 2^28 scores in total, or on a CPU from 2^20 per head: memory grows with t + s
       and not with t x s.
     - "xla" for the rest: plain products, which XLA fuses.
 
-    The device is JAX's default backend while tracing. It is not left to `lax.platform_dependent` alone, since
-    cuDNN's form cannot even be traced where cuDNN is not installed.
+    The device is JAX's default backend while tracing. `lax.platform_dependent` alone cannot decide, since cuDNN's form
+    cannot even be traced where cuDNN is not installed. `implementation="cudnn"` raises where cuDNN cannot compute it.
     """
-    if implementation is not None:
-        return f"{implementation}: it was asked for"
-    obstacle = cudnn_obstacle(
+    obstacle = _cudnn_obstacle(
         q,
         k,
         v,
         causal=causal,
         window=window,
         bias=bias,
-        others={
+        unsupported={
             "segments": segments is not None,
             "positions": positions is not None,
             "a mask": mask is not None,
@@ -64,21 +62,27 @@ def attention_backend(
             "dropout": dropout > 0.0,
         },
     )
+    if implementation == "cudnn" and obstacle is not None:
+        raise ValueError(
+            f"attention: implementation is 'cudnn', but {obstacle}; leave implementation out to choose one that works."
+        )
+    if implementation is not None:
+        return f"{implementation}: chosen by implementation="
     if obstacle is None and (accum_dtype is None or jnp.dtype(accum_dtype) != jnp.float32):
-        obstacle = "its softmax is in float32, which accum_dtype='float32' would allow"
+        obstacle = "its softmax is in float32, which needs accum_dtype='float32'"
     if obstacle is None:
         return "cudnn: the device and the arguments allow it"
-    plane = math.prod(filter(is_static, (q.shape[1], k.shape[1])))  # at least
-    scores = math.prod(filter(is_static, (q.shape[0], q.shape[2]))) * plane
+    head_scores = math.prod(filter(is_static, (q.shape[1], k.shape[1])))  # a lower bound
+    scores = math.prod(filter(is_static, (q.shape[0], q.shape[2]))) * head_scores
     if dropout > 0.0:
-        return f"xla: only it drops weights; not cudnn, since {obstacle}"
-    if scores >= CHUNK_SCORES or (plane >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu"):
-        return f"chunked: {scores:,} scores are many to hold at once; not cudnn, since {obstacle}"
-    return f"xla: {scores:,} scores are few enough to hold at once; not cudnn, since {obstacle}"
+        return f"xla: the only one with dropout; not cudnn, since {obstacle}"
+    if scores >= CHUNK_SCORES or (head_scores >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu"):
+        return f"chunked: {scores:,} scores are too many to hold in memory at once; not cudnn, since {obstacle}"
+    return f"xla: {scores:,} scores fit in memory at once; not cudnn, since {obstacle}"
 
 
-def cudnn_obstacle(
-    q: Any, k: Any, v: Any, *, causal: bool, window: int | None, bias: Any, others: dict[str, bool]
+def _cudnn_obstacle(
+    q: Any, k: Any, v: Any, *, causal: bool, window: int | None, bias: Any, unsupported: dict[str, bool]
 ) -> str | None:
     """Why cuDNN cannot compute this attention on the default device; None if it can."""
     capability = _compute_capability()
@@ -86,24 +90,26 @@ def cudnn_obstacle(
         return "there is no NVIDIA GPU"
     (_, t, h, width), s = q.shape, k.shape[1]
     widest = 256 if capability >= 9.0 else 128
-    present = [name for name, is_there in others.items() if is_there]
+    present = [name for name, is_present in unsupported.items() if is_present]
     if jnp.dtype(q.dtype) not in (jnp.float16, jnp.bfloat16):
-        return f"it takes float16 and bfloat16 but not {q.dtype}"
+        return f"it supports float16 and bfloat16 but not {q.dtype}"
     if width != v.shape[-1] or width % 8 or width > widest:
-        return f"it takes head widths that are multiples of 8 up to {widest} but not {width}"
+        return f"it supports head widths that are multiples of 8 up to {widest} but not {width}"
     if 0 in (math.prod(q.shape), math.prod(k.shape)):
         return "there is nothing to compute"
     if present:
-        return f"it does not take {' or '.join(present)}"
+        return f"it does not support {' or '.join(present)}"
     if window is not None and not causal:
         return "its window looks back only, and this attention is not causal"
-    # of any other shape it would return no gradient for the bias, without a word
+    # for any other shape it would silently return no gradient of the bias
     if bias is not None and (bias.shape != (1, h, t, s) or t % 2 or s % 2 or capability < 9.0):
-        return f"it takes a bias of the shape {(1, h, t, s)} with even times, on Hopper or later, but not {bias.shape}"
+        return (
+            f"it supports a bias of the shape {(1, h, t, s)} with even times, on Hopper or later, but not {bias.shape}"
+        )
     return None
 
 
 def _compute_capability() -> float | None:
-    """The compute capability of the default device, None if it is no NVIDIA GPU."""
+    """The compute capability of the default device, None if it is not an NVIDIA GPU."""
     found = str(getattr(jax.devices()[0], "compute_capability", ""))
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else None

@@ -1,6 +1,6 @@
-"""The scores of attention and what may see what: the part that its whole and its chunked form share.
+"""The scores of attention and the mask over them, which dense and chunked attention share.
 
-Inside, heads are split in two axes, h = g * r: g key-value heads, each read by r query heads.
+Heads are split into two axes, h = g * r: g key-value heads, each used by r query heads.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mlax._jax import pcast_like
@@ -18,20 +17,20 @@ from mlax.ops._positions import alibi_slopes
 
 @dataclasses.dataclass(frozen=True)
 class ScoreSpec:
-    """What is fixed about an attention while it is traced."""
+    """The static arguments of an attention."""
 
     scale: float
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
     alibi: bool = False
-    ordered: bool = True  # positions are 0, 1, 2, ... on both sides
+    ordered: bool = True  # positions are 0, 1, 2, ... for queries and keys
     precision: Any = None
     accum_dtype: Any = None
 
 
 class ScoreInputs(NamedTuple):
-    """What decides which query sees which key, and how well; None where it plays no role. Axes of size 1 broadcast."""
+    """The arrays besides q and k that the scores and their mask are computed from. Axes of size 1 broadcast."""
 
     query_positions: jax.Array  # (b, t) int
     key_positions: jax.Array  # (b, s) int
@@ -44,7 +43,7 @@ class ScoreInputs(NamedTuple):
 
 
 def dot_scores(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> jax.Array:
-    """The scaled and capped products of q (b, g, r, t, k), scaled already, and k (b, g, s, k): (b, g, r, t, s)."""
+    """The products of q (b, g, r, t, k), already scaled, and k (b, g, s, k), soft-capped: (b, g, r, t, s)."""
     scores = accum_einsum("bgrtk,bgsk->bgrts", q, k, spec)
     if spec.softcap is not None:
         scores = lax.tanh(scores / spec.softcap) * spec.softcap
@@ -52,7 +51,7 @@ def dot_scores(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> jax.Array:
 
 
 def add_biases(scores: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.Array:
-    """The scores (b, g, r, t, s) with the biases added."""
+    """The scores (b, g, r, t, s) plus ALiBi and the bias."""
     if spec.alibi:
         distance = jnp.abs(_relative_positions(inputs)).astype(scores.dtype)  # (b, 1, 1, t, s)
         g, r = scores.shape[1:3]
@@ -64,27 +63,27 @@ def add_biases(scores: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.A
 
 
 def visibility_mask(inputs: ScoreInputs, spec: ScoreSpec) -> jax.Array | None:
-    """Which query sees which key, broadcasting to (b, g, r, t, s); None: each sees all."""
-    seen: list[jax.Array] = []
+    """Which query attends to which key, broadcasting to (b, g, r, t, s); None: every query to every key."""
+    masks: list[jax.Array] = []
     if spec.causal:
-        seen.append(_relative_positions(inputs) >= 0)
+        masks.append(_relative_positions(inputs) >= 0)
     if spec.window is not None:
         offsets = _relative_positions(inputs)
-        seen.append(offsets < spec.window)
+        masks.append(offsets < spec.window)
         if not spec.causal:
-            seen.append(offsets > -spec.window)
+            masks.append(offsets > -spec.window)
     if inputs.key_limit is not None:
-        seen.append((inputs.key_indices[None, :] < inputs.key_limit[:, None])[:, None, None, None, :])
+        masks.append((inputs.key_indices[None, :] < inputs.key_limit[:, None])[:, None, None, None, :])
     if inputs.query_segments is not None and inputs.key_segments is not None:
         same = inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :]
-        seen.append(same[:, None, None])
+        masks.append(same[:, None, None])
     if inputs.mask is not None:
-        seen.append(inputs.mask)
-    return functools.reduce(jnp.logical_and, seen) if seen else None
+        masks.append(inputs.mask)
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def accum_einsum(subscripts: str, a: jax.Array, b: jax.Array, spec: ScoreSpec) -> jax.Array:
-    """An einsum whose sums, and result, are in accum_dtype if there is one; its gradients multiply a's dtype."""
+    """An einsum with sums and result in `accum_dtype` if there is one; its gradients multiply in the dtype of a."""
     if spec.accum_dtype is None or jnp.dtype(spec.accum_dtype) == a.dtype:
         return jnp.einsum(subscripts, a, b, precision=spec.precision)
     return _accum_einsum(subscripts, spec, *pcast_like((a, b), (a, b)))
@@ -99,25 +98,20 @@ def _accum_einsum_fwd(subscripts: str, spec: ScoreSpec, a: jax.Array, b: jax.Arr
     return _accum_einsum(subscripts, spec, a, b), (a, b)
 
 
-def _accum_einsum_bwd(subscripts: str, spec: ScoreSpec, saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # JAX's own spec would multiply float32 by bfloat16, which no tensor core does
-    a, b = saved
+def _accum_einsum_bwd(subscripts: str, spec: ScoreSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # JAX's own rule would multiply float32 by bfloat16, which no tensor core does
+    a, b = residuals
     (left, right), out = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
     narrow = grad.astype(a.dtype)
-    by_a: Any = _accum_einsum(f"{out},{right}->{left}", spec, narrow, b)
-    by_b: Any = _accum_einsum(f"{out},{left}->{right}", spec, narrow, a)
-    return by_a.astype(a.dtype), by_b.astype(b.dtype)
+    a_grad: Any = _accum_einsum(f"{out},{right}->{left}", spec, narrow, b)
+    b_grad: Any = _accum_einsum(f"{out},{left}->{right}", spec, narrow, a)
+    return a_grad.astype(a.dtype), b_grad.astype(b.dtype)
 
 
 _accum_einsum.defvjp(_accum_einsum_fwd, _accum_einsum_bwd)
 
 
 def _relative_positions(inputs: ScoreInputs) -> jax.Array:
-    """How far each key lies behind each query: (b, 1, 1, t, s)."""
+    """The position of each query minus that of each key: (b, 1, 1, t, s)."""
     offsets = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
     return offsets[:, None, None]
-
-
-def default_positions(length: int) -> jax.Array:
-    """The positions 0, 1, 2, ... of one row: (1, length)."""
-    return lax.iota(np.int32, length)[None]

@@ -1,18 +1,49 @@
-"""Checks that several operations share."""
+"""Checks of arguments that several operations share."""
 
 from typing import Any
 
 import jax
 
+from mlax.ops._layout import Layout
+
 
 def is_static(*sizes: Any) -> bool:
-    """Whether sizes are numbers; `jax.export` leaves some open, and what goes by their size has to do without."""
+    """Whether all sizes are integers; False for symbolic dimensions (`jax.export`)."""
     return all(isinstance(size, int) for size in sizes)
 
 
-def check_same_dtype(operation: str, **arrays: jax.Array | None) -> None:
-    """Refuse arrays of two dtypes, by name, where JAX would promote one of them without a word."""
-    dtypes = {name: str(array.dtype) for name, array in arrays.items() if array is not None}
+def check_same_dtype(name: str, **arrays: jax.Array | None) -> None:
+    """Raise where JAX would silently promote one of the arrays; None is skipped."""
+    dtypes = {argument: str(array.dtype) for argument, array in arrays.items() if array is not None}
     if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"{operation}: {found}; nothing is cast unasked, so cast them to one dtype.")
+        found = ", ".join(f"{argument} is {dtype}" for argument, dtype in dtypes.items())
+        raise TypeError(f"{name}: {found}; mlax never casts implicitly, so cast them to one dtype.")
+
+
+def check_kernel(name: str, x: Any, kernel: Any, axes: Layout, groups: int) -> None:
+    """Raise if the kernel does not fit the channels of `x`."""
+    channels = kernel.shape[axes.inputs] * groups if kernel.ndim == x.ndim else None
+    if channels != x.shape[axes.channel]:
+        raise ValueError(
+            f"{name}: the input has the shape {x.shape} but the kernel {kernel.shape}, in {groups} groups; the kernel "
+            f"must have {x.ndim} axes, and the size of its axis {axes.inputs}, times the groups, must be that of axis "
+            f"{axes.channel} of the input.{_layout_hint(x.shape, channels, axes.channel)}"
+        )
+    check_groups(name, groups, x.shape[axes.channel], kernel.shape[axes.outputs])
+
+
+def check_groups(name: str, groups: int, channels: int, features: int) -> None:
+    """Raise if the groups do not divide the channels and the features."""
+    if type(groups) is not int or groups < 1 or channels % groups or features % groups:
+        raise ValueError(
+            f"{name}: groups is {groups}, but must be an integer that divides the {channels} channels of the "
+            f"input and the {features} features."
+        )
+
+
+def _layout_hint(shape: tuple[int, ...], channels: int | None, axis: int) -> str:
+    """The layout in which an input of this shape would fit, as a sentence; empty if there is none."""
+    for position, layout, other in (("first", "channel_first", 1), ("last", "channel_last", len(shape) - 1)):
+        if shape[other] == channels and other != axis:
+            return f" If the channels come {position}: layout={layout!r}."
+    return ""

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Layout(NamedTuple):
-    """The axes of an input and of a kernel, by number; spatial axes in the order of the input."""
+    """The axes of an input and of a kernel; spatial axes are in the order of the input."""
 
     batch: int
     channel: int
@@ -14,18 +14,22 @@ class Layout(NamedTuple):
     window: tuple[int, ...]
 
     def kernel_shape(self, outputs: int, inputs: int, window: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a kernel with these sizes."""
+        """The shape of a kernel of these sizes."""
         sizes = {self.outputs: outputs, self.inputs: inputs, **dict(zip(self.window, window, strict=True))}
         return tuple(sizes[axis] for axis in range(len(sizes)))
 
+    def non_channel_axes(self) -> tuple[int, ...]:
+        """All axes of the input but the channels."""
+        return tuple(sorted((self.batch, *self.spatial)))
+
 
 def parse_layout(name: str, layout: str, x: Any) -> Layout:
-    """The axes of inputs like `x` in a layout; `name` is who asks, for the errors.
+    """The axes of inputs like `x` in a layout; `name` is the caller, for error messages.
 
     "channel_last" is (batch, spatial..., channel) with kernels (output, spatial..., input), and "channel_first"
-    (batch, channel, spatial...) with kernels (output, input, spatial...). Any other is spelt: "HWNC" is an input
-    whose last axes are batch (N) and channel (C), and every other letter is a spatial axis. Its kernel has output
-    (O) in the place of N and input (I) in that of C, unless it is spelt too: "NHWC/HWIO".
+    (batch, channel, spatial...) with kernels (output, input, spatial...). Any other is spelled out: "HWNC" is an input
+    whose last axes are batch (N) and channel (C), and every other letter is a spatial axis. Its kernel has output (O)
+    in place of N and input (I) in place of C, unless it is spelled out too: "NHWC/HWIO".
     """
     if len(x.shape) < 3:
         raise ValueError(
@@ -33,19 +37,19 @@ def parse_layout(name: str, layout: str, x: Any) -> Layout:
             "axis; for one example, add a batch axis of size 1."
         )
     letters = "".join(chr(ord("a") + axis) for axis in range(len(x.shape) - 2))
-    spelt = {"channel_last": f"N{letters}C", "channel_first": f"NC{letters}"}.get(layout, layout)
-    image, _, kernel = spelt.partition("/")
+    spelled = {"channel_last": f"N{letters}C", "channel_first": f"NC{letters}"}.get(layout, layout)
+    image, _, kernel = spelled.partition("/")
     kernel = kernel or image.translate(str.maketrans("NC", "OI"))
     spatial = [letter for letter in image if letter not in "NC"]
     if sorted(image) != sorted({*spatial, "N", "C"}) or sorted(kernel) != sorted({*spatial, "O", "I"}):
         raise ValueError(
-            f"{name}: layout is {layout!r}, but must be 'channel_last', 'channel_first', or spelt like 'NHWC' or "
+            f"{name}: layout is {layout!r}, but must be 'channel_last', 'channel_first', or spelled out like 'NHWC' or "
             "'NHWC/HWIO', each axis once."
         )
     if len(image) != len(x.shape):
         raise ValueError(
             f"{name}: the layout {layout!r} has {len(image)} axes but the input {x.shape} has {len(x.shape)}; "
-            "spell the layout that the input has."
+            "spell out the layout of the input."
         )
     return Layout(
         image.index("N"),

@@ -1,4 +1,9 @@
-"""Pooling over windows, over bins and over all positions, and the extraction of patches."""
+"""Pooling over windows, over bins and over all positions, and the extraction of patches.
+
+XLA's `reduce_window` is about ten times slower on a CPU, in its gradient above all, and only its sums and maxima have
+one. So windows are reduced by combining whole arrays: the first element of every window with the second element of
+every window, and so on.
+"""
 
 import functools
 import math
@@ -12,11 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import explicit_sharding
+from mlax.ops._cpu import materialize
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Padding, Sizes, Windows, axis_window_slices, pad, resolve_windows, window_slices
 
-Combine = Callable[[Any, Any], Any]  # of two arrays, element by element; associative
-MAX_UNROLLED = 16  # places of a window that are combined one by one
+Combine = Callable[[Any, Any], Any]  # of two arrays, elementwise; associative
+Reduction = Literal["mean", "max", "sum"]
+MAX_UNROLLED = 16  # elements of a window that are combined one by one
 
 
 def pool(
@@ -32,29 +39,44 @@ def pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The elements of each window combined, in order: (b, *spatial, c) to (b, *windows, c), in the dtype of `x`.
+    """Reduce the elements of each window, in order: (b, *spatial, c) to (b, *windows, c), in the dtype of `x`.
 
-    `combine(a, b)` is associative and `start` changes nothing, `combine(start, a) == a`; the padding holds it.
-    Windows lie side by side unless `strides` says otherwise. `ceil` lets the last one hang over the end. All of it
-    runs in `accum_dtype` if one is given. `pool(x, larger, -math.inf, 2)` is max pooling, and its gradient goes to
-    the first of equal elements, in row-major order, as in PyTorch.
-
-    XLA's own `reduce_window` is some ten times slower on a CPU, in its gradient above all. So the windows are
-    combined by whole arrays: the first place of every window with the second place of every window, and so on.
+    `combine(a, b)` is associative and `start` is its identity, `combine(start, a) == a`; the padding holds it.
+    `strides` are the window's sizes unless given. `ceil` lets the last window extend beyond the end. It is computed in
+    `accum_dtype` if given.
     """
     axes = parse_layout("pool", layout, x)
-    where = resolve_pool_windows("pool", x, layout, window, strides, padding, dilation, ceil)
+    windows = resolve_pool_windows("pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
-    y = _pad_windows(wide, axes, where, start)
-    apart = all(stride >= window for stride, window in zip(where.strides, where.window, strict=True))
-    if combine is maximum and math.prod(where.window) <= MAX_UNROLLED:
-        y = _window_max(window_slices(y, axes, where))
-    elif apart and math.prod(where.window) <= MAX_UNROLLED:
-        y = functools.reduce(combine, window_slices(y, axes, where))
-    else:
-        for number, axis in reversed(list(enumerate(axes.spatial))):
-            y = _reduce_axis(y, axis, combine, *where.along(number))
+    y = _reduce_windows(_pad_windows(wide, axes, windows, start), axes, windows, combine)
     return lax.convert_element_type(y, x.dtype)
+
+
+def max_pool(
+    x: Float[Array, "..."],
+    window: Sizes,
+    *,
+    strides: Sizes | None = None,
+    padding: Padding = "VALID",
+    dilation: Sizes = 1,
+    ceil: bool = False,
+    layout: str = "channel_last",
+) -> Float[Array, "..."]:
+    """The maximum of each window; NaN if one is. The rest is as in `pool`.
+
+    The gradient goes to the first of equal elements, in row-major order, as in PyTorch.
+    """
+    return pool(
+        x,
+        maximum,
+        -math.inf,
+        window,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        ceil=ceil,
+        layout=layout,
+    )
 
 
 def mean_pool(
@@ -71,116 +93,19 @@ def mean_pool(
 ) -> Float[Array, "..."]:
     """The mean of each window, over the elements of `x` in it, or over the padding too if `count_padding`.
 
-    What hangs over the padding (by `ceil`) never counts. The rest is as in `pool`.
+    Positions beyond the padding (by `ceil`) never count. The rest is as in `pool`.
     """
     axes = parse_layout("mean_pool", layout, x)
-    where = resolve_pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
+    windows = resolve_pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
-    total = pool(
-        wide, lax.add, 0.0, window, strides=strides, padding=padding, dilation=dilation, ceil=ceil, layout=layout
-    )
-    held = where.held(tuple(x.shape[axis] for axis in axes.spatial), count_padding)
-    if all((each == each[0]).all() for each in held):
-        return lax.convert_element_type(total / math.prod(int(each[0]) for each in held), x.dtype)
-    counts = np.ones((1,) * x.ndim)
-    for axis, each in zip(axes.spatial, held, strict=True):
-        counts = counts * each.reshape([-1 if other == axis else 1 for other in range(x.ndim)])
-    return lax.convert_element_type(total / counts.astype(total.dtype), x.dtype)
-
-
-def resolve_pool_windows(
-    name: str,
-    x: Any,
-    layout: str,
-    window: Sizes,
-    strides: Sizes | None,
-    padding: Padding,
-    dilation: Sizes,
-    ceil: bool,
-) -> Windows:
-    """Where the windows of a pooling lie; `name` is who asks, for the errors."""
-    axes = parse_layout(name, layout, x)
-    where = resolve_windows(name, x, axes, window, window if strides is None else strides, padding, dilation, ceil)
-    sizes = tuple(x.shape[axis] for axis in axes.spatial)
-    if any((held == 0).any() for held in where.held(sizes)):
-        raise ValueError(
-            f"{name}: a window holds nothing but padding, for the input {x.shape}; pass less padding, or a larger "
-            "window."
-        )
-    return where
-
-
-@jax.custom_jvp
-def maximum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The larger of two, element by element; NaN if either is. The gradient goes to the first where they are equal."""
-    return lax.max(a, b)
-
-
-@maximum.defjvp
-def _maximum_jvp(primals, tangents):
-    (a, b), (a_dot, b_dot) = primals, tangents
-    return maximum(a, b), lax.select(b > a, b_dot, a_dot)
-
-
-@jax.custom_jvp
-def _window_max(pieces: list[Array]) -> Array:
-    """The largest of several, as `larger` of each and the next would give it."""
-    return functools.reduce(lax.max, pieces)
-
-
-@_window_max.defjvp
-def _window_max_jvp(primals, tangents):
-    """Which of them it is is kept for the derivative, one byte for each window, and not all of their elements."""
-    (pieces,), (dots,) = primals, tangents
-    best, which = pieces[0], lax.full_like(pieces[0], 0, np.uint8)
-    for place, piece in enumerate(pieces[1:], 1):
-        which = lax.select(piece > best, lax.full_like(which, place), which)
-        best = lax.max(best, piece)
-    if jax.default_backend() == "cpu":
-        which = lax.optimization_barrier(which)  # else XLA finds it again, from elements that it has to keep
-    parts = [lax.select(which == place, dot, lax.full_like(dot, 0)) for place, dot in enumerate(dots)]
-    return _window_max(pieces), functools.reduce(lax.add, parts)
-
-
-def _pad_windows(x: Array, axes: Layout, where: Windows, start: float) -> Array:
-    widths = [(0, 0, 0)] * x.ndim
-    for axis, (low, high), over in zip(axes.spatial, where.padding, where.overhang, strict=True):
-        widths[axis] = (low, high + over, 0)
-    return lax.pad(x, np.asarray(start, x.dtype), widths) if any(map(any, widths)) else x
-
-
-def _reduce_axis(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
-    """Combine along one axis; windows of many places by steps, so that the number of arrays stays small."""
-    if window <= MAX_UNROLLED:
-        return functools.reduce(combine, axis_window_slices(x, axis, count, window, stride, dilation))
-    part = next((part for part in range(MAX_UNROLLED, 1, -1) if window % part == 0), 1)
-    if dilation == 1 and stride == window and part > 1:
-        x = _reduce_axis(x, axis, combine, count * window // part, part, part, 1)
-        return _reduce_axis(x, axis, combine, count, window // part, window // part, 1)
-    return _reduce_by_doubling(x, axis, combine, count, window, stride, dilation)
-
-
-def _reduce_by_doubling(
-    x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int
-) -> Array:
-    """Combine along one axis by runs of 1, 2, 4... places: a window of n takes log n arrays."""
-    total: Any = None
-    covered, run, length = 0, x, 1
-    while True:
-        if window & length:
-            start = covered * dilation
-            piece = lax.slice_in_dim(run, start, start + (count - 1) * stride + 1, stride, axis)
-            total = piece if total is None else combine(total, piece)
-            covered += length
-        if covered == window:
-            return total
-        step = length * dilation
-        size = run.shape[axis] - step
-        run = combine(lax.slice_in_dim(run, 0, size, 1, axis), lax.slice_in_dim(run, step, step + size, 1, axis))
-        length *= 2
-
-
-Reduction = Literal["mean", "max", "sum"]
+    total = _reduce_windows(_pad_windows(wide, axes, windows, 0.0), axes, windows, lax.add)
+    counts = windows.element_counts(tuple(x.shape[axis] for axis in axes.spatial), count_padding)
+    if all((each == each[0]).all() for each in counts):
+        return lax.convert_element_type(total / math.prod(int(each[0]) for each in counts), x.dtype)
+    divisor = np.ones((1,) * x.ndim)
+    for axis, each in zip(axes.spatial, counts, strict=True):
+        divisor = divisor * each.reshape([-1 if other == axis else 1 for other in range(x.ndim)])
+    return lax.convert_element_type(total / divisor.astype(total.dtype), x.dtype)
 
 
 def global_pool(
@@ -191,10 +116,10 @@ def global_pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The mean, largest or sum of all places: (b, *spatial, c) to (b, c), in the dtype of `x`.
+    """The mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the dtype of `x`.
 
-    Spatial axes stay, of size 1, if `keep_axes`. Added up in `accum_dtype` if one is given. The gradient of the
-    largest goes to the first of equal elements.
+    With `keep_axes` the spatial axes remain, of size 1. Sums are taken in `accum_dtype` if given. The gradient of the
+    maximum goes to the first of equal elements.
     """
     check_reduction("global_pool", by)
     axes = parse_layout("global_pool", layout, x).spatial
@@ -216,22 +141,22 @@ def adaptive_pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The mean, largest or sum of each of `size` bins along each spatial axis, in the dtype of `x`.
+    """The mean, maximum or sum of each of `size` bins along each spatial axis, in the dtype of `x`.
 
-    Bin i of m over n places is PyTorch's: from floor(i n / m) up to ceil((i + 1) n / m), so that bins overlap
+    Bin i of m over n positions is PyTorch's: from floor(i n / m) up to ceil((i + 1) n / m), so that bins overlap
     where m does not divide n. A size of None leaves its axis as it is.
     """
     check_reduction("adaptive_pool", by)
     axes = parse_layout("adaptive_pool", layout, x)
     sizes = adaptive_sizes("adaptive_pool", size, x, axes)
-    before = tuple(x.shape[axis] for axis in axes.spatial)
-    if all(n % m == 0 for n, m in zip(before, sizes, strict=True)):
-        window = tuple(n // m for n, m in zip(before, sizes, strict=True))
+    spatial = tuple(x.shape[axis] for axis in axes.spatial)
+    if all(n % m == 0 for n, m in zip(spatial, sizes, strict=True)):
+        window = tuple(n // m for n, m in zip(spatial, sizes, strict=True))
         match by:
             case "mean":
                 return mean_pool(x, window, layout=layout, accum_dtype=accum_dtype)
             case "max":
-                return pool(x, maximum, -math.inf, window, layout=layout)
+                return max_pool(x, window, layout=layout)
             case "sum":
                 return pool(x, lax.add, 0.0, window, layout=layout, accum_dtype=accum_dtype)
     y = x if accum_dtype is None or by == "max" else lax.convert_element_type(x, accum_dtype)
@@ -240,38 +165,176 @@ def adaptive_pool(
     return lax.convert_element_type(y, x.dtype)
 
 
+def patches(
+    x: Float[Array, "..."],
+    window: Sizes,
+    *,
+    strides: Sizes | None = None,
+    padding: Padding = "VALID",
+    dilation: Sizes = 1,
+    layout: str = "channel_last",
+) -> Float[Array, "..."]:
+    """The elements of each window as features: (b, *spatial, c) to (b, *windows, window * c), in the dtype of `x`.
+
+    They are in the order of a kernel's axes in the layout, so that a convolution is the product of the patches with
+    its flattened kernel. `strides` are the window's sizes unless given.
+    """
+    axes = parse_layout("patches", layout, x)
+    windows = resolve_windows("patches", x, axes, window, window if strides is None else strides, padding, dilation)
+    x = pad(x, axes.spatial, windows.padding) if any(map(any, windows.padding)) else x
+    rank = x.ndim
+    for number, axis in enumerate(axes.spatial):  # axis becomes the windows, and a new last axis their elements
+        count, size, stride, rate = windows.along(number)
+        if stride == size and rate == 1:
+            covered = lax.slice_in_dim(x, 0, count * size, 1, axis)
+            split = covered.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+            x = jnp.moveaxis(split, axis + 1, -1)
+        else:
+            x = jnp.stack(axis_window_slices(x, axis, count, size, stride, rate), -1)
+    kernel_axes = {axes.inputs: axes.channel, **{axis: rank + number for number, axis in enumerate(axes.window)}}
+    order = [axis for axis in range(rank) if axis != axes.channel]
+    order[axes.channel : axes.channel] = [kernel_axes[axis] for axis in sorted(kernel_axes)]
+    x = lax.transpose(x, order)
+    features = math.prod(x.shape[axes.channel : axes.channel + len(kernel_axes)])
+    return x.reshape(*x.shape[: axes.channel], features, *x.shape[axes.channel + len(kernel_axes) :])
+
+
+def resolve_pool_windows(
+    name: str,
+    x: Any,
+    layout: str,
+    window: Sizes,
+    strides: Sizes | None,
+    padding: Padding,
+    dilation: Sizes,
+    ceil: bool,
+) -> Windows:
+    """The windows of a pooling over inputs like `x`; `name` is the caller, for error messages."""
+    axes = parse_layout(name, layout, x)
+    windows = resolve_windows(name, x, axes, window, window if strides is None else strides, padding, dilation, ceil)
+    counts = windows.element_counts(tuple(x.shape[axis] for axis in axes.spatial))
+    if any((each == 0).any() for each in counts):
+        raise ValueError(
+            f"{name}: a window holds nothing but padding, for the input {x.shape}; pass less padding, or a larger "
+            "window."
+        )
+    return windows
+
+
 def adaptive_sizes(name: str, size: int | tuple[int | None, ...], x: Any, axes: Layout) -> tuple[int, ...]:
-    """How many bins along each spatial axis; `name` is who asks, for the errors."""
+    """The number of bins along each spatial axis; `name` is the caller, for error messages."""
     rank = len(axes.spatial)
     sizes = size if isinstance(size, tuple) else (size,) * rank
     if len(sizes) != rank:
         raise ValueError(
-            f"{name}: size has {len(sizes)} numbers but the input {x.shape} has {rank} spatial axes; "
+            f"{name}: size has {len(sizes)} entries but the input {x.shape} has {rank} spatial axes; "
             f"pass size={((sizes or (1,)) * rank)[:rank]}."
         )
     sizes = tuple(x.shape[axis] if size is None else size for axis, size in zip(axes.spatial, sizes, strict=True))
     if any(type(each) is not int or each < 1 for each in sizes):
-        raise ValueError(f"{name}: size is {size}, but must be whole numbers, 1 or more, or None.")
+        raise ValueError(f"{name}: size is {size}, but must be integers, 1 or more, or None.")
     return sizes
 
 
 def check_reduction(name: str, by: str) -> None:
-    """Refuse a word that names no reduction."""
+    """Raise unless `by` names a reduction."""
     if by not in get_args(Reduction):
         raise ValueError(f"{name}: by is {by!r}, but must be one of {', '.join(get_args(Reduction))}.")
 
 
+@jax.custom_jvp
+def maximum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The elementwise maximum, NaN if either is; the gradient goes to the first where they are equal."""
+    return lax.max(a, b)
+
+
+@maximum.defjvp
+def _maximum_jvp(primals, tangents):
+    (a, b), (a_dot, b_dot) = primals, tangents
+    return maximum(a, b), lax.select(b > a, b_dot, a_dot)
+
+
+def _pad_windows(x: Array, axes: Layout, windows: Windows, start: float) -> Array:
+    widths = [(0, 0, 0)] * x.ndim
+    for axis, (low, high), over in zip(axes.spatial, windows.padding, windows.overhang, strict=True):
+        widths[axis] = (low, high + over, 0)
+    return lax.pad(x, np.asarray(start, x.dtype), widths) if any(map(any, widths)) else x
+
+
+def _reduce_windows(x: Array, axes: Layout, windows: Windows, combine: Combine) -> Array:
+    """Reduce each window of a padded input, at once if that takes few slices, else along one axis after the other."""
+    is_small = math.prod(windows.window) <= MAX_UNROLLED
+    is_disjoint = all(stride >= window for stride, window in zip(windows.strides, windows.window, strict=True))
+    if combine is maximum and is_small:
+        return _window_max(window_slices(x, axes, windows))
+    if is_disjoint and is_small:
+        return functools.reduce(combine, window_slices(x, axes, windows))
+    for number, axis in reversed(list(enumerate(axes.spatial))):
+        x = _reduce_axis(x, axis, combine, *windows.along(number))
+    return x
+
+
+@jax.custom_jvp
+def _window_max(slices: list[Array]) -> Array:
+    """The maximum of several arrays, as `maximum` of each and the next would give it."""
+    return functools.reduce(lax.max, slices)
+
+
+@_window_max.defjvp
+def _window_max_jvp(primals, tangents):
+    """The residual is the index of the maximum, one byte for each window, not all elements of the windows."""
+    (slices,), (dots,) = primals, tangents
+    top, argmax = slices[0], lax.full_like(slices[0], 0, np.uint8)
+    for number, each in enumerate(slices[1:], 1):
+        argmax = lax.select(each > top, lax.full_like(argmax, number), argmax)
+        top = lax.max(top, each)
+    argmax = materialize(argmax)  # else XLA recomputes it, from elements that it has to keep
+    parts = [lax.select(argmax == number, dot, lax.full_like(dot, 0)) for number, dot in enumerate(dots)]
+    return _window_max(slices), functools.reduce(lax.add, parts)
+
+
+def _reduce_axis(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
+    """Reduce windows along one axis; long ones in several steps, so that few arrays are combined."""
+    if window <= MAX_UNROLLED:
+        return functools.reduce(combine, axis_window_slices(x, axis, count, window, stride, dilation))
+    part = next((part for part in range(MAX_UNROLLED, 1, -1) if window % part == 0), 1)
+    if dilation == 1 and stride == window and part > 1:
+        x = _reduce_axis(x, axis, combine, count * window // part, part, part, 1)
+        return _reduce_axis(x, axis, combine, count, window // part, window // part, 1)
+    return _reduce_by_doubling(x, axis, combine, count, window, stride, dilation)
+
+
+def _reduce_by_doubling(
+    x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int
+) -> Array:
+    """Reduce windows along one axis by runs of 1, 2, 4... elements: a window of n takes log n arrays."""
+    total: Any = None
+    covered, run, length = 0, x, 1
+    while True:
+        if window & length:
+            start = covered * dilation
+            piece = lax.slice_in_dim(run, start, start + (count - 1) * stride + 1, stride, axis)
+            total = piece if total is None else combine(total, piece)
+            covered += length
+        if covered == window:
+            return total
+        step = length * dilation
+        size = run.shape[axis] - step
+        run = combine(lax.slice_in_dim(run, 0, size, 1, axis), lax.slice_in_dim(run, step, step + size, 1, axis))
+        length *= 2
+
+
 def _reduce_bins(x: Array, axis: int, bins: int, by: Reduction) -> Array:
-    """Reduce each bin along one axis: the first place of every bin, with the second place of every bin..."""
+    """Reduce each bin along one axis: the first element of every bin with the second element of every bin..."""
     starts = np.arange(bins) * x.shape[axis] // bins
     lengths = -(-np.arange(1, bins + 1) * x.shape[axis] // bins) - starts
     along = [-1 if other == axis else 1 for other in range(x.ndim)]
 
-    def place(number: int) -> Array:
+    def element(number: int) -> Array:
         piece = jnp.take(x, starts + np.minimum(number, lengths - 1), axis=axis, mode="clip")
         return piece if by == "max" else piece * (number < lengths).reshape(along).astype(x.dtype)
 
-    y = functools.reduce(maximum if by == "max" else lax.add, map(place, range(lengths.max())))
+    y = functools.reduce(maximum if by == "max" else lax.add, map(element, range(lengths.max())))
     return y / lengths.reshape(along).astype(x.dtype) if by == "mean" else y
 
 
@@ -287,39 +350,5 @@ def _global_max_jvp(axes, primals, tangents):
     order = lax.iota(np.int32, math.prod(x.shape[axis] for axis in axes)).reshape([x.shape[axis] for axis in axes])
     order = lax.broadcast_in_dim(order, x.shape, axes, out_sharding=explicit_sharding(x))
     first = lax.reduce_min(lax.select(x == lax.expand_dims(y, axes), order, lax.full_like(order, order.size)), axes)
-    chosen = order == lax.expand_dims(first, axes)
-    return y, lax.reduce_sum(lax.select(chosen, x_dot, lax.full_like(x_dot, 0)), axes)
-
-
-def patches(
-    x: Float[Array, "..."],
-    window: Sizes,
-    *,
-    strides: Sizes | None = None,
-    padding: Padding = "VALID",
-    dilation: Sizes = 1,
-    layout: str = "channel_last",
-) -> Float[Array, "..."]:
-    """The elements of each window as features: (b, *spatial, c) to (b, *windows, window * c), exact copies.
-
-    Their order is that of a kernel's axes in the layout, so that a convolution is a product of the patches with
-    its flattened kernel. Windows lie side by side unless `strides` says otherwise.
-    """
-    axes = parse_layout("patches", layout, x)
-    where = resolve_windows("patches", x, axes, window, window if strides is None else strides, padding, dilation)
-    x = pad(x, axes.spatial, where.padding) if any(map(any, where.padding)) else x
-    rank = x.ndim
-    for number, axis in enumerate(axes.spatial):  # axis becomes the windows, and a new last axis their places
-        count, size, stride, rate = where.along(number)
-        if stride == size and rate == 1:
-            whole = lax.slice_in_dim(x, 0, count * size, 1, axis)
-            apart = whole.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-            x = jnp.moveaxis(apart, axis + 1, -1)
-        else:
-            x = jnp.stack(axis_window_slices(x, axis, count, size, stride, rate), -1)
-    of_kernel = {axes.inputs: axes.channel, **{axis: rank + number for number, axis in enumerate(axes.window)}}
-    order = [axis for axis in range(rank) if axis != axes.channel]
-    order[axes.channel : axes.channel] = [of_kernel[axis] for axis in sorted(of_kernel)]
-    x = lax.transpose(x, order)
-    features = math.prod(x.shape[axes.channel : axes.channel + len(of_kernel)])
-    return x.reshape(*x.shape[: axes.channel], features, *x.shape[axes.channel + len(of_kernel) :])
+    is_first = order == lax.expand_dims(first, axes)
+    return y, lax.reduce_sum(lax.select(is_first, x_dot, lax.full_like(x_dot, 0)), axes)

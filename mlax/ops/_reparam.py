@@ -1,4 +1,4 @@
-"""Weight normalisation and spectral normalisation of kernels."""
+"""Weight normalization and spectral normalization of kernels."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from mlax.ops._norms import norm
 def weight_norm(
     direction: Float[Array, "..."], magnitude: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """`direction` with the Euclidean norm `magnitude` for each place along `axis`, in its dtype."""
+    """`magnitude * direction / norm(direction)`, the norm over all axes but `axis`, in the dtype of `direction`."""
     check_same_dtype("weight_norm", direction=direction, magnitude=magnitude)
     length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
     unit = lax.convert_element_type(direction, length.dtype) / length
@@ -21,7 +21,7 @@ def weight_norm(
 
 
 def output_norms(kernel: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None) -> Float[Array, "..."]:
-    """The Euclidean norm of a kernel over all axes but `axis`; they stay as axes of size 1."""
+    """The Euclidean norm of a kernel over all axes but `axis`, which remain as axes of size 1."""
     wide = lax.convert_element_type(kernel, kernel.dtype if accum_dtype is None else accum_dtype)
     return norm(wide, tuple(each for each in range(kernel.ndim) if each != axis % kernel.ndim))
 
@@ -34,9 +34,9 @@ def spectral_norm(
     axis: int = -1,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "..."]:
-    """`kernel / (left @ matrix @ right)`, the matrix being the kernel with `axis` as its rows and the rest flattened.
+    """`kernel / (left @ matrix @ right)`, where `matrix` is the kernel with `axis` as rows and the rest flattened.
 
-    In the dtype of the kernel, and within in that of the vectors, which are taken as constants.
+    In the dtype of the kernel, computed in that of the singular vectors, which gradients treat as constants.
     """
     matrix = _as_matrix(lax.convert_element_type(kernel, left.dtype), axis)
     left, right = lax.stop_gradient((left, right))
@@ -53,17 +53,17 @@ def power_iteration(
     times: int = 1,
     precision: lax.PrecisionLike = None,
 ) -> tuple[Float[Array, " o"], Float[Array, " i"]]:
-    """The singular vectors of the largest singular value, nearer by some iterations; in the dtype of the vectors.
+    """Improved estimates of the singular vectors of the largest singular value, in the dtype of the vectors.
 
-    The matrix is that of `spectral_norm`. No gradient passes. https://arxiv.org/abs/1802.05957, algorithm 1.
+    The matrix is that of `spectral_norm`. There is no gradient. https://arxiv.org/abs/1802.05957, algorithm 1.
     """
     matrix = lax.stop_gradient(_as_matrix(lax.convert_element_type(kernel, left.dtype), axis))
 
-    def nearer(_: Any, vectors: Any) -> Any:
+    def iterate(_: Any, vectors: Any) -> Any:
         left = l2_normalize(_dot(matrix, vectors[1], precision))
         return left, l2_normalize(_dot(matrix.T, left, precision))
 
-    return lax.fori_loop(0, times, nearer, lax.stop_gradient((left, right)))
+    return lax.fori_loop(0, times, iterate, lax.stop_gradient((left, right)))
 
 
 def l2_normalize(x: Float[Array, " n"]) -> Float[Array, " n"]:

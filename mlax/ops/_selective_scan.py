@@ -1,4 +1,4 @@
-"""The selective state space: a linear recurrence whose coefficients depend on the input, and the filter before it."""
+"""The selective scan of state-space models, and the causal depthwise convolution before it."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ def selective_scan(
     chunk: int = 32,
     accum_dtype: Any = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b c n"]]:
-    """Run the recurrence over time from `state`, or from 0: what it reads out, and the last state.
+    """Run a linear recurrence over time whose coefficients depend on the input: its outputs, and the last state.
 
         state = exp(-step * exp(log_rate)) * state + step * write * x
         y     = sum(read * state) + skip * x
 
-    in the dtype of `x`, or in `accum_dtype` if one is given; then the state has that dtype too. Times in one chunk
-    are computed in parallel (associative scan), the chunks one after the other, and each is computed anew in the
-    backward pass, so that no more than `chunk` states of each row are held at once, and one for each chunk.
+    from `state`, or from 0, in the dtype of `x`, or in `accum_dtype` if given; then the state has that dtype too. The
+    times of one chunk are computed in parallel (associative scan), the chunks one after the other. Each chunk is
+    recomputed in the backward pass, so that memory holds `chunk` states of each row, and one for each chunk.
     https://arxiv.org/abs/2312.00752, equations 2 and 4 and algorithm 2.
     """
     check_same_dtype("selective_scan", x=x, step=step, log_rate=log_rate, write=write, read=read, skip=skip)
@@ -41,15 +41,15 @@ def selective_scan(
     zeros = jnp.zeros((b, c, rate.shape[-1]), dtype)
     last: Any = shard_like(zeros, x) if state is None else pcast_like(state, x)
     chunk = max(1, min(chunk, t))
-    pieces = [_split_chunks(array, chunk) for array in wide]
+    chunks = [_split_chunks(array, chunk) for array in wide]
 
-    def piece(state: jax.Array, now: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _scan_chunk(state, rate, *now)
+    def scan_chunk(state: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _scan_chunk(state, rate, *arrays)
 
     if t <= chunk:
-        last, y = piece(last, [array[0] for array in pieces])
+        last, y = scan_chunk(last, [array[0] for array in chunks])
     else:
-        last, y = lax.scan(jax.checkpoint(piece, prevent_cse=False), last, pieces)
+        last, y = lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), last, chunks)
         y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * chunk, c)[:, :t]
     y = y + lax.convert_element_type(skip, dtype) * wide[0]
     return lax.convert_element_type(y, x.dtype), last
@@ -61,23 +61,23 @@ def causal_filter(
     bias: Float[Array, " c"] | None = None,
     before: Float[Array, "b v c"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b v c"]]:
-    """Filter each channel by its own kernel, which sees the present (last row) and the times before it.
+    """Convolve each channel with its own kernel over the current time (its last row) and the times before it.
 
-    Also returns the last `w - 1` inputs, which are `before` for the times that follow; None stands for zeros.
-    A sum of shifted products: for a handful of rows it is faster than a convolution with one group for each channel.
+    Also returns the last `w - 1` inputs, to be passed as `before` with the times that follow; None means zeros.
+    It is a sum of shifted products: for a small kernel that is faster than a grouped convolution.
     """
     check_same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
     (b, t, c), w = x.shape, kernel.shape[0]
     first = shard_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
-    seen = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
+    history = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias, x.shape)
     for row in range(w):
-        y = y + seen[:, row : row + t] * kernel[row]
-    return y, seen[:, t:]
+        y = y + history[:, row : row + t] * kernel[row]
+    return y, history[:, t:]
 
 
 def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
-    """(b, t, ...) as (chunks, b, chunk, ...), with zeros after the end: a step of 0 leaves the state as it is."""
+    """(b, t, ...) as (chunks, b, chunk, ...), padded with zeros: a step of 0 leaves the state unchanged."""
     b, t, *rest = x.shape
     count = max(1, -(-t // chunk))
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, count * chunk - t, 0), *((0, 0, 0) for _ in rest)])
@@ -87,7 +87,7 @@ def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
 def _scan_chunk(
     state: jax.Array, rate: jax.Array, x: jax.Array, step: jax.Array, write: jax.Array, read: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One chunk, all times at once: the state after it, and what is read out at each time."""
+    """The state after one chunk, and the output at each of its times, all at once."""
     decay = jnp.exp(step[..., None] * rate)  # (b, l, c, n)
     added = (step * x)[..., None] * write[:, :, None]
     decay, added = lax.associative_scan(_compose, (decay, added), axis=1)

@@ -80,7 +80,7 @@ def test_inside_shard_map_a_layer_may_compute_with_a_shard_of_its_weights():
 def test_the_error_of_a_missing_key_names_the_dropout():
     trainables, state = model().init(RNG, X)
     text, note = raised(ValueError, model().fwd, X, trainables, state)
-    assert "no key to drop by; pass rng=, or inference_mode=True" in text
+    assert "dropout needs a key; pass rng=, or inference_mode=True" in text
     assert "in blocks/a/drop, called on float32[2, 6]" in note
 
 
@@ -278,7 +278,7 @@ def test_the_error_of_an_unknown_field_lists_the_fields_and_the_closest():
 
 def test_a_type_error_of_the_author_is_left_unchanged():
     text, _ = raised(TypeError, nn.MLP, 64)
-    assert text == "MLP: widths is 64, but must be a tuple of whole numbers, one for each map."
+    assert text == "MLP: widths is 64, but must be a tuple of integers, one for each Linear."
 
 
 def test_a_value_of_another_type_than_bool_or_tuple_is_an_error():

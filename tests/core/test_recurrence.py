@@ -244,7 +244,7 @@ def test_a_part_carries_its_state_from_step_to_step():
 def test_an_error_in_a_part_names_its_path_and_its_input():
     layer = mlax.Recurrent(Gated(5, rate=0.5))
     trainables, _ = layer.init(RNG, TIME)
-    with pytest.raises(ValueError, match="no key to drop by") as caught:
+    with pytest.raises(ValueError, match="dropout needs a key") as caught:
         layer.fwd(TIME, trainables)
     assert caught.value.__notes__[0].startswith("in drop, called on float32[")
     with pytest.raises(ValueError, match="trainables lacks kernel") as caught:

@@ -235,10 +235,10 @@ def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     x = normal(1, 4, 8)
     trainables, empty = layer.init(RNG, x)
-    with pytest.raises(ValueError, match="5 tokens came at once, but there are 4 slots"):
+    with pytest.raises(ValueError, match="the input has 5 tokens, but there are 4 slots"):
         layer.init(RNG, jnp.ones((1, 5, 8)))
     _, full = layer.fwd(x, trainables, empty)
-    with pytest.raises(ValueError, match="the cache is full: token 5 came, and there are 4 slots"):
+    with pytest.raises(ValueError, match="the cache is full: there are 4 slots, for 5 tokens"):
         layer.fwd(x[:, :1], trainables, full)
     y, state = jax.jit(layer.fwd)(x[:, :1], trainables, full)
     assert jnp.isnan(y).all()
@@ -328,7 +328,7 @@ def test_dropout_drops_weights_while_training_only():
     y = np.asarray(fwd(layer, x, None, rng=RNG))
     assert abs(y.mean() - 1) < 0.02 and y.std() > 0.01
     assert_close_to_scale(fwd(layer, x, None, inference_mode=True), np.ones(q.shape))
-    with pytest.raises(ValueError, match="there is no key to drop by"):
+    with pytest.raises(ValueError, match="dropout needs a key"):
         layer.fwd(x, None)
 
 
@@ -340,19 +340,19 @@ def test_the_kernel_is_named_with_its_reason(monkeypatch):
     small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
     monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: None)
     assert named(*small).startswith("xla: 131,072 scores") and "no NVIDIA GPU" in named(*small)
-    assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are many")
-    assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: only it drops weights")
-    assert named(*small, implementation="chunked") == "chunked: it was asked for"
+    assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are too many")
+    assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: the only one with dropout")
+    assert named(*small, implementation="chunked") == "chunked: chosen by implementation="
     monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 9.0)
     for options in ({}, {"causal": True}, {"causal": True, "window": 7}, {"lengths": jnp.ones(2)}, {"bias": even}):
         assert named(*small, **options).startswith("cudnn: ")
     assert named(2, 128, 4, 256).startswith("cudnn: ")
-    assert "accum_dtype='float32' would allow" in named(*small, accum_dtype=None)
+    assert "needs accum_dtype='float32'" in named(*small, accum_dtype=None)
     assert "but not float32" in named(*small, dtype=jnp.float32)
     assert "up to 256 but not 260" in named(2, 128, 4, 260) and "but not 60" in named(2, 128, 4, 60)
     assert "looks back only" in named(*small, window=7)
-    assert "does not take a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
-    assert "it takes a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
+    assert "does not support a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
+    assert "it supports a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
     monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 8.0)
     assert "up to 128 but not 256" in named(2, 128, 4, 256)
 
@@ -367,7 +367,7 @@ def test_softmax_is_in_the_dtype_of_its_input():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": (2, 5, 3, 4), "v": (2, 5, 3, 4)}, "4 query heads are no multiple of 3 key-value heads"),
+        ({"k": (2, 5, 3, 4), "v": (2, 5, 3, 4)}, "4 query heads are not a multiple of 3 key-value heads"),
         ({"v": (2, 6, 2, 4)}, "do not fit"),
         ({"q": (2, 5, 8)}, "q has the shape .* but must be .batch, time, heads, width."),
         ({"mask": np.ones((5, 5), bool)}, r"the mask has the shape \(5, 5\), but needs four axes"),
@@ -376,8 +376,8 @@ def test_softmax_is_in_the_dtype_of_its_input():
         ({"lengths": np.asarray([5, 6])}, "lengths go up to 6, but there are only 5 keys"),
         ({"lengths": np.asarray([5])}, "need one for each row"),
         ({"window": 0}, "window is 0"),
-        ({"dropout": 0.1}, "no key to drop by"),
-        ({"implementation": "cudnn"}, "cuDNN was asked for, but there is no NVIDIA GPU"),
+        ({"dropout": 0.1}, "dropout needs a key"),
+        ({"implementation": "cudnn"}, "implementation is 'cudnn', but there is no NVIDIA GPU"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
@@ -391,12 +391,12 @@ def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: nn.MultiHeadAttention(4, kv_heads=3), "4 heads are no multiple of 3 kv_heads"),
+        (lambda: nn.MultiHeadAttention(4, kv_heads=3), "4 heads are not a multiple of 3 kv_heads"),
         (lambda: nn.MultiHeadAttention(0), "heads is 0, but must be an integer of at least 1"),
         (lambda: nn.MultiHeadAttention(4, cache=8), "pass causal=True"),
         (lambda: nn.MultiHeadAttention(4, relative=nn.RelativeBias(2)), "does not have the 4 heads"),
         (lambda: nn.MultiHeadAttention(4, window=0), "window is 0"),
-        (lambda: nn.Attention(dropout=0.1, implementation="chunked"), "chunked drops no weights"),
+        (lambda: nn.Attention(dropout=0.1, implementation="chunked"), "chunked does not support dropout"),
         (lambda: nn.Attention(implementation="flash"), "must be cudnn, xla, chunked or None"),
         (lambda: nn.MultiHeadAttention(3).init(RNG, jnp.ones((1, 2, 8))), "width 8 does not divide into 3 heads"),
         (lambda: nn.MultiHeadAttention(2).init(RNG, jnp.ones((2, 8))), r"x is \(2, 8\), but must be"),
@@ -406,9 +406,9 @@ def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
             lambda: nn.MultiHeadAttention(2, causal=True, cache=4).init(
                 RNG, (jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)))
             ),
-            "with a cache the input is x alone",
+            "with a cache the input must be x alone",
         ),
-        (lambda: nn.Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "has too little"),
+        (lambda: nn.Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "lacks key, value"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused_in_words(build, words):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mlax
 from mlax import dtypes, nn, ops
 from mlax.ops import parse_layout
-from mlax.ops._cpu import use_chunked_kernel_grad
+from mlax.ops._cpu import prefers_chunked_kernel_grad
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
@@ -100,8 +100,8 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
 
     def by(chunks):
         monkeypatch.setattr(
-            "mlax.ops._conv.use_chunked_kernel_grad",
-            lambda *given: asked.append(use_chunked_kernel_grad(*given)) or chunks,
+            "mlax.ops._conv.prefers_chunked_kernel_grad",
+            lambda *given: asked.append(prefers_chunked_kernel_grad(*given)) or chunks,
         )
         return jax.jit(lambda *given: derivatives(*given))(trainables, x)
 
@@ -115,13 +115,13 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
 def test_narrow_and_sharded_convolutions_are_not_by_chunks():
     x = jnp.zeros((8, 5, 5, 16))
     axes = parse_layout("conv", "channel_last", x)
-    assert use_chunked_kernel_grad(x, axes, 1, None)
-    assert not use_chunked_kernel_grad(x.astype(jnp.bfloat16), axes, 1, None)
-    assert not use_chunked_kernel_grad(x, axes, 1, jnp.float32)
-    assert not use_chunked_kernel_grad(x, axes, 2, None)
+    assert prefers_chunked_kernel_grad(x, axes, 1, None)
+    assert not prefers_chunked_kernel_grad(x.astype(jnp.bfloat16), axes, 1, None)
+    assert not prefers_chunked_kernel_grad(x, axes, 1, jnp.float32)
+    assert not prefers_chunked_kernel_grad(x, axes, 2, None)
     with jax.set_mesh(jax.make_mesh((1,), ("b",), (jax.sharding.AxisType.Explicit,))):
         split = jax.reshard(x, jax.P("b"))
-        assert not use_chunked_kernel_grad(split, axes, 1, None)
+        assert not prefers_chunked_kernel_grad(split, axes, 1, None)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])
@@ -246,11 +246,15 @@ def test_param_dtype_keeps_the_weights_wide():
             (4, 8, 8, 3),
             r"strides has 3 axes .* has 2 spatial axes; pass strides=\(1, 2\)",
         ),
-        (nn.Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, padding="),
+        (nn.Conv(8, 3, padding=(1, 2)), (4, 8, 3), "padding has 2 axes .* for each, such as padding="),
         (nn.Conv(8, 3, padding="same"), (4, 8, 3), "padding is 'same', but must be 'SAME', 'VALID', 'CAUSAL'"),
         (nn.Conv(8, 3, padding=-1), (4, 8, 3), "0 or more"),
-        (nn.Conv(8, 5, padding="VALID"), (4, 3, 3), "window covers 5 places but the input .* has 3, and 0 of padding"),
-        (nn.Conv(8, 3, padding="VALID", dilation=4), (4, 8, 3), "window covers 9 places"),
+        (
+            nn.Conv(8, 5, padding="VALID"),
+            (4, 3, 3),
+            "window covers 5 positions but the input .* has 3, plus 0 of padding",
+        ),
+        (nn.Conv(8, 3, padding="VALID", dilation=4), (4, 8, 3), "window covers 9 positions"),
         (
             nn.Conv(8, 3, groups=3),
             (4, 8, 4),
@@ -258,18 +262,18 @@ def test_param_dtype_keeps_the_weights_wide():
         ),
         (nn.Conv(8, 3, groups="depthwise"), (4, 8, 3), "divides the 3 channels of the input and the 8 features"),
         (nn.Conv(8, 3, groups=0), (4, 8, 3), "groups is 0"),
-        (nn.Conv(8, 0), (4, 8, 3), "window is 0, but must be whole numbers, 1 or more"),
+        (nn.Conv(8, 0), (4, 8, 3), "window is 0, but must be integers, 1 or more"),
         (nn.Conv(8, 3, strides=0), (4, 8, 3), "strides is 0"),
         (nn.Conv(8, 3), (4, 3), "needs a batch axis, spatial axes and a channel axis"),
         (nn.Conv(8, 3, layout="NHHC"), (4, 8, 8, 3), "layout is 'NHHC', but must be 'channel_last'"),
         (nn.Conv(8, 3, layout="NHWC/HWI"), (4, 8, 8, 3), "layout is 'NHWC/HWI'"),
         (nn.Conv(8, 3, layout="NHWC"), (4, 8, 3), "'NHWC' has 4 axes but the input .* has 3"),
         (nn.Conv(8, 3, pad_with="mirror"), (4, 8, 3), "pad_with is 'mirror', but must be one of zeros, circular"),
-        (nn.Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* gives 1 places"),
-        (nn.ConvTranspose(8, 3, padding=4), (4, 2, 3), "cuts off all of axis 1 of the output"),
+        (nn.Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* allows at most 1"),
+        (nn.ConvTranspose(8, 3, padding=4), (4, 2, 3), "crops all of axis 1 of the output"),
         (nn.ConvTranspose(8, 3, output_padding=(1, 1)), (4, 2, 3), "output_padding has 2 axes"),
         (nn.ConvTranspose(8, 3, groups=3), (4, 2, 4), "groups is 3"),
-        (nn.Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 places"),
+        (nn.Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 positions"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(layer, shape, words):

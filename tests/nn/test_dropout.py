@@ -33,7 +33,7 @@ def test_rate_1_leaves_zeros_of_the_same_dtype(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_without_a_key_says_what_to_pass(kind):
-    with pytest.raises(ValueError, match=r"there is no key to drop by; pass rng=, or inference_mode=True"):
+    with pytest.raises(ValueError, match=r"dropout needs a key; pass rng=, or inference_mode=True"):
         kind(0.5).fwd(jnp.ones((3, 4)), None)
 
 
@@ -113,7 +113,7 @@ def test_alpha_dropout_keeps_mean_0_and_variance_1(rate):
 def test_channels_and_paths_need_axes_to_lie_along():
     for layer, shape, words in [
         (nn.ChannelDropout(0.5), (), "has no axis -1"),
-        (nn.ChannelDropout(0.5), (3,), "is its batch axis"),
+        (nn.ChannelDropout(0.5), (3,), "is the batch axis"),
         (nn.PathDropout(0.5), (), "is a scalar but needs a batch axis"),
     ]:
         with pytest.raises(ValueError, match=words):

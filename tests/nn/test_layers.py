@@ -69,7 +69,7 @@ def test_embed_shows_a_number_outside_of_the_vocabulary():
 
 
 def test_embed_refuses_what_is_not_whole():
-    with pytest.raises(TypeError, match="must be whole numbers; cast it to int32"):
+    with pytest.raises(TypeError, match="must be integers; cast it to int32"):
         nn.Embed(5, 3).init(RNG, jnp.ones(2))
 
 
@@ -94,8 +94,8 @@ def test_ops_refuse_two_dtypes():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("ReLU", "functions are layers by mlax.F(jax.nn.relu)."),
-        ("LeakyReLU", "functions are layers by mlax.F(jax.nn.leaky_relu)."),
+        ("ReLU", "mlax.F(jax.nn.relu) makes a layer of the function."),
+        ("LeakyReLU", "mlax.F(jax.nn.leaky_relu) makes a layer of the function."),
         ("Conv2d", "nn.Conv takes any number of axes."),
         ("ConvTranspose1d", "nn.ConvTranspose takes any number of axes."),
         ("AvgPool2d", "write nn.MeanPool."),
@@ -104,7 +104,7 @@ def test_ops_refuse_two_dtypes():
         ("LSTM", "write mlax.Recurrent(nn.LSTMCell(features))."),
         (
             "CrossEntropyLoss",
-            "a loss is a function, one of optax say, which the objective of train.step calls.",
+            "a loss is a function, such as one of optax, which the objective of train.step calls.",
         ),
         ("MultiheadAttention", "did you mean MultiHeadAttention?"),
         ("functional", "write mlax.ops, jax.nn or jax.numpy."),

@@ -91,11 +91,11 @@ def test_weights_may_be_stored_in_another_dtype():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is no Linear; LoRA goes around each Linear inside"):
+    with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is not a Linear; wrap each Linear inside it"):
         nn.LoRA(nn.MLP((3,)), rank=2)
     with pytest.raises(ValueError, match="rank is 0, but must be an integer of at least 1"):
         nn.LoRA(nn.Linear(5), rank=0)
-    with pytest.raises(ValueError, match=r"the rank 6 is above that of any 6 x 5 matrix; pass at most 5"):
+    with pytest.raises(ValueError, match=r"the rank 6 is above the largest rank of a 6 x 5 matrix; pass at most 5"):
         nn.LoRA(nn.Linear(5), rank=6).init(RNG, X)
     with pytest.raises(ValueError, match=r"there is no LoRA in Linear\(5\)"):
         nn.merge_lora(nn.Linear(5), nn.Linear(5).init(RNG, X)[0])

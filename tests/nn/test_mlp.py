@@ -76,17 +76,17 @@ def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: nn.MLP(()), "must be a tuple of whole numbers"),
-        (lambda: nn.MLP((3, 2.0)), "must be a tuple of whole numbers"),
+        (lambda: nn.MLP(()), "must be a tuple of integers"),
+        (lambda: nn.MLP((3, 2.0)), "must be a tuple of integers"),
         (lambda: nn.MLP((3,), activation="relu"), "activation is 'relu', but must be a function"),
         (lambda: nn.GLU(3, activation=None), "activation is None, but must be a function"),
-        (lambda: nn.Reshape(3), "must be a tuple of whole numbers"),
-        (lambda: nn.Reshape((-1, -1)), "one of them at most left open by -1"),
+        (lambda: nn.Reshape(3), "must be a tuple of integers"),
+        (lambda: nn.Reshape((-1, -1)), "at most one of them inferred"),
         (
             lambda: nn.Reshape((4, 2)).init(RNG, jnp.ones((2, 3, 3))),
-            r"\(3, 3\), which is 9 numbers.*do not fill \(4, 2\)",
+            r"\(3, 3\), which is 9 elements.*cannot be reshaped to \(4, 2\)",
         ),
-        (lambda: nn.Reshape((4, -1)).init(RNG, jnp.ones((2, 3, 3))), r"do not fill \(4, -1\)"),
+        (lambda: nn.Reshape((4, -1)).init(RNG, jnp.ones((2, 3, 3))), r"cannot be reshaped to \(4, -1\)"),
         (lambda: nn.Flatten().init(RNG, jnp.ones(())), "needs a batch axis"),
     ],
 )

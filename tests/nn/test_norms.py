@@ -374,7 +374,7 @@ def test_an_axis_name_that_is_not_there_says_what_to_do():
     layer, x = nn.BatchNorm(axis_name="data"), normal(4, 3)
     trainables, state = layer.init(RNG, x)
     layer.fwd(x, trainables, state, inference_mode=True)
-    with pytest.raises(NameError, match="no axis is named so here; call fwd under a shard_map"):
+    with pytest.raises(NameError, match="there is no axis of that name here; call fwd under a shard_map"):
         layer.fwd(x, trainables, state)
 
 
@@ -495,13 +495,13 @@ def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
     [
         (lambda: nn.GroupNorm(0), None, "groups is 0, but must be at least 1"),
         (lambda: nn.GroupNorm(4), (2, 3, 6), r"the 6 channels of the input \(2, 3, 6\) do not divide into 4 groups"),
-        (lambda: nn.GroupNorm(2, axis=0), (2, 6), "is its batch axis"),
+        (lambda: nn.GroupNorm(2, axis=0), (2, 6), "is the batch axis"),
         (lambda: nn.GroupNorm(2, axis=2), (2, 6), "has no axis 2"),
-        (lambda: nn.BatchNorm(axis=-2), (2, 6), "is its batch axis"),
+        (lambda: nn.BatchNorm(axis=-2), (2, 6), "is the batch axis"),
         (lambda: nn.BatchNorm(axis=3), (2, 6), "has no axis 3"),
         (lambda: nn.BatchNorm(momentum=0.0), None, "pass frozen=True"),
         (lambda: nn.InstanceNorm(), (2, 6), "leaves no axis to take statistics over"),
-        (lambda: nn.WeightNorm(nn.LayerNorm()), (2, 6), "no leaf of the layer is called 'kernel'; it has scale, shift"),
+        (lambda: nn.WeightNorm(nn.LayerNorm()), (2, 6), "no leaf of the layer is named 'kernel'; it has scale, shift"),
         (lambda: nn.WeightNorm(nn.Linear(3), axis=2), (2, 6), r"kernel has the shape \(6, 3\), which has no axis 2"),
         (lambda: nn.SpectralNorm(nn.Dropout()), (2, 6), "it has none"),
         (lambda: nn.SpectralNorm(nn.Linear(3), iterations=0), None, "both must be at least 1"),

@@ -171,13 +171,13 @@ def test_accum_dtype_adds_up_wide():
             (4, 32, 3),
             r"MaxPool\(\(2, 2\)\): window has 2 axes .* 1 spatial axis; pass window=\(2,\)",
         ),
-        (nn.MaxPool(3), (4, 2, 2, 3), "window covers 3 places but the input .* has 2"),
+        (nn.MaxPool(3), (4, 2, 2, 3), "window covers 3 positions but the input .* has 2"),
         (nn.MeanPool(2, padding=2), (4, 5, 3), "a window holds nothing but padding"),
         (nn.SumPool(2, padding="FULL"), (4, 5, 3), "padding is 'FULL'"),
         (nn.Pool(lax.add, 0.0, 2, layout="CHW"), (4, 5, 3), "layout is 'CHW'"),
         (nn.GlobalPool(), (4, 5), "needs a batch axis"),
-        (nn.AdaptivePool((2, 2)), (4, 5, 3), r"size has 2 numbers .* 1 spatial axes; pass size=\(2,\)"),
-        (nn.AdaptivePool(0), (4, 5, 3), "size is 0, but must be whole numbers"),
+        (nn.AdaptivePool((2, 2)), (4, 5, 3), r"size has 2 entries .* 1 spatial axes; pass size=\(2,\)"),
+        (nn.AdaptivePool(0), (4, 5, 3), "size is 0, but must be integers"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(layer, shape, words):

@@ -144,13 +144,13 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: nn.Rotary(width=3), "width is 3, but must be an even number"),
+        (lambda: nn.Rotary(width=3), "width is 3, but must be an even integer"),
         (lambda: nn.Rotary().init(RNG, normal(1, 2, 1, 5)), "heads of width 5, which is odd"),
         (lambda: nn.Rotary(width=8).init(RNG, normal(1, 2, 1, 6)), "heads of width 6 only"),
         (lambda: nn.Rotary().init(RNG, normal(1, 2, 6)), "must be .batch, time, heads, width."),
         (lambda: nn.SinusoidalPositions().init(RNG, normal(1, 2, 5)), "is 5 wide, but the width must be even"),
         (lambda: nn.LearnedPositions(4).init(RNG, normal(2, 5)), "must be .batch, time, width."),
-        (lambda: inspect.unwrap(ops.tied_logits)(normal(2, 3), normal(5, 4)), "widths must be equal"),
+        (lambda: inspect.unwrap(ops.tied_logits)(normal(2, 3), normal(5, 4)), "must be of equal size"),
         (lambda: ops.relative_buckets(jnp.arange(3), 5), "an even number of at least 4"),
         (lambda: ops.relative_buckets(jnp.arange(3), 32, farthest=8), "farthest is 8, but must be above 8"),
         (lambda: ops.rotary_frequencies(7), "the width is 7, but must be even"),
@@ -162,5 +162,5 @@ def test_what_cannot_be_is_refused_in_words(build, words):
 
 
 def test_relative_bias_refuses_what_are_no_positions():
-    with pytest.raises(TypeError, match="must be a pair of whole numbers"):
+    with pytest.raises(TypeError, match="must be a pair of integers"):
         nn.RelativeBias(2).init(RNG, normal(2, 3))
