@@ -342,7 +342,7 @@ def warn_unless_parallelized(plan: Plan, variables: Any, jaxpr: Any) -> None:
 def _constrains_shardings(jaxpr: Any) -> bool:
     """Whether an equation constrains all axes of an array, as plans do; `ops.conv` constrains some of them."""
     return any(
-        (equation.primitive.name == "sharding_constraint" and not equation.params["unconstrained_dims"])
+        (equation.primitive.name == "sharding_constraint" and not equation.params.get("unconstrained_dims"))
         or any(map(_constrains_shardings, core.jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
     )
