@@ -51,7 +51,7 @@ class ChannelDropout(_RandomDrop):
     """Set each channel of each example to 0 with probability `rate` and divide the others by `1 - rate`.
 
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. The identity in inference mode and at
-    rate 0. For inputs whose neighbours are correlated, such as images. https://arxiv.org/abs/1411.4280, section 3.2.
+    rate 0. For inputs whose neighbors are correlated, such as images. https://arxiv.org/abs/1411.4280, section 3.2.
     """
 
     _: KW_ONLY

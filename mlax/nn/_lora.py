@@ -87,10 +87,10 @@ def merge_lora(model: Layer, trainables: Tree) -> Tree:
     if not found:
         raise ValueError(f"merge_lora: there is no LoRA in {model}; pass the model with LoRA in place of Linears.")
     for path, lora in found.items():
-        own = get(trainables, path) if path else trainables
-        update = jnp.matmul(own["lora"]["down"], own["lora"]["up"], precision="highest")  # (..., d, f)
-        merged = {name: leaf for name, leaf in own.items() if name != "lora"}
-        merged["kernel"] = own["kernel"] + lora.factor * update
+        leaves = get(trainables, path) if path else trainables
+        update = jnp.matmul(leaves["lora"]["down"], leaves["lora"]["up"], precision="highest")  # (..., d, f)
+        merged = {name: leaf for name, leaf in leaves.items() if name != "lora"}
+        merged["kernel"] = leaves["kernel"] + lora.factor * update
         trainables = replace(trainables, path, merged) if path else merged
     return trainables
 

@@ -16,14 +16,15 @@ from mlax.nn._linear import Linear
 
 @frozen
 class Mamba(Composite):
-    """Mix the times of a sequence by a gated linear recurrence whose coefficients depend on the input.
+    """Mix the time steps of a sequence by a gated linear recurrence whose coefficients depend on the input.
 
     (b, t, d) to (b, t, width), in the dtype of the input; causal. With c = expansion * width: a projection to c
-    channels and c gates, a causal depthwise convolution over `window` times, silu, the selective scan with `states`
-    states per channel, the gate, and a projection to `width`. https://arxiv.org/abs/2312.00752, figure 3, algorithm 2.
+    channels and c gates, a causal depthwise convolution over `window` time steps, silu, the selective scan with
+    `states` states per channel, the gate, and a projection to `width`. https://arxiv.org/abs/2312.00752, figure 3,
+    algorithm 2.
 
     Parts: expand, filter, select, step, scan, contract. `rank` is that of the projection to the step sizes, a 16th of
-    the width by default. `chunk` times are scanned in parallel: a larger chunk takes more memory.
+    the width by default. `chunk` time steps are scanned in parallel: a larger chunk takes more memory.
 
     With `decode=True` each call continues where the one before it ended: the states of the convolution and of the scan
     are in non_trainables, (b, window - 1, c) and (b, c, states), so that a prompt followed by one token per call gives
@@ -75,9 +76,9 @@ class Mamba(Composite):
 
 @frozen
 class CausalFilter(Layer):
-    """Convolve each channel over the current and the `window - 1` previous times: (b, t, c) to the same.
+    """Convolve each channel over the current and the `window - 1` previous time steps: (b, t, c) to the same.
 
-    Trainables: kernel (window, c), the current time last, and bias (c,). With `decode`, non-trainables: window, the
+    Trainables: kernel (window, c), the current time step last, and bias (c,). With `decode`, non-trainables: window, the
     previous inputs (b, window - 1, c), initially zero.
     """
 

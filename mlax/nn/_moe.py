@@ -74,18 +74,19 @@ class MoE(Composite):
         if self.capacity_factor is None:
             size = t
             slot = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[:, None]
-            sent = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
+            expert_in = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
         else:
             size = ops.expert_capacity(t, self.experts, self.k, self.capacity_factor)
             slot = ops.expert_slots(routes.expert, self.experts, size)
-            sent = ops.dispatch(tokens, slot, self.experts * size).reshape(b, self.experts, size, d)
-        out = sub.experts(sent)  # (b, experts, size, f)
-        if out.shape[:-1] != sent.shape[:-1]:
+            expert_in = ops.dispatch(tokens, slot, self.experts * size).reshape(b, self.experts, size, d)
+        expert_out = sub.experts(expert_in)  # (b, experts, size, f)
+        if expert_out.shape[:-1] != expert_in.shape[:-1]:
             raise ValueError(
-                f"{self}: the experts map {sent.shape} to {out.shape}, where the second axis is the experts; "
-                "they may change only the last axis."
+                f"{self}: the experts map {expert_in.shape} to {expert_out.shape}, where the second axis is the "
+                "experts; they may change only the last axis."
             )
-        y = ops.combine(out.reshape(b, self.experts * size, out.shape[-1]), slot, cast(routes.gate, x.dtype))
+        expert_out = expert_out.reshape(b, self.experts * size, expert_out.shape[-1])
+        y = ops.combine(expert_out, slot, cast(routes.gate, x.dtype))
         return y.reshape(*x.shape[:-1], y.shape[-1]), {"balance": routes.balance, "z": routes.z}
 
 

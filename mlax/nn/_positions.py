@@ -121,7 +121,7 @@ class Rotary(Layer):
     """Rotate pairs of features by angles proportional to the position: (b, t, h, k) to the same, in its dtype.
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). The first `width`
-    features, all unless given, are rotated. `interleaved` pairs neighbours, as GPT-J does, and otherwise halves, as
+    features, all unless given, are rotated. `interleaved` pairs neighbors, as GPT-J does, and otherwise halves, as
     Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
     """
 

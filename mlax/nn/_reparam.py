@@ -99,7 +99,7 @@ class SpectralNorm(Wrapper):
         return trainables, unflatten_paths(state.items())
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        leaves, state, own = flatten_paths(trainables), flatten_paths(non_trainables), {}
+        leaves, state, new_vectors = flatten_paths(trainables), flatten_paths(non_trainables), {}
         for path in _find_leaf_paths(self, x):
             names = [f"{path}/left", f"{path}/right"]
             _check_present(self, "trainables", [path], leaves)
@@ -109,11 +109,11 @@ class SpectralNorm(Wrapper):
             if not inference_mode:
                 vectors = dict(zip(names, self._iterate(leaves[path], vectors.values(), self.iterations), strict=True))
             leaves[path] = ops.spectral_norm(leaves[path], *vectors.values(), axis=self.axis, precision=self.precision)
-            own |= vectors
+            new_vectors |= vectors
         y, inner = self.layer.fwd(
             x, unflatten_paths(leaves.items()), unflatten_paths(state.items()), rng=rng, inference_mode=inference_mode
         )
-        return y, unflatten_paths({**flatten_paths(inner), **own}.items())
+        return y, unflatten_paths({**flatten_paths(inner), **new_vectors}.items())
 
     def _init_vectors(self, kernel, left, right):
         return self._iterate(kernel, (ops.l2_normalize(left), ops.l2_normalize(right)), self.first_iterations)

@@ -85,7 +85,7 @@ def conv_transpose(
 ) -> Float[Array, "..."]:
     """The sum of one window for each position of `x`, its values times `kernel`, plus `bias`, in the dtype of `x`.
 
-    (b, *spatial, c) and (f, *window, c / groups) to (b, *larger, f), or as in `layout`. Neighbouring windows are
+    (b, *spatial, c) and (f, *window, c / groups) to (b, *larger, f), or as in `layout`. Neighboring windows are
     `strides` apart, and `padding` is cropped from both ends: n positions, windows that span k positions and a stride s
     give (n - 1) s + k - padding + output_padding positions, as in PyTorch. "SAME" and "CAUSAL" give n s.
     """

@@ -1,7 +1,8 @@
-"""Forms that XLA compiles to faster CPU code than the plain one; each operation asks here whether to use its own.
+"""Forms of operations that run faster on a CPU than the ones XLA compiles well elsewhere.
 
-The backend is read while tracing, and not by `lax.platform_dependent`, which would put both forms, and the gradients
-of both, into every jaxpr. Sums in a dtype below 32 bits are left to XLA, since each partial sum would be rounded.
+An operation with such a form has a predicate here, `prefers_...`, or a function that returns its argument on other
+devices. The backend is read while tracing: `lax.platform_dependent` would put both forms, and the gradients of both,
+into every jaxpr. Dtypes below 32 bits keep the plain form, since sums of products would be rounded at every step.
 """
 
 import functools

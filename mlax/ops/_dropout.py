@@ -44,9 +44,9 @@ def alpha_dropout(x: Float[Array, "..."], rng: jax.Array, rate: float) -> Float[
 
 def _keep_mask(x: Array, rng: jax.Array, rate: float, axes: tuple[int, ...] | None = None) -> Bool[Array, "..."]:
     """Which elements of `x` are kept; one draw for all that have the same indices along `axes`."""
-    own = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
-    shape = tuple(size if axis in own else 1 for axis, size in enumerate(x.shape))
+    drawn = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes]
+    shape = tuple(size if axis in drawn else 1 for axis, size in enumerate(x.shape))
     # integers are compared, so that no float of another dtype occurs
-    bits = jax.random.bits(rng, shape, np.uint32, out_sharding=explicit_sharding(x, own))
+    bits = jax.random.bits(rng, shape, np.uint32, out_sharding=explicit_sharding(x, drawn))
     keep = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.broadcast_to(keep, x.shape, out_sharding=explicit_sharding(x))

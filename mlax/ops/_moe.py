@@ -32,9 +32,9 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
     """
     experts = logits.shape[-1]
     largest = lax.stop_gradient(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
-    powers = jnp.exp(logits - largest)
-    total = lax.expand_dims(lax.reduce_sum(powers, (2,)), (2,))
-    probability = powers / total
+    exponentials = jnp.exp(logits - largest)
+    total = lax.expand_dims(lax.reduce_sum(exponentials, (2,)), (2,))
+    probability = exponentials / total
     gate, expert = lax.top_k(probability, k)
     if renormalize and k > 1:
         gate = gate / lax.expand_dims(lax.reduce_sum(gate, (2,)), (2,))
@@ -48,7 +48,7 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
 def jitter(x: Float[Array, "..."], rng: jax.Array, noise: float) -> Float[Array, "..."]:
     """Multiply each element by a uniform sample from `1 - noise` to `1 + noise`, the same one in every dtype."""
     bits = jax.random.bits(rng, x.shape, np.uint32, out_sharding=explicit_sharding(x))
-    high = bits >> np.uint32(20)  # 12 of them, which float16 holds
+    high = bits >> np.uint32(20)  # 12 bits, about as precise as float16
     return x * (1.0 - noise + high.astype(x.dtype) * (2.0 * noise / 4095.0))
 
 

@@ -161,7 +161,7 @@ def _standardize(x: Array, axes: tuple[int, ...], eps: float) -> Array:
 
 @_standardize.defjvp
 def _(axes: tuple[int, ...], eps: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The chain rule with its terms collected; by JAX's own, a training step takes twice as long."""
+    """The chain rule with its terms collected; by JAX's own derivative, a training step takes twice as long."""
     (x,), (dx,) = primals, tangents
     y, factor = _divide_by_rms(x - mean(x, axes), axes, eps)
     return y, factor * (dx - mean(dx, axes) - y * mean(y * dx, axes))

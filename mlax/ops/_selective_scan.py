@@ -29,7 +29,7 @@ def selective_scan(
         y     = sum(read * state) + skip * x
 
     from `state`, or from 0, in the dtype of `x`, or in `accum_dtype` if given; then the state has that dtype too. The
-    times of one chunk are computed in parallel (associative scan), the chunks one after the other. Each chunk is
+    time steps of one chunk are computed in parallel (associative scan), the chunks one after the other. Each chunk is
     recomputed in the backward pass, so that memory holds `chunk` states of each row, and one for each chunk.
     https://arxiv.org/abs/2312.00752, equations 2 and 4 and algorithm 2.
     """
@@ -61,9 +61,9 @@ def causal_filter(
     bias: Float[Array, " c"] | None = None,
     before: Float[Array, "b v c"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b v c"]]:
-    """Convolve each channel with its own kernel over the current time (its last row) and the times before it.
+    """Convolve each channel with its own kernel over the current time step (its last row) and those before it.
 
-    Also returns the last `w - 1` inputs, to be passed as `before` with the times that follow; None means zeros.
+    Also returns the last `w - 1` inputs, to be passed as `before` with the next time steps; None means zeros.
     It is a sum of shifted products: for a small kernel that is faster than a grouped convolution.
     """
     check_same_dtype("causal_filter", x=x, kernel=kernel, bias=bias)
@@ -87,7 +87,7 @@ def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
 def _scan_chunk(
     state: jax.Array, rate: jax.Array, x: jax.Array, step: jax.Array, write: jax.Array, read: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state after one chunk, and the output at each of its times, all at once."""
+    """The state after one chunk, and the output at each of its time steps, in parallel."""
     decay = jnp.exp(step[..., None] * rate)  # (b, l, c, n)
     added = (step * x)[..., None] * write[:, :, None]
     decay, added = lax.associative_scan(_compose, (decay, added), axis=1)
