@@ -78,8 +78,8 @@ class Mamba(Composite):
 class CausalFilter(Layer):
     """Convolve each channel over the current and the `window - 1` previous time steps: (b, t, c) to the same.
 
-    Trainables: kernel (window, c), the current time step last, and bias (c,). With `decode`, non-trainables: window, the
-    previous inputs (b, window - 1, c), initially zero.
+    Trainables: kernel (window, c), the current time step last, and bias (c,). With `decode`, non-trainables: window,
+    the previous inputs (b, window - 1, c), initially zero.
     """
 
     window: int
