@@ -55,9 +55,13 @@ def gradients(case: Case) -> tuple[dict[str, Any], bool]:
     import jax.numpy as jnp
     from jax import lax
 
-    from mlax.ops import parse_layout, resolve_windows
-    from mlax.ops._conv import dimension_numbers
-    from mlax.ops._cpu import prefers_chunked_kernel_grad, with_chunked_kernel_grad
+    from mlax.ops import (
+        dimension_numbers,
+        parse_layout,
+        prefers_chunked_kernel_grad,
+        resolve_windows,
+        with_chunked_kernel_grad,
+    )
 
     rank = len(case.x) - 2
     x = jax.random.normal(jax.random.key(0), case.x)

@@ -23,12 +23,6 @@ BELOW = {
     "train": {"_jax", "core", "dtypes", "files", "inspect", "optim", "place"},
     "cli": {"inspect", "train"},
 }
-STILL_PRIVATE = {  # what imports private modules until their rooms' doors have what it needs; to become empty
-    "benchmarks/convs.py",
-    "tests/nn/test_attention.py",
-    "tests/nn/test_conv.py",
-    "tests/nn/test_positions.py",
-}
 
 
 def names_imported(file):
@@ -90,7 +84,7 @@ def test_whoever_uses_the_package_goes_through_its_doors():
         for file in (ROOT / folder).rglob("*.py"):
             names = (*names_imported(file), *names_by_attribute(file), *names_in_strings(file))
             found = {name for name in names if name.startswith("mlax.") and is_private(name)}
-            assert not found or str(file.relative_to(ROOT)) in STILL_PRIVATE, (file, found)
+            assert not found, file
 
 
 def test_every_public_name_is_documented():

@@ -3,9 +3,10 @@
 from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
+from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._checks import check_groups, check_kernel, is_static
-from mlax.ops._conv import conv, conv_transpose
-from mlax.ops._cpu import materialize
+from mlax.ops._conv import conv, conv_transpose, dimension_numbers
+from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._linear import embedding, linear, tied_logits
@@ -26,6 +27,7 @@ from mlax.ops._pool import (
 from mlax.ops._positions import (
     alibi,
     alibi_slopes,
+    cos_and_sin,
     linear_frequencies,
     llama3_frequencies,
     ntk_frequencies,

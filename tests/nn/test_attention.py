@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops import _attention_backend, _attention_chunked
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
 from tests.catalogue.attention import attend
@@ -32,8 +31,8 @@ def torch():
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
     """Each kernel, in tiles so small that every shape has several."""
-    monkeypatch.setattr(_attention_chunked, "QUERY_BLOCK", 3)
-    monkeypatch.setattr(_attention_chunked, "KEY_BLOCK", 2)
+    monkeypatch.setattr(inspect.getmodule(ops.chunked_attention), "QUERY_BLOCK", 3)
+    monkeypatch.setattr(inspect.getmodule(ops.chunked_attention), "KEY_BLOCK", 2)
     return request.param
 
 
@@ -47,7 +46,7 @@ def normals(*shapes, dtype="float32"):
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "grouped", "shared", "masked", "biased", "one"])
-def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
+def test_outputs_and_gradients_agree_with_torch(torch, kernel, case):
     saved = {path.removeprefix(f"{case}/"): x for path, x in torch.items() if path.startswith(f"{case}/")}
     inputs = {name: jnp.asarray(saved[name]) for name in ("q", "k", "v", "bias") if name in saved}
     options = {
@@ -67,7 +66,7 @@ def test_outputs_and_gradients_are_those_of_torch(torch, kernel, case):
 
 
 @pytest.mark.parametrize("case", ["self", "cross"])
-def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
+def test_the_layer_and_its_gradients_agree_with_torch(torch, kernel, case):
     saved = {path.removeprefix(f"{case}/"): x for path, x in torch.items() if path.startswith(f"{case}/")}
     layer = nn.MultiHeadAttention(4, implementation=kernel)
     x = {name: jnp.asarray(saved[name]) for name in ("x", "source") if name in saved}
@@ -97,7 +96,7 @@ def test_the_layer_and_its_gradients_are_those_of_torch(torch, kernel, case):
     kernel=st.sampled_from(KERNELS),
     data=st.data(),
 )
-def test_any_choice_of_options_computes_the_definition(sizes, causal, window, softcap, has_sinks, kernel, data):
+def test_any_combination_of_options_computes_the_definition(sizes, causal, window, softcap, has_sinks, kernel, data):
     b, t, s, g, r, width = sizes
     h = g * r
     q, k, v, sinks, bias = normals((b, t, h, width), (b, s, g, width), (b, s, g, width), (h,), (1, h, t, s))
@@ -109,8 +108,8 @@ def test_any_choice_of_options_computes_the_definition(sizes, causal, window, so
     seen = seen & (np.asarray(segments[0])[:, None, :, None] == np.asarray(segments[1])[:, None, None, :])
     options = {"causal": causal, "window": window, "softcap": softcap}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_attention_chunked, "QUERY_BLOCK", 3)
-        patch.setattr(_attention_chunked, "KEY_BLOCK", 2)
+        patch.setattr(inspect.getmodule(ops.chunked_attention), "QUERY_BLOCK", 3)
+        patch.setattr(inspect.getmodule(ops.chunked_attention), "KEY_BLOCK", 2)
         y = run(
             q,
             k,
@@ -130,7 +129,7 @@ def test_any_choice_of_options_computes_the_definition(sizes, causal, window, so
     assert y.shape == (b, t, h, width)
 
 
-def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
+def test_gradients_of_the_tiled_form_equal_those_of_the_whole(kernel):
     q, k, v, sinks, bias = normals((2, 8, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), (4,), (2, 1, 1, 7))
 
     def loss(arrays, kernel):
@@ -142,7 +141,7 @@ def test_all_gradients_of_the_tiles_are_those_of_the_whole(kernel):
     assert_close_to_scale(tiled, whole)
 
 
-def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
+def test_a_query_without_visible_keys_gets_zero_and_has_no_gradient(kernel):
     q, k, v = normals((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4))
 
     def loss(q, k, v):
@@ -157,7 +156,7 @@ def test_a_query_that_sees_nothing_gets_zero_and_gives_no_gradient(kernel):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (1, 1, 8)])
-def test_empty_and_single_axes_are_no_special_case(kernel, shape):
+def test_empty_and_single_axes_work(kernel, shape):
     layer = nn.MultiHeadAttention(2, causal=True, implementation=kernel)
     trainables, _ = layer.init(RNG, jnp.ones(shape))
     grad = jax.jit(jax.grad(lambda w, x: layer.fwd(x, w)[0].sum()))(trainables, jnp.ones(shape))
@@ -165,7 +164,7 @@ def test_empty_and_single_axes_are_no_special_case(kernel, shape):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
 
 
-def test_packed_sequences_attend_as_they_would_alone(kernel):
+def test_packed_sequences_attend_as_if_alone(kernel):
     layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
     one, two = normals((1, 5, 8), (1, 3, 8))
     trainables, _ = layer.init(RNG, one)
@@ -179,7 +178,7 @@ def test_packed_sequences_attend_as_they_would_alone(kernel):
     assert_close_to_scale(y[:, 5:], fwd(layer, two, trainables))
 
 
-def test_sinks_are_a_key_with_nothing_behind_it(kernel):
+def test_a_sink_is_a_key_with_a_zero_value(kernel):
     q, k, v = normals((2, 4, 1, 3), (2, 5, 1, 3), (2, 5, 1, 3))
     more = jnp.concatenate([k, jnp.zeros((2, 1, 1, 3))], 1), jnp.concatenate([v, jnp.zeros((2, 1, 1, 3))], 1)
     assert_close_to_scale(run(q, k, v, sinks=jnp.zeros(1), implementation=kernel), run(q, *more, implementation=kernel))
@@ -196,7 +195,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decoding_gives_the_numbers_of_the_uncached_pass(variant):
+def test_decoding_equals_the_uncached_pass(variant):
     plain = nn.MultiHeadAttention(4, causal=True, **VARIANTS[variant])
     cached = nn.MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
     x = normal(2, 24, 16)
@@ -231,7 +230,7 @@ def test_256_tokens_decode_with_one_compilation(window):
     assert_close_to_scale(np.concatenate(outputs, 1), fwd(plain, x, trainables))
 
 
-def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
+def test_a_full_cache_is_an_error_eagerly_and_nan_under_jit():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     x = normal(1, 4, 8)
     trainables, empty = layer.init(RNG, x)
@@ -245,7 +244,7 @@ def test_a_full_cache_is_an_error_where_it_is_known_and_nan_where_it_is_not():
     assert jnp.isnan(jax.jit(layer.fwd)(x[:, :1], trainables, state)[0]).all()
 
 
-def test_a_ring_never_fills():
+def test_a_ring_buffer_never_fills():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4, window=3)
     x = normal(1, 20, 8)
     trainables, state = layer.init(RNG, x[:, :1])
@@ -254,7 +253,7 @@ def test_a_ring_never_fills():
     assert np.isfinite(y).all() and int(state["position"]["count"]) == 20
 
 
-def test_a_cache_of_another_batch_is_refused():
+def test_a_cache_of_another_batch_size_is_an_error():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     trainables, state = layer.init(RNG, jnp.ones((2, 1, 8)))
     with pytest.raises(ValueError, match="Call init on an input of this batch"):
@@ -294,7 +293,7 @@ def test_wide_statistics_are_wide_and_products_narrow(kernel):
     assert dots and all("dot_general bfloat16, bfloat16 -> float32" in each for each in dots)
 
 
-def test_wide_statistics_come_nearer_to_the_exact_result(kernel):
+def test_wide_statistics_are_more_accurate(kernel):
     q, k, v = normals((1, 64, 1, 16), (1, 256, 1, 16), (1, 256, 1, 16), dtype=jnp.bfloat16)
     exact = attend(*(np.asarray(x, np.float64) for x in (q, k, v)))
 
@@ -306,13 +305,13 @@ def test_wide_statistics_come_nearer_to_the_exact_result(kernel):
     assert error("float32") < error(None)
 
 
-def test_mixed_precision_widens_the_softmax_only():
+def test_mixed_precision_widens_only_the_softmax():
     model = dtypes.mixed_bfloat16(mlax.Series(attend=nn.MultiHeadAttention(2), norm=nn.LayerNorm()))
     assert mlax.get(model, "attend/attend").accum_dtype == "float32"
     assert mlax.get(model, "attend/query").accum_dtype is None
 
 
-def test_surgery_reaches_parts_whose_width_is_not_known_yet():
+def test_surgery_reaches_parts_before_their_width_is_known():
     model = mlax.override(nn.MultiHeadAttention(2, kv_heads=1), nn.Linear, precision="highest")
     model = mlax.replace(model, "query", mlax.Remat(mlax.get(model, "query")))
     trainables, _ = model.init(RNG, jnp.ones((2, 3, 8)))
@@ -321,7 +320,7 @@ def test_surgery_reaches_parts_whose_width_is_not_known_yet():
     assert fwd(model, jnp.ones((2, 3, 8)), trainables).shape == (2, 3, 8)
 
 
-def test_dropout_drops_weights_while_training_only():
+def test_dropout_drops_weights_only_in_training():
     layer = nn.Attention(dropout=0.4)
     q, k = normals((1, 200, 2, 4), (1, 300, 2, 4))
     x = {"query": q, "key": k, "value": jnp.ones_like(k)}
@@ -332,18 +331,18 @@ def test_dropout_drops_weights_while_training_only():
         layer.fwd(x, None)
 
 
-def test_the_kernel_is_named_with_its_reason(monkeypatch):
+def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
     def named(*shape, dtype=jnp.bfloat16, accum_dtype="float32", **options):
         q = jax.ShapeDtypeStruct(shape, dtype)
         return ops.attention_backend(q, q, q, accum_dtype=accum_dtype, **options)
 
     small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
-    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: None)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: None)
     assert named(*small).startswith("xla: 131,072 scores") and "no NVIDIA GPU" in named(*small)
     assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are too many")
     assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: the only one with dropout")
     assert named(*small, implementation="chunked") == "chunked: chosen by implementation="
-    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 9.0)
     for options in ({}, {"causal": True}, {"causal": True, "window": 7}, {"lengths": jnp.ones(2)}, {"bias": even}):
         assert named(*small, **options).startswith("cudnn: ")
     assert named(2, 128, 4, 256).startswith("cudnn: ")
@@ -353,7 +352,7 @@ def test_the_kernel_is_named_with_its_reason(monkeypatch):
     assert "looks back only" in named(*small, window=7)
     assert "does not support a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
     assert "it supports a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
-    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: 8.0)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 8.0)
     assert "up to 128 but not 256" in named(2, 128, 4, 256)
 
 
@@ -380,8 +379,8 @@ def test_softmax_is_in_the_dtype_of_its_input():
         ({"implementation": "cudnn"}, "implementation is 'cudnn', but there is no NVIDIA GPU"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
-    monkeypatch.setattr(_attention_backend, "_compute_capability", lambda: None)
+def test_errors_say_what_does_not_fit(options, words, monkeypatch):
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: None)
     shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):
@@ -411,6 +410,6 @@ def test_what_does_not_fit_is_refused_in_words(options, words, monkeypatch):
         (lambda: nn.Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "lacks key, value"),
     ],
 )
-def test_a_layer_that_cannot_be_is_refused_in_words(build, words):
+def test_invalid_layers_are_errors(build, words):
     with pytest.raises(ValueError, match=words):
         build()

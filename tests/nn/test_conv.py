@@ -1,5 +1,6 @@
 """Convolutions against PyTorch, against loops over windows, and their errors."""
 
+import inspect
 from pathlib import Path
 
 import jax
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops import parse_layout
-from mlax.ops._cpu import prefers_chunked_kernel_grad
+from mlax.ops import parse_layout, prefers_chunked_kernel_grad
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
@@ -45,7 +45,7 @@ def torch_kernel(case, name):
 
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last", "spelt"])
 @pytest.mark.parametrize("case", CONVS)
-def test_outputs_and_gradients_are_those_of_pytorch_in_every_layout(case, layout):
+def test_outputs_and_gradients_agree_with_pytorch_in_every_layout(case, layout):
     image = loops.last if layout != "channel_first" else np.asarray
     kernel = {
         "channel_first": np.asarray,
@@ -77,7 +77,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("case", CHUNKED)
-def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
+def test_chunked_derivatives_equal_those_of_jax(case, monkeypatch):
     layer, shape = CHUNKED[case]
     x = jax.random.normal(RNG, shape)
     trainables, _ = layer.init(RNG, x)
@@ -100,7 +100,8 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
 
     def by(chunks):
         monkeypatch.setattr(
-            "mlax.ops._conv.prefers_chunked_kernel_grad",
+            inspect.getmodule(ops.conv),
+            "prefers_chunked_kernel_grad",
             lambda *given: asked.append(prefers_chunked_kernel_grad(*given)) or chunks,
         )
         return jax.jit(lambda *given: derivatives(*given))(trainables, x)
@@ -112,7 +113,7 @@ def test_derivatives_by_chunks_are_those_of_jax_s_own_rule(case, monkeypatch):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
 
 
-def test_narrow_and_sharded_convolutions_are_not_by_chunks():
+def test_narrow_and_sharded_convolutions_are_not_chunked():
     x = jnp.zeros((8, 5, 5, 16))
     axes = parse_layout("conv", "channel_last", x)
     assert prefers_chunked_kernel_grad(x, axes, 1, None)
@@ -125,7 +126,7 @@ def test_narrow_and_sharded_convolutions_are_not_by_chunks():
 
 
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])
-def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
+def test_every_padding_mode_agrees_with_pytorch(name, mode):
     case = f"pad_{mode}"
     function = jax.jit(lambda x: ops.pad(x, (2, 3), ((3, 0), (2, 1)), name))
     y, pull = jax.vjp(function, jnp.asarray(TORCH[f"{case}/x"], jnp.float32))
@@ -134,7 +135,7 @@ def test_padding_of_every_kind_is_that_of_pytorch(name, mode):
     np.testing.assert_allclose(d_x, TORCH[f"{case}/d_x"], rtol=1e-5, atol=1e-6)
 
 
-def test_patches_are_those_of_pytorch_s_unfold():
+def test_patches_agree_with_unfold_of_pytorch():
     layer = nn.Patches((3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2), layout="channel_first")
     y, pull = jax.vjp(jax.jit(lambda x: layer.fwd(x, None)[0]), jnp.asarray(TORCH["unfold/x"], jnp.float32))
     np.testing.assert_allclose(y.reshape(2, 18, -1), TORCH["unfold/y"], rtol=1e-6)
@@ -144,7 +145,7 @@ def test_patches_are_those_of_pytorch_s_unfold():
 
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), rank=st.integers(1, 3))
-def test_a_convolution_is_the_loop_over_its_windows(data, rank):
+def test_a_convolution_equals_a_loop_over_windows(data, rank):
     def draw(low, high):
         return tuple(data.draw(st.integers(low, high)) for _ in range(rank))
 
@@ -160,7 +161,7 @@ def test_a_convolution_is_the_loop_over_its_windows(data, rank):
 
 @settings(max_examples=12, deadline=None)
 @given(size=st.integers(1, 7), window=st.integers(1, 4), stride=st.integers(1, 4), dilation=st.integers(1, 2))
-def test_a_same_transposed_convolution_is_the_gradient_of_a_same_convolution(size, window, stride, dilation):
+def test_transposed_same_convolution_is_the_gradient_of_same_convolution(size, window, stride, dilation):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
     up = nn.ConvTranspose(4, window, strides=stride, dilation=dilation, bias=False)
     kernel = up.init(RNG, x)[0]["kernel"]
@@ -205,14 +206,14 @@ def test_a_linear_on_patches_is_a_convolution(layout):
     np.testing.assert_allclose(layer.fwd(x, trainables)[0], jnp.moveaxis(product, -1, channel), rtol=1e-4, atol=1e-5)
 
 
-def test_the_kernel_is_drawn_by_its_fan_in_every_layout():
+def test_the_kernel_is_initialized_by_its_fan_in_every_layout():
     shapes = {"channel_last": (1, 9, 9, 64), "channel_first": (1, 64, 9, 9), "NHWC/HWIO": (1, 9, 9, 64)}
     for layout, shape in shapes.items():
         kernel = nn.Conv(128, 3, groups=2, layout=layout).init(RNG, jnp.zeros(shape))[0]["kernel"]
         assert abs(float(kernel.std()) * (9 * 32) ** 0.5 - 1) < 0.05
 
 
-def test_accum_dtype_adds_up_wide_forward_and_backward_and_returns_the_input_s_dtype():
+def test_accum_dtype_accumulates_wide_forward_and_backward_and_returns_the_dtype_of_the_input():
     x = jnp.full((1, 4, 1024), 1.0, jnp.bfloat16)
     layer = nn.Conv(1, 1, kernel_init=mlax.Ones(), accum_dtype="float32")
     trainables, _ = layer.init(RNG, x)
@@ -224,7 +225,7 @@ def test_accum_dtype_adds_up_wide_forward_and_backward_and_returns_the_input_s_d
     assert "conv_general_dilated" in wide
 
 
-def test_param_dtype_keeps_the_weights_wide():
+def test_param_dtype_stores_wide_weights():
     x = jnp.ones((2, 5, 3), jnp.bfloat16)
     layer = nn.Conv(4, 3, param_dtype="float32")
     trainables, _ = layer.init(RNG, x)
@@ -276,14 +277,14 @@ def test_param_dtype_keeps_the_weights_wide():
         (nn.Patches(4), (4, 3, 3), r"Patches\(4\): the window covers 4 positions"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
+def test_errors_say_what_does_not_fit(layer, shape, words):
     with pytest.raises(ValueError, match=words) as caught:
         layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert str(caught.value).startswith(f"{layer}: ")
 
 
 @pytest.mark.parametrize("kind", [nn.Conv, nn.ConvTranspose])
-def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind):
+def test_the_error_of_an_image_in_the_other_layout_names_the_layout_that_fits(kind):
     last, first = jnp.ones((2, 8, 9, 3)), jnp.ones((2, 3, 8, 9))
     for layer, x, other, words in (
         (kind(4, 3), last, first, "If the channels come first: layout='channel_first'."),
@@ -298,7 +299,7 @@ def test_an_image_in_the_other_layout_is_refused_with_the_layout_that_fits(kind)
 
 
 @pytest.mark.parametrize("features", [0, -1, 2.0])
-def test_features_that_cannot_be_are_refused(features):
+def test_invalid_features_are_errors(features):
     for kind in (nn.Conv, nn.ConvTranspose):
         with pytest.raises((TypeError, ValueError), match=r"features is .* but must be an integer of at least 1"):
             kind(features, 3)

@@ -17,7 +17,7 @@ KINDS = [nn.Dropout, nn.ChannelDropout, nn.PathDropout, nn.AlphaDropout]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inference_and_rate_0_give_back_the_input_itself(kind):
+def test_inference_and_rate_0_return_the_input(kind):
     x = jnp.ones((3, 4))
     assert kind(0.5).fwd(x, None, inference_mode=True)[0] is x
     assert kind(0.0).fwd(x, None)[0] is x
@@ -25,21 +25,21 @@ def test_inference_and_rate_0_give_back_the_input_itself(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_rate_1_leaves_zeros_of_the_same_dtype(kind, dtype):
+def test_rate_1_returns_zeros_of_the_same_dtype(kind, dtype):
     y, _ = kind(1.0).fwd(jnp.ones((3, 4), dtype), None, rng=RNG)
     assert y.dtype == dtype
     np.testing.assert_array_equal(np.asarray(y, np.float32), 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_without_a_key_says_what_to_pass(kind):
+def test_the_error_of_training_without_a_key_says_what_to_pass(kind):
     with pytest.raises(ValueError, match=r"dropout needs a key; pass rng=, or inference_mode=True"):
         kind(0.5).fwd(jnp.ones((3, 4)), None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
-def test_a_rate_that_is_no_probability_is_refused(kind, rate):
+def test_a_rate_that_is_not_a_probability_is_an_error(kind, rate):
     with pytest.raises(ValueError, match=f"^{kind.__name__}: rate is .*must be a probability"):
         kind(rate)
 
@@ -55,7 +55,7 @@ def test_an_empty_batch_stays_empty(kind):
     axes=st.sets(st.integers(0, 3), max_size=3),
     seed=st.integers(0, 99),
 )
-def test_all_that_share_a_place_along_the_axes_go_together(shape, axes, seed):
+def test_elements_that_share_an_index_along_the_axes_are_dropped_together(shape, axes, seed):
     axes = tuple(axis for axis in axes if axis < len(shape))
     x = np.random.default_rng(seed).uniform(1, 2, shape).astype(np.float32)
     y = np.asarray(jax.jit(lambda x: ops.dropout(x, jax.random.key(seed), 0.5, axes=axes))(x))
@@ -75,7 +75,7 @@ def test_all_that_share_a_place_along_the_axes_go_together(shape, axes, seed):
     ],
     ids=["channels last", "channels first", "paths"],
 )
-def test_whole_channels_and_whole_paths_go_at_the_rate(kind, shape, own, rate):
+def test_channels_and_paths_are_dropped_at_the_rate(kind, shape, own, rate):
     y, _ = kind(rate).fwd(jnp.ones(shape), None, rng=RNG)
     others = tuple(axis for axis in range(len(shape)) if axis not in own)
     y = np.asarray(y)
@@ -87,14 +87,14 @@ def test_whole_channels_and_whole_paths_go_at_the_rate(kind, shape, own, rate):
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.ChannelDropout, nn.PathDropout])
-def test_the_gradient_is_the_factor_of_each_element(kind):
+def test_the_gradient_is_the_scale_of_each_element(kind):
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (6, 2, 5)), jnp.float32)
     y, back = jax.vjp(lambda x: kind(0.5).fwd(x, None, rng=RNG)[0], x)
     np.testing.assert_allclose(back(jnp.ones_like(y))[0], y / x, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_alpha_dropout_gives_the_two_values_of_pytorchs(rate):
+def test_alpha_dropout_has_the_two_values_of_pytorch(rate):
     for x in (0, 1):
         y, _ = nn.AlphaDropout(rate).fwd(jnp.full((1000,), float(x)), None, rng=RNG)
         np.testing.assert_allclose(np.unique(y), TORCH[f"alpha_dropout {rate}/of_{x}"], rtol=1e-5, atol=1e-6)
@@ -110,7 +110,7 @@ def test_alpha_dropout_keeps_mean_0_and_variance_1(rate):
     assert abs(counts.max() / y.size - rate) < 0.01  # what is dropped becomes one number
 
 
-def test_channels_and_paths_need_axes_to_lie_along():
+def test_channel_and_path_dropout_need_enough_axes():
     for layer, shape, words in [
         (nn.ChannelDropout(0.5), (), "has no axis -1"),
         (nn.ChannelDropout(0.5), (3,), "is the batch axis"),

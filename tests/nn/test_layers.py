@@ -32,7 +32,7 @@ def test_linear_is_a_matrix_product_for_any_rank_and_size(shape, features, bias)
 
 @settings(max_examples=8, deadline=None)
 @given(shape=st.lists(st.integers(1, 5), min_size=2, max_size=4), count=st.integers(1, 3))
-def test_layer_norm_normalises_over_its_axes(shape, count):
+def test_layer_norm_normalizes_over_its_axes(shape, count):
     axes = tuple(range(-min(count, len(shape) - 1), 0))
     x = np.random.default_rng(0).normal(3.0, 2.0, size=shape).astype(np.float32)
     y = ops.layer_norm(jnp.asarray(x), axes=axes, eps=1e-5)
@@ -56,37 +56,37 @@ def test_dropout_is_exactly_the_identity_at_inference_and_at_rate_0():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])
-def test_a_rate_that_is_no_probability_is_refused(rate):
+def test_a_rate_that_is_not_a_probability_is_an_error(rate):
     with pytest.raises(ValueError, match="must be a probability"):
         nn.Dropout(rate)
 
 
-def test_embed_shows_a_number_outside_of_the_vocabulary():
+def test_embed_gives_nan_outside_the_vocabulary():
     embed = nn.Embed(5, 3)
     trainables, _ = embed.init(RNG, jnp.arange(2))
     y, _ = embed.fwd(jnp.asarray([0, 4, 5, -1]), trainables)
     assert not jnp.isnan(y[:2]).any() and jnp.isnan(y[2:]).all()
 
 
-def test_embed_refuses_what_is_not_whole():
+def test_embed_of_anything_but_integers_is_an_error():
     with pytest.raises(TypeError, match="must be integers; cast it to int32"):
         nn.Embed(5, 3).init(RNG, jnp.ones(2))
 
 
 @pytest.mark.parametrize("axes", [(), (0,), (-1, -1), (-4,)])
-def test_axes_that_are_not_there_are_refused(axes):
+def test_axes_that_do_not_exist_are_errors(axes):
     for layer in (nn.Bias(axes=axes), nn.Scaler(axes=axes), nn.LayerNorm(axes=axes)):
         with pytest.raises(ValueError, match=r"axes|axis -4"):
             layer.init(RNG, jnp.ones((2, 3, 4)))
 
 
-def test_linear_names_both_shapes_when_they_do_not_fit():
+def test_the_error_of_linear_names_both_shapes():
     linear = inspect.unwrap(ops.linear)  # without the types that only the tests check
     with pytest.raises(ValueError, match=r"\(2, 5\) but the kernel \(6, 3\)"):
         linear(jnp.ones((2, 5)), jnp.ones((6, 3)))
 
 
-def test_ops_refuse_two_dtypes():
+def test_two_dtypes_in_one_op_are_an_error():
     with pytest.raises(TypeError, match="x is float16, kernel is float32"):
         ops.linear(jnp.ones((2, 3), jnp.float16), jnp.ones((3, 4), jnp.float32))
 
@@ -111,13 +111,13 @@ def test_ops_refuse_two_dtypes():
         ("Linaer", "did you mean Linear?"),
     ],
 )
-def test_a_layer_that_is_not_there_names_what_is(name, advice):
+def test_the_error_of_an_unknown_layer_suggests_the_closest(name, advice):
     with pytest.raises(AttributeError) as caught:
         getattr(nn, name)
     assert str(caught.value) == f"mlax.nn has no {name}; {advice}"
 
 
-def test_a_name_like_no_layer_lists_them_all():
+def test_the_error_of_a_name_like_no_layer_lists_all():
     with pytest.raises(AttributeError, match=r"mlax\.nn has no Xyzzy; it has GLU, MLP, AdaptivePool, "):
         nn.Xyzzy  # noqa: B018
     assert not hasattr(nn, "__wrapped__")

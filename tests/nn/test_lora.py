@@ -9,17 +9,17 @@ import mlax
 from mlax import nn
 from tests.arrays import normal
 from tests.layers import Block
-from tests.references.experts import agrees_with_torch
+from tests.references.experts import assert_agrees_with_torch
 
 RNG = jax.random.key(0)
 X = normal(4, 6)
 
 
-def test_outputs_and_gradients_are_those_of_torch():
-    agrees_with_torch("lora", nn.LoRA(nn.Linear(5), rank=2, alpha=4.0))
+def test_outputs_and_gradients_agree_with_torch():
+    assert_agrees_with_torch("lora", nn.LoRA(nn.Linear(5), rank=2, alpha=4.0))
 
 
-def test_it_begins_as_the_plain_linear_with_the_same_weights():
+def test_lora_is_initially_the_plain_linear_with_the_same_weights():
     plain, _ = nn.Linear(5).init(RNG, X)
     trainables, _ = nn.LoRA(nn.Linear(5), rank=2).init(RNG, X)
     jax.tree.map(np.testing.assert_array_equal, plain, {name: trainables[name] for name in plain})
@@ -27,7 +27,7 @@ def test_it_begins_as_the_plain_linear_with_the_same_weights():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_merged_equals_unmerged(bias):
+def test_merged_weights_compute_the_same(bias):
     with jax.enable_x64(True):
         x = jnp.asarray(X, jnp.float64)
         layer = nn.LoRA(nn.Linear(5, bias=bias), rank=3, alpha=7.0, up_init=mlax.Normal(1.0))
@@ -48,7 +48,7 @@ def with_lora(model):
     return model
 
 
-def test_parts_of_a_model_are_tuned_and_merged_by_path():
+def test_parts_of_a_model_are_wrapped_and_merged_by_path():
     pretrained, state = MODEL.init(RNG, X)
     model = with_lora(MODEL)
     made, _ = model.init(jax.random.key(1), X)
@@ -77,7 +77,7 @@ def test_parts_of_a_model_are_tuned_and_merged_by_path():
     np.testing.assert_array_equal(merged["embed"]["kernel"], pretrained["embed"]["kernel"])
 
 
-def test_surgery_reaches_the_linear_inside():
+def test_surgery_reaches_the_inner_linear():
     model = mlax.override(with_lora(MODEL), nn.Linear, accum_dtype="float32")
     assert mlax.get(model, "head").layer.accum_dtype == "float32"
     assert mlax.override(with_lora(MODEL), nn.LoRA, alpha=8.0) != with_lora(MODEL)
@@ -90,7 +90,7 @@ def test_weights_may_be_stored_in_another_dtype():
     assert layer.fwd(X.astype(jnp.bfloat16), trainables)[0].dtype == jnp.bfloat16
 
 
-def test_mistakes_are_named():
+def test_errors_say_what_is_wrong():
     with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is not a Linear; wrap each Linear inside it"):
         nn.LoRA(nn.MLP((3,)), rank=2)
     with pytest.raises(ValueError, match="rank is 0, but must be an integer of at least 1"):

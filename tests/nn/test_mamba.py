@@ -11,16 +11,16 @@ import mlax
 from mlax import dtypes, nn, ops
 from tests.arrays import normal
 from tests.asserts import assert_close
-from tests.references.experts import agrees_with_torch, cases
+from tests.references.experts import assert_agrees_with_torch, cases
 
 RNG = jax.random.key(0)
 
 
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("case", cases("mamba"))
-def test_outputs_and_gradients_are_those_of_torch(case, decode):
+def test_outputs_and_gradients_agree_with_torch(case, decode):
     _, _, window, rank = case.split()
-    agrees_with_torch(case, nn.Mamba(5, states=3, window=int(window), rank=int(rank), chunk=4, decode=decode))
+    assert_agrees_with_torch(case, nn.Mamba(5, states=3, window=int(window), rank=int(rank), chunk=4, decode=decode))
 
 
 def sequential(x, step, log_rate, write, read, skip, state):
@@ -37,7 +37,7 @@ def sequential(x, step, log_rate, write, read, skip, state):
     sizes=st.sampled_from([(0, 5, 2, 3), (2, 0, 1, 2), (1, 1, 3, 1), (2, 7, 2, 3), (1, 9, 1, 1)]),
     chunk=st.sampled_from([1, 2, 4, 64]),
 )
-def test_the_scan_is_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
+def test_the_scan_equals_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
     b, t, c, n = sizes
     shapes = [(b, t, c), (b, t, c), (c, n), (b, t, n), (b, t, n), (c,), (b, c, n)]
     arrays = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
@@ -48,7 +48,7 @@ def test_the_scan_is_a_loop_over_time_for_any_sizes_and_chunks(sizes, chunk):
 
 
 @pytest.mark.parametrize(("t", "w", "cut"), [(6, 4, 2), (6, 1, 3), (2, 4, 1), (5, 3, 5), (0, 2, 0)])
-def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
+def test_the_filter_is_a_convolution_and_resumes_where_it_stopped(t, w, cut):
     x, kernel, bias = (normal(*shape) for shape in ((2, t, 3), (w, 3), (3,)))
     run = jax.jit(ops.causal_filter)
     whole, seen = run(x, kernel, bias)
@@ -61,7 +61,7 @@ def test_the_filter_is_a_convolution_and_goes_on_where_it_stopped(t, w, cut):
     np.testing.assert_array_equal(after, seen)
 
 
-def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_compilation():
+def test_decoding_token_by_token_after_a_prompt_equals_one_pass_and_compiles_once():
     x = normal(2, 11, 6)
     layer, decoder = nn.Mamba(6, states=4, chunk=4), nn.Mamba(6, states=4, chunk=4, decode=True)
     trainables, state = decoder.init(RNG, x[:, :5])
@@ -83,7 +83,7 @@ def test_a_prompt_and_then_one_token_a_call_give_the_same_as_all_at_once_by_one_
     assert traces == [(2, 5, 6), (2, 1, 6)]
 
 
-def test_no_time_sees_a_later_one():
+def test_no_step_depends_on_a_later_one():
     x = normal(1, 9, 6)
     layer = nn.Mamba(6, states=4, chunk=4)
     trainables, _ = layer.init(RNG, x)
@@ -94,7 +94,7 @@ def test_no_time_sees_a_later_one():
     assert not np.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_the_states_of_all_times_are_never_held_at_once():
+def test_the_states_of_all_steps_are_never_in_memory_at_once():
     c, n = 64, 64
 
     @jax.jit
@@ -111,7 +111,7 @@ def test_the_states_of_all_times_are_never_held_at_once():
     assert temporary(512) - temporary(256) < states_of_256_times / 2
 
 
-def test_first_steps_and_rates_are_those_of_the_paper():
+def test_initial_steps_and_rates_are_those_of_the_paper():
     x = normal(1, 3, 64)
     trainables, _ = nn.Mamba(64).init(RNG, x)
     steps = jax.nn.softplus(trainables["step"]["bias"])
@@ -120,7 +120,7 @@ def test_first_steps_and_rates_are_those_of_the_paper():
     assert trainables["step"]["kernel"].shape == (4, 128)
 
 
-def test_mixed_precision_keeps_the_state_wide():
+def test_mixed_precision_keeps_the_state_in_float32():
     model = dtypes.mixed_bfloat16(nn.Mamba(6, states=4, decode=True))
     trainables, state = model.init(RNG, normal(1, 3, 6))
     y, new = jax.jit(model.fwd)(normal(1, 3, 6), trainables, state)
@@ -128,7 +128,7 @@ def test_mixed_precision_keeps_the_state_wide():
     assert y.dtype == new["scan"]["state"].dtype == jnp.float32
 
 
-def test_a_wide_state_is_nearer_to_the_truth():
+def test_a_wide_state_is_more_accurate():
     ones, zeros = np.ones((1, 256, 1)), np.zeros((1, 1))
     arrays = [ones, ones / 256, zeros, ones, ones, zeros[0]]  # the state is a sum of many small numbers
     run = jax.jit(ops.selective_scan, static_argnames=("chunk", "accum_dtype"))
@@ -142,7 +142,7 @@ def test_a_wide_state_is_nearer_to_the_truth():
     assert near < 2e-3 < 0.05 < far
 
 
-def test_mistakes_are_named():
+def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="states is 0, but must be an integer of at least 1"):
         nn.Mamba(6, states=0)
     with pytest.raises(ValueError, match="rank is 0, but must be at least 1, or None"):

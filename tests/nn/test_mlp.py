@@ -12,20 +12,20 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import dtypes, nn, ops
 from tests.asserts import assert_close
-from tests.references.experts import agrees_with_torch, cases
+from tests.references.experts import assert_agrees_with_torch, cases
 
 RNG = jax.random.key(0)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.mark.parametrize("case", cases("mlp"))
-def test_an_mlp_is_that_of_torch(case):
-    agrees_with_torch(case, nn.MLP((9, 4)))
+def test_mlp_agrees_with_torch(case):
+    assert_agrees_with_torch(case, nn.MLP((9, 4)))
 
 
 @pytest.mark.parametrize("case", cases("glu"))
-def test_each_kind_of_glu_is_that_of_torch(case):
-    agrees_with_torch(case, nn.GLU(4, activation=getattr(jax.nn, case.split()[1])))
+def test_every_glu_agrees_with_torch(case):
+    assert_agrees_with_torch(case, nn.GLU(4, activation=getattr(jax.nn, case.split()[1])))
 
 
 def test_an_mlp_of_one_width_is_a_linear_and_its_parts_can_be_edited():
@@ -47,7 +47,7 @@ REFERENCES = {
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", REFERENCES)
-def test_activations_are_their_formulas_in_one_dtype(name, dtype):
+def test_activations_equal_their_formulas_in_one_dtype(name, dtype):
     function, reference = REFERENCES[name]
     with jax.enable_x64(dtype == "float64"):
         x = jnp.asarray(np.linspace(-4, 4, 41), dtype)
@@ -63,7 +63,7 @@ def test_activations_are_their_formulas_in_one_dtype(name, dtype):
 
 @settings(max_examples=8, deadline=None)
 @given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), b=st.integers(0, 3))
-def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
+def test_flatten_and_reshape_keep_the_order_of_elements(shape, b):
     x = np.arange(b * int(np.prod(shape)), dtype=np.float32).reshape(b, *shape)
     flat, _ = nn.Flatten().fwd(x, None)
     np.testing.assert_array_equal(flat, x.reshape(b, int(np.prod(shape))))
@@ -90,7 +90,7 @@ def test_flatten_and_reshape_keep_the_numbers_in_order(shape, b):
         (lambda: nn.Flatten().init(RNG, jnp.ones(())), "needs a batch axis"),
     ],
 )
-def test_mistakes_are_named(build, words):
+def test_errors_say_what_is_wrong(build, words):
     with pytest.raises((TypeError, ValueError), match=words):
         build()
 
@@ -131,7 +131,7 @@ def test_linear_over_a_sharded_sequence_gathers_nothing(kind, spec):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 2, 1, 3), (2, 0, 3), (0, 2, 2), (2, 1, 2, 2, 1)])
-def test_gradients_of_linear_are_those_of_numpy_for_many_axes(shape):
+def test_gradients_of_linear_agree_with_numpy_for_many_axes(shape):
     draws = np.random.default_rng(0)
     x, kernel = draws.normal(size=shape).astype(np.float32), draws.normal(size=(shape[-1], 4)).astype(np.float32)
     probe = draws.normal(size=(*shape[:-1], 4)).astype(np.float32)

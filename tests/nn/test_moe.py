@@ -16,7 +16,7 @@ from tests.arrays import normal
 from tests.asserts import assert_close
 from tests.catalogue.experts import linear_expert, moe
 from tests.layers import Block
-from tests.references.experts import agrees_with_torch
+from tests.references.experts import assert_agrees_with_torch
 
 RNG = jax.random.key(0)
 
@@ -26,12 +26,12 @@ def flat(trainables):
 
 
 @pytest.mark.parametrize(("case", "k", "factor"), [("moe 1 2", 1, 1.0), ("moe 2 3", 2, 0.75), ("moe 3 8", 3, 1.3)])
-def test_outputs_losses_and_gradients_are_those_of_torch(case, k, factor):
-    agrees_with_torch(case, nn.MoE(nn.Linear(5), 4, k=k, capacity_factor=factor))
+def test_outputs_losses_and_gradients_agree_with_torch(case, k, factor):
+    assert_agrees_with_torch(case, nn.MoE(nn.Linear(5), 4, k=k, capacity_factor=factor))
 
 
-def test_without_a_limit_no_token_is_dropped_and_torch_agrees():
-    agrees_with_torch("moe 3 8", nn.MoE(nn.Linear(5), 4, k=3, capacity_factor=None))
+def test_without_a_capacity_no_token_is_dropped_and_torch_agrees():
+    assert_agrees_with_torch("moe 3 8", nn.MoE(nn.Linear(5), 4, k=3, capacity_factor=None))
 
 
 @settings(max_examples=6, deadline=None)
@@ -55,7 +55,7 @@ def test_any_sizes_agree_with_a_loop_over_tokens(sizes, choice, factor, renormal
         assert_close((y, losses), want, 2e-5)
 
 
-def test_room_for_all_is_the_same_as_no_limit():
+def test_capacity_for_all_tokens_equals_no_capacity():
     x = normal(2, 9, 6)
     limited, unlimited = (nn.MoE(nn.MLP((8, 6)), 3, k=2, capacity_factor=factor) for factor in (3.0, None))
     trainables, _ = limited.init(RNG, x)
@@ -63,7 +63,7 @@ def test_room_for_all_is_the_same_as_no_limit():
     assert_close(a, b, 1e-5, 1e-6)
 
 
-def test_no_token_sees_a_later_one():
+def test_no_token_depends_on_a_later_one():
     x = normal(1, 12, 6)
     layer = nn.MoE(nn.Linear(4), 3, k=2, capacity_factor=0.5)
     trainables, _ = layer.init(RNG, x)
@@ -74,7 +74,7 @@ def test_no_token_sees_a_later_one():
     assert not np.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_a_dropped_token_gets_nothing_and_the_first_ones_stay():
+def test_dropped_tokens_get_zeros_and_the_first_ones_are_kept():
     expert = jnp.zeros((1, 5, 1), jnp.int32)  # all want expert 0, which takes 2
     place = expert_slots(expert, 3, 2)
     assert place[0, :, 0].tolist() == [0, 1, 6, 6, 6]
@@ -87,7 +87,7 @@ def test_a_dropped_token_gets_nothing_and_the_first_ones_stay():
     np.testing.assert_array_equal(back[0, 2:], 0)
 
 
-def test_the_balance_loss_is_one_when_even_and_the_number_of_experts_when_one_gets_all():
+def test_the_balance_loss_is_one_for_uniform_routing_and_the_number_of_experts_for_one_expert():
     even = ops.route(30.0 * jnp.tile(jnp.eye(4), (1, 3, 1)), 1)
     np.testing.assert_allclose(even.balance, 1.0, rtol=1e-5)
     one = ops.route(30.0 * jnp.broadcast_to(jnp.eye(4)[2], (1, 12, 4)), 1)
@@ -100,7 +100,7 @@ def test_large_logits_stay_finite_in_float16():
     assert all(jnp.isfinite(leaf).all() for leaf in (routes.gate, routes.balance, routes.z))
 
 
-def test_training_the_balance_loss_evens_out_the_experts():
+def test_training_on_the_balance_loss_balances_the_experts():
     x = normal(4, 32, 6) + 1.0
     layer = nn.MoE(nn.Linear(6), 4, k=1, capacity_factor=None)
     trainables, _ = layer.init(RNG, x)
@@ -120,7 +120,7 @@ def test_training_the_balance_loss_evens_out_the_experts():
     assert value < first and value < 1.1
 
 
-def test_noise_needs_a_key_and_only_while_training():
+def test_noise_needs_a_key_only_in_training():
     x = normal(2, 5, 6)
     layer = nn.MoE(nn.Linear(4), 3, noise=0.2)
     trainables, _ = layer.init(RNG, x)
@@ -133,7 +133,7 @@ def test_noise_needs_a_key_and_only_while_training():
     assert 0 < float(jnp.abs(quiet["z"] - noisy["z"]).max()) < 1
 
 
-def test_the_router_alone_widens_to_accum_dtype():
+def test_only_the_router_computes_in_accum_dtype():
     x = normal(2, 8, 6, dtype="bfloat16")
     layer = nn.MoE(nn.Linear(4), 3, accum_dtype="float32")
     trainables, _ = layer.init(RNG, x)
@@ -145,7 +145,7 @@ def test_the_router_alone_widens_to_accum_dtype():
     assert mlax.get(mixed, "moe").accum_dtype == mlax.get(mixed, "moe/router").accum_dtype == "float32"
 
 
-def test_experts_may_have_state_and_keys_of_their_own():
+def test_experts_may_have_state_and_keys():
     x = normal(2, 5, 6)
     layer = nn.MoE(Block(6), 3)
     variables = layer.init(RNG, x)
@@ -154,7 +154,7 @@ def test_experts_may_have_state_and_keys_of_their_own():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_rows_on_eight_devices_give_the_same_numbers(kind):
+def test_examples_sharded_over_eight_devices_give_the_same_values(kind):
     x = normal(8, 6, 4)
     layer = nn.MoE(nn.Linear(5), 3)
     trainables, _ = layer.init(RNG, x)
@@ -183,11 +183,11 @@ def test_rows_on_eight_devices_give_the_same_numbers(kind):
         (lambda: nn.MoE(mlax.F(jnp.transpose), 4).init(RNG, jnp.ones((2, 3, 4))), r"may change only the last axis"),
     ],
 )
-def test_mistakes_are_named(build, words):
+def test_errors_say_what_is_wrong(build, words):
     with pytest.raises(ValueError, match=words):
         build()
 
 
-def test_an_expert_that_is_no_layer_is_refused():
+def test_an_expert_that_is_not_a_layer_is_an_error():
     with pytest.raises(TypeError, match="must be a layer"):
         nn.MoE(jnp.tanh, 2)

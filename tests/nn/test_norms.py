@@ -51,7 +51,7 @@ def differentiated(layer, x, trainables, non_trainables, g, *, inference_mode=Fa
         ("volume", nn.BatchNorm(axis=1)),
     ],
 )
-def test_batch_norm_is_pytorchs_step_by_step(case, layer):
+def test_batch_norm_agrees_with_pytorch_step_by_step(case, layer):
     case = torch(f"batch_norm {case}")
     trainables, state = layer.init(RNG, case["0/x"])
     trainables = {"scale": jnp.asarray(case["weight"]), "shift": jnp.asarray(case["bias"])}
@@ -82,7 +82,7 @@ def test_batch_norm_is_pytorchs_step_by_step(case, layer):
         ("instance_norm image", nn.InstanceNorm(axis=1, eps=1e-3)),
     ],
 )
-def test_norms_of_an_example_are_pytorchs(case, layer):
+def test_norms_of_an_example_agree_with_pytorch(case, layer):
     case = torch(case)
     trainables = {"scale": jnp.asarray(case["weight"])}
     if "bias" in case:
@@ -124,7 +124,7 @@ def transposed(kernel):
         ("conv", nn.WeightNorm(Convolve(4, (2, 3)), axis=0)),
     ],
 )
-def test_weight_norm_is_pytorchs(case, layer):
+def test_weight_norm_agrees_with_pytorch(case, layer):
     case = torch(f"weight_norm {case}")
     kernel = {name: jnp.asarray(transposed(case[name])) for name in ("direction", "magnitude")}
     trainables = {"kernel": kernel, "bias": jnp.asarray(case["bias"])}
@@ -143,7 +143,7 @@ def test_weight_norm_is_pytorchs(case, layer):
         ("conv", nn.SpectralNorm(Convolve(4, (2, 3)), axis=0), 2),
     ],
 )
-def test_spectral_norm_is_pytorchs_step_by_step(case, layer, steps):
+def test_spectral_norm_agrees_with_pytorch_step_by_step(case, layer, steps):
     case = torch(f"spectral_norm {case}")
     state = {"kernel": {"left": jnp.asarray(case["left"]), "right": jnp.asarray(case["right"])}}
     for step in range(steps):
@@ -192,7 +192,7 @@ def test_batch_statistics_are_those_of_each_channel(shape, axis, data):
     size=st.integers(1, 3),
     axis=st.integers(1, 3),
 )
-def test_group_norm_is_a_loop_over_examples_and_groups(shape, groups, size, axis):
+def test_group_norm_equals_a_loop_over_examples_and_groups(shape, groups, size, axis):
     axis = min(axis, len(shape))
     x = normal(*shape[:axis], groups * size, *shape[axis:])
     y = np.asarray(jax.jit(functools.partial(ops.group_norm, groups=groups, axis=axis))(x))
@@ -206,7 +206,7 @@ def test_group_norm_is_a_loop_over_examples_and_groups(shape, groups, size, axis
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.InstanceNorm(), nn.LayerNorm()], ids=repr
 )
-def test_an_empty_batch_stays_empty_and_spoils_no_state(layer):
+def test_an_empty_batch_stays_empty_and_leaves_the_state_finite(layer):
     x = jnp.zeros((0, 3, 4))
     trainables, state = layer.init(RNG, x)
     y, new = layer.fwd(x, trainables, state)
@@ -228,7 +228,7 @@ def test_a_single_value_becomes_the_shift(layer):
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.InstanceNorm(), nn.LayerNorm()], ids=repr
 )
-def test_norms_differentiate_forward_and_twice(layer):
+def test_norms_have_forward_mode_and_second_derivatives(layer):
     with jax.enable_x64(True):
         x = normal(3, 2, 4, dtype=np.float64)
         trainables, state = layer.init(RNG, x)
@@ -251,7 +251,7 @@ def test_norms_differentiate_forward_and_twice(layer):
 # Running statistics
 
 
-def test_a_corrected_batch_norm_forgets_what_it_started_from():
+def test_bias_corrected_statistics_do_not_depend_on_their_initial_values():
     layer = nn.BatchNorm(corrected=True, momentum=0.2)
     trainables, state = layer.init(RNG, normal(6, 3))
     sums, weight = np.zeros((2, 3)), 0.0
@@ -266,7 +266,7 @@ def test_a_corrected_batch_norm_forgets_what_it_started_from():
     assert state["count"] == 5
 
 
-def test_the_weight_of_a_first_step_is_not_rounded_to_a_narrow_dtype():
+def test_the_bias_correction_is_not_rounded_to_a_narrow_dtype():
     layer = nn.BatchNorm(corrected=True, momentum=0.001)  # 1 - 0.001 is 1 in bfloat16
     x = normal(64, 3, mean=2.0, dtype=jnp.bfloat16)
     trainables, state = layer.init(RNG, x)
@@ -276,7 +276,7 @@ def test_the_weight_of_a_first_step_is_not_rounded_to_a_narrow_dtype():
     np.testing.assert_array_equal(state["mean"], mean)
 
 
-def test_a_frozen_batch_norm_trains_by_its_running_statistics():
+def test_a_frozen_batch_norm_uses_its_running_statistics_in_training():
     layer, x = nn.BatchNorm(frozen=True), normal(6, 3)
     trainables, state = layer.init(RNG, x)
     state = {"mean": state["mean"] + 2.0, "var": state["var"] * 4.0}
@@ -306,7 +306,7 @@ def test_the_state_can_be_carried_through_a_scan():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_sharded_batch_has_the_statistics_of_the_whole(kind):
+def test_a_sharded_batch_has_the_statistics_of_the_whole_batch(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     layer, x = nn.BatchNorm(), normal(16, 3, 4) + jnp.arange(16.0)[:, None, None]
     trainables, state = layer.init(RNG, x)
@@ -332,7 +332,7 @@ def over_devices(layer, x, trainables, state):
     )
 
 
-def test_under_shard_map_a_named_axis_gives_the_statistics_of_the_whole():
+def test_under_shard_map_a_named_axis_gives_the_statistics_of_the_whole_batch():
     x = normal(16, 3, 4) + jnp.arange(16.0)[:, None, None]
     trainables, state = nn.BatchNorm().init(RNG, x)
     whole, moved = nn.BatchNorm().fwd(x, trainables, state)
@@ -344,7 +344,7 @@ def test_under_shard_map_a_named_axis_gives_the_statistics_of_the_whole():
     assert np.abs(np.asarray(alone - whole)).max() > 0.1
 
 
-def test_under_shard_map_the_gradients_of_the_parts_add_up_to_those_of_the_whole():
+def test_under_shard_map_the_gradients_of_the_shards_add_up():
     x, g = normal(16, 3, 4) + jnp.arange(16.0)[:, None, None], normal(16, 3, 4, seed=1)
     layer = nn.BatchNorm(axis_name="data")
     trainables, state = layer.init(RNG, x)
@@ -360,7 +360,7 @@ def test_under_shard_map_the_gradients_of_the_parts_add_up_to_those_of_the_whole
     assert_close_to_scale(grads, whole)
 
 
-def test_under_vmap_a_named_axis_gives_the_statistics_of_the_whole():
+def test_under_vmap_a_named_axis_gives_the_statistics_of_the_whole_batch():
     x = normal(4, 5, 3)
     trainables, state = nn.BatchNorm().init(RNG, x)
     layer = nn.BatchNorm(axis_name="parts")
@@ -370,7 +370,7 @@ def test_under_vmap_a_named_axis_gives_the_statistics_of_the_whole():
     assert_close_to_scale(new, moved)
 
 
-def test_an_axis_name_that_is_not_there_says_what_to_do():
+def test_the_error_of_an_unbound_axis_name_says_what_to_do():
     layer, x = nn.BatchNorm(axis_name="data"), normal(4, 3)
     trainables, state = layer.init(RNG, x)
     layer.fwd(x, trainables, state, inference_mode=True)
@@ -383,7 +383,7 @@ def test_an_axis_name_that_is_not_there_says_what_to_do():
 
 @pytest.mark.parametrize("std", [1e-3, 1.0, 5e3])
 @pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm])
-def test_float16_squares_neither_overflow_nor_vanish(norm, std):
+def test_float16_squares_neither_overflow_nor_underflow(norm, std):
     x = normal(3, 4096, std=std, dtype=np.float16)
     y = jax.jit(norm)(x)
     exact = norm(jnp.asarray(x, np.float32))
@@ -394,7 +394,7 @@ def test_float16_squares_neither_overflow_nor_vanish(norm, std):
     np.testing.assert_allclose(by_x, exact, atol=5e-3 * np.abs(exact).max() + 6e-8)  # the least float16
 
 
-def test_a_float16_mean_of_more_numbers_than_float16_counts_is_right():
+def test_a_float16_mean_of_more_elements_than_float16_can_count_is_right():
     x = normal(100_000, 2, mean=3.0, dtype=np.float16)
     mean, var, _ = ops.batch_statistics(x)
     assert_close_to_scale(mean, np.asarray(x, np.float64).mean(0), 5e-3)
@@ -413,7 +413,7 @@ def test_mixed_precision_keeps_the_running_statistics_in_float32():
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm(), nn.SpectralNorm(nn.Linear(3))], ids=repr)
-def test_state_of_another_dtype_is_refused_with_both_named(layer):
+def test_the_error_of_state_in_another_dtype_names_both(layer):
     x = normal(16, 4)
     trainables, state = layer.init(RNG, x)
     with pytest.raises(TypeError, match=r"is float32 but is computed in bfloat16.*accum_dtype='float32'"):
@@ -423,7 +423,7 @@ def test_state_of_another_dtype_is_refused_with_both_named(layer):
 # Wrappers
 
 
-def test_wrapped_layers_start_as_the_layer_inside():
+def test_wrapped_layers_initially_compute_what_the_inner_layer_does():
     model = mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm(), down=nn.Linear(2, bias=False))
     x = normal(4, 6)
     plain, plain_state = model.init(RNG, x)
@@ -444,7 +444,7 @@ def test_wrapped_layers_start_as_the_layer_inside():
     assert_close_to_scale(new, wanted_state)
 
 
-def test_spectral_norm_keeps_the_state_of_the_layer_inside():
+def test_spectral_norm_keeps_the_state_of_the_inner_layer():
     model = nn.SpectralNorm(mlax.Series(up=nn.Linear(5), norm=nn.BatchNorm()))
     x = normal(4, 6)
     trainables, state = model.init(RNG, x)
@@ -454,7 +454,7 @@ def test_spectral_norm_keeps_the_state_of_the_layer_inside():
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (3, 40), (1, 4), (7, 1)])
-def test_the_largest_singular_value_becomes_1_with_training(shape):
+def test_the_largest_singular_value_approaches_1_in_training(shape):
     layer = nn.SpectralNorm(nn.Linear(shape[1], bias=False))
     x = jnp.eye(shape[0])
     trainables, state = layer.init(RNG, x)
@@ -480,7 +480,7 @@ def test_a_wrapped_layer_can_be_repeated(wrapper):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
+def test_the_singular_vectors_of_a_zero_kernel_are_finite(dtype):
     x = normal(2, 4, dtype=dtype)
     layer = nn.SpectralNorm(nn.Linear(3, kernel_init=mlax.Zeros()))
     _, state = layer.init(RNG, x)
@@ -507,12 +507,12 @@ def test_the_singular_vectors_of_a_kernel_of_zeros_are_numbers(dtype):
         (lambda: nn.SpectralNorm(nn.Linear(3), iterations=0), None, "both must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(build, shape, words):
+def test_errors_say_what_is_wrong(build, shape, words):
     with pytest.raises(ValueError, match=words):
         build().init(RNG, jnp.ones(shape))
 
 
-def test_a_wrapper_names_the_variables_that_it_lacks():
+def test_the_error_of_a_wrapper_names_missing_variables():
     x = normal(2, 6)
     plain, _ = nn.Linear(3).init(RNG, x)
     with pytest.raises(ValueError, match="trainables lacks kernel/direction, kernel/magnitude"):

@@ -51,7 +51,7 @@ def pulled(layer, x, weight):
 
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last"])
 @pytest.mark.parametrize("case", POOLS)
-def test_outputs_and_gradients_are_those_of_pytorch_ties_included(case, layout):
+def test_outputs_and_gradients_agree_with_pytorch_including_ties(case, layout):
     image = np.asarray if layout == "channel_first" else loops.last
     layer = mlax.override(POOLS[case], mlax.Layer, layout=layout)
     x = jnp.asarray(image(TORCH[f"{case}/x"]), jnp.float32)
@@ -62,7 +62,7 @@ def test_outputs_and_gradients_are_those_of_pytorch_ties_included(case, layout):
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), rank=st.integers(1, 3))
-def test_a_pooling_is_the_loop_over_its_windows(data, rank):
+def test_pooling_equals_a_loop_over_windows(data, rank):
     def draw(low, high):
         return tuple(data.draw(st.integers(low, high)) for _ in range(rank))
 
@@ -83,7 +83,7 @@ def test_a_pooling_is_the_loop_over_its_windows(data, rank):
 
 @settings(max_examples=6, deadline=None)
 @given(window=st.integers(1, 40), stride=st.integers(1, 40), extra=st.integers(0, 40))
-def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride, extra):
+def test_windows_of_any_length_equal_the_loop_forward_and_backward(window, stride, extra):
     x = np.random.default_rng(0).integers(0, 3, (1, window + extra, 1)).astype(np.float32)
     cuts = loops.cut(x, (window,), (stride,), [(0, 0)])[0, ..., 0]  # (windows, window)
     y, d_x = pulled(
@@ -99,7 +99,7 @@ def test_windows_of_any_length_are_the_loop_forward_and_backward(window, stride,
 
 @settings(max_examples=10, deadline=None)
 @given(size=st.integers(1, 12), bins=st.integers(1, 12))
-def test_adaptive_bins_are_the_loop_over_pytorch_s_bins(size, bins):
+def test_adaptive_pooling_equals_a_loop_over_the_bins_of_pytorch(size, bins):
     x = np.random.default_rng(0).normal(size=(2, size, 3)).astype(np.float32)
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
         want = loops.adaptive(x, reduce, (bins,))
@@ -107,7 +107,7 @@ def test_adaptive_bins_are_the_loop_over_pytorch_s_bins(size, bins):
 
 
 @pytest.mark.parametrize("layout", ["channel_first", "channel_last", "HWNC"])
-def test_global_pooling_reduces_all_places(layout):
+def test_global_pooling_reduces_all_spatial_axes(layout):
     x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
     axes = {"channel_first": (2, 3), "channel_last": (1, 2), "HWNC": (0, 1)}[layout]
     for by, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
@@ -156,7 +156,7 @@ def test_forward_mode_and_second_derivatives_work():
         assert jnp.isfinite(twice).all()
 
 
-def test_accum_dtype_adds_up_wide():
+def test_accum_dtype_accumulates_wide():
     x = jnp.full((1, 64, 64, 1), 1.0 + 2**-7, jnp.bfloat16)
     for layer in (nn.GlobalPool(accum_dtype="float32"), nn.MeanPool(64, accum_dtype="float32")):
         y, _ = jax.jit(layer.fwd)(x, None)
@@ -180,13 +180,13 @@ def test_accum_dtype_adds_up_wide():
         (nn.AdaptivePool(0), (4, 5, 3), "size is 0, but must be integers"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(layer, shape, words):
+def test_errors_say_what_does_not_fit(layer, shape, words):
     with pytest.raises(ValueError, match=words) as caught:
         layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert str(caught.value).startswith(f"{layer}: ")
 
 
 @pytest.mark.parametrize("kind", [nn.GlobalPool, functools.partial(nn.AdaptivePool, 2)])
-def test_a_reduction_that_is_none_is_refused(kind):
+def test_an_invalid_reduction_is_an_error(kind):
     with pytest.raises(ValueError, match="by is 'median', but must be one of mean, max, sum"):
         kind(by="median")

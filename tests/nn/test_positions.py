@@ -10,7 +10,7 @@ import pytest
 
 import mlax
 from mlax import nn, ops
-from mlax.ops._positions import cos_and_sin
+from mlax.ops import cos_and_sin
 from tests.arrays import normal
 from tests.catalogue import FLOATS
 from tests.catalogue.attention import frequencies, llama3, rotate
@@ -20,7 +20,7 @@ FAR = [0, 1, 7, 1023, 1024, 131_071, 1_000_003, 2**20 - 1]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_waves_are_exact_in_every_dtype_a_million_positions_away(dtype):
+def test_cosines_and_sines_are_exact_in_every_dtype_at_a_million_positions(dtype):
     with jax.enable_x64(dtype == "float64"):
         found = cos_and_sin(jnp.asarray(FAR), ops.rotary_frequencies(16), jnp.dtype(dtype))
         angles = np.asarray(FAR)[:, None] * frequencies(16)
@@ -29,7 +29,7 @@ def test_waves_are_exact_in_every_dtype_a_million_positions_away(dtype):
             assert wave.dtype == dtype and error < max(2.0 * float(jnp.finfo(dtype).eps), 1e-9)
 
 
-def test_a_position_beyond_the_waves_shows():
+def test_a_position_out_of_range_gives_nan():
     cos, _ = cos_and_sin(jnp.asarray([-1, 0, 2**20 - 1, 2**20]), (1.0,), jnp.float32)
     np.testing.assert_array_equal(np.isnan(cos[:, 0]), [True, False, False, True])
 
@@ -51,7 +51,7 @@ def test_rotary_pairs_halves_or_neighbours():
     np.testing.assert_allclose(ops.rotary(x), rotate(np.asarray(x, np.float64), frequencies(8)), rtol=1e-5, atol=1e-6)
 
 
-def test_each_row_may_have_positions_of_its_own():
+def test_each_row_may_have_its_own_positions():
     x = normal(2, 3, 1, 4)
     positions = jnp.asarray([[0, 1, 2], [7, 8, 9]])
     y, _ = nn.Rotary().fwd((x, positions), None)
@@ -60,14 +60,14 @@ def test_each_row_may_have_positions_of_its_own():
 
 
 @pytest.mark.parametrize("options", [{}, {"factor": 32.0}, {"factor": 4.0, "low": 2.0, "high": 8.0, "length": 512}])
-def test_llama_3_frequencies_are_those_of_its_definition(options):
+def test_llama_3_frequencies_agree_with_the_definition(options):
     found = nn.Llama3Scaling(**options).frequencies(128, 500_000.0)
     want = llama3(frequencies(128, 500_000.0), **options)
     np.testing.assert_allclose(found, want, rtol=1e-12)
     assert len({round(float(ratio), 6) for ratio in np.asarray(found) / frequencies(128, 500_000.0)}) > 2
 
 
-def test_scalings_divide_what_they_say():
+def test_scalings_divide_the_frequencies():
     plain = np.asarray(ops.rotary_frequencies(64))
     np.testing.assert_allclose(nn.LinearScaling(4.0).frequencies(64, 10_000.0), plain / 4)
     ntk = np.asarray(nn.NTKScaling(4.0).frequencies(64, 10_000.0))
@@ -82,7 +82,7 @@ def test_slopes_are_the_published_ones():
 
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
-def test_alibi_inside_of_attention_is_its_bias(kernel):
+def test_alibi_inside_attention_equals_its_bias(kernel):
     q, k = normal(2, 4, 3, 5), normal(2, 6, 3, 5)
     bias = ops.alibi(3, jnp.arange(4), jnp.arange(6), jnp.float32)
     inside = ops.attention(q, k, k, alibi=True, implementation=kernel)
@@ -90,14 +90,14 @@ def test_alibi_inside_of_attention_is_its_bias(kernel):
 
 
 @pytest.mark.parametrize(("name", "bidirectional"), [("both", True), ("one", False)])
-def test_buckets_are_those_of_torch(name, bidirectional):
+def test_buckets_agree_with_torch(name, bidirectional):
     with np.load(Path(__file__).parents[1] / "references" / "attention.npz") as file:
         want = file[f"buckets/{name}"]
     np.testing.assert_array_equal(ops.relative_buckets(jnp.arange(-300, 301), 32, bidirectional=bidirectional), want)
 
 
 @pytest.mark.parametrize("layer", [nn.LearnedPositions(8, decoding=True), nn.SinusoidalPositions(decoding=True)])
-def test_decoding_goes_on_where_it_was(layer):
+def test_decoding_continues_at_the_next_position(layer):
     x = normal(2, 8, 4)
     trainables, state = layer.init(RNG, x)
     whole, _ = layer.fwd(x, trainables, state)
@@ -107,7 +107,7 @@ def test_decoding_goes_on_where_it_was(layer):
     assert int(state["count"]) == 8
 
 
-def test_a_learned_position_that_does_not_exist_shows():
+def test_a_learned_position_out_of_range_gives_nan():
     layer = nn.LearnedPositions(4)
     with pytest.raises(ValueError, match="is 5 long; pass a length of at least that"):
         layer.init(RNG, normal(1, 5, 2))
@@ -116,13 +116,13 @@ def test_a_learned_position_that_does_not_exist_shows():
     np.testing.assert_array_equal(np.isnan(y[0, :, 0]), [False, True])
 
 
-def test_sinusoids_are_sines_and_cosines_in_turn():
+def test_sinusoids_alternate_sines_and_cosines():
     table = ops.sinusoids(jnp.arange(3), 4, jnp.float32)
     want = [[np.sin(p), np.cos(p), np.sin(p / 100), np.cos(p / 100)] for p in range(3)]
     np.testing.assert_allclose(table, want, atol=1e-6)
 
 
-def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
+def test_a_tied_head_is_the_transposed_table():
     model = mlax.Tied(
         mlax.Series(embed=nn.Embed(7, 4), head=nn.Linear(7, bias=False)),
         mlax.Tie("head/kernel", to="embed/table", transpose=True),
@@ -156,11 +156,11 @@ def test_a_head_tied_to_the_embedding_is_the_table_read_the_other_way_round():
         (lambda: ops.rotary_frequencies(7), "the width is 7, but must be even"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(build, words):
+def test_errors_say_what_is_wrong(build, words):
     with pytest.raises(ValueError, match=words):
         build()
 
 
-def test_relative_bias_refuses_what_are_no_positions():
+def test_relative_bias_of_anything_but_positions_is_an_error():
     with pytest.raises(TypeError, match="must be a pair of integers"):
         nn.RelativeBias(2).init(RNG, normal(2, 3))

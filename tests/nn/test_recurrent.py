@@ -77,7 +77,7 @@ def compare(layer, found, trainables, first, wanted_weights, wanted_first, lengt
         ("lstm_projected", "lstm", nn.LSTMCell(5, projection=2)),
     ],
 )
-def test_a_layer_and_its_gradients_are_those_of_pytorch(name, kind, cell):
+def test_a_layer_and_its_gradients_agree_with_pytorch(name, kind, cell):
     found = case(name)
     long = name.endswith("lengths")
     compare(
@@ -92,7 +92,7 @@ def test_a_layer_and_its_gradients_are_those_of_pytorch(name, kind, cell):
 
 
 @pytest.mark.parametrize("name", ["gru_both", "gru_both_lengths"])
-def test_bidirectional_is_that_of_pytorch(name):
+def test_bidirectional_agrees_with_pytorch(name):
     found = case(name)
     long = name.endswith("lengths")
     ways = [mlax.Recurrent(nn.GRUCell(5), reverse=reverse, carry=True, lengths=long) for reverse in (False, True)]
@@ -111,7 +111,7 @@ def test_bidirectional_is_that_of_pytorch(name):
     compare(layer, found, both(), carries(), both("_grad"), carries("_grad"), LENGTHS if long else None)
 
 
-def test_stacked_is_that_of_pytorch():
+def test_stacked_agrees_with_pytorch():
     found = case("lstm_two")
     layer = nn.Stacked(*[mlax.Recurrent(nn.LSTMCell(5), carry=True)] * 2, carry=True)
 
@@ -142,7 +142,7 @@ CELLS = [
     unroll=st.integers(1, 3),
     data=st.data(),
 )
-def test_any_cell_over_time_is_a_loop_that_stops_at_each_length(which, sizes, reverse, unroll, data):
+def test_any_cell_over_time_equals_a_loop_that_stops_at_each_length(which, sizes, reverse, unroll, data):
     batch, times, width, features = sizes
     build, step = CELLS[which]
     lengths = data.draw(st.lists(st.integers(0, times), min_size=batch, max_size=batch))
@@ -165,7 +165,7 @@ def test_any_cell_over_time_is_a_loop_that_stops_at_each_length(which, sizes, re
         )
 
 
-def test_an_empty_batch_and_no_time_at_all_are_fine():
+def test_an_empty_batch_and_zero_steps_work():
     layer = mlax.Recurrent(nn.LSTMCell(5), carry=True)
     for shape in ((0, 6, 3), (2, 0, 3)):
         x = jnp.ones(shape)
@@ -182,7 +182,7 @@ def test_an_empty_batch_and_no_time_at_all_are_fine():
         assert all((leaf == 1).all() for leaf in jax.tree.leaves(by_first))
 
 
-def test_what_lies_beyond_a_length_changes_nothing():
+def test_steps_beyond_a_length_change_nothing():
     layer = nn.Bidirectional(
         mlax.Recurrent(nn.GRUCell(5), lengths=True), mlax.Recurrent(nn.MGUCell(4), lengths=True, reverse=True)
     )
@@ -199,7 +199,7 @@ def test_what_lies_beyond_a_length_changes_nothing():
     np.testing.assert_array_equal(clean[1][1][jnp.broadcast_to(beyond, x.shape)], 0)
 
 
-def test_a_stack_hands_lengths_to_its_recurrent_layers_only():
+def test_a_stack_passes_lengths_only_to_its_recurrent_layers():
     layers = mlax.Recurrent(nn.RNNCell(5), lengths=True), nn.LayerNorm(), mlax.Recurrent(nn.RNNCell(2), lengths=True)
     stack = nn.Stacked(*layers, lengths=True)
     x = jax.random.normal(RNG, (3, 6, 4))
@@ -213,7 +213,7 @@ def test_a_stack_hands_lengths_to_its_recurrent_layers_only():
     assert (y[1, 1:] == 0).all() and (y[1, 0] != 0).all()
 
 
-def test_the_forget_gate_starts_open():
+def test_the_forget_gate_is_open_at_first():
     trainables, _ = nn.LSTMCell(3).init(RNG, (nn.LSTMCell(3).start(jnp.ones((2, 4))), jnp.ones((2, 4))))
     np.testing.assert_array_equal(trainables["input"]["bias"], [0] * 3 + [1] * 3 + [0] * 6)
 
@@ -257,6 +257,6 @@ def test_weights_may_be_wider_than_the_input():
         (lambda: nn.Stacked(mlax.Recurrent(nn.RNNCell(5)), lengths=True), "a layer has carry=False and lengths=False"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(build, message):
+def test_invalid_descriptions_are_errors(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -26,7 +26,7 @@ def under(prefix):
     return {name.removeprefix(prefix): array for name, array in arrays().items() if name.startswith(prefix)}
 
 
-def agrees_with_torch(case, layer):
+def assert_agrees_with_torch(case, layer):
     """In float32, within 1e-5 of the largest magnitude of each array."""
     x, probe = jnp.asarray(arrays()[f"{case}/x"]), jnp.asarray(arrays()[f"{case}/probe"])
     weights = {path: jnp.asarray(weight) for path, weight in under(f"{case}/w/").items()}

@@ -47,7 +47,7 @@ def placed(arguments, split):
 
 @pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_one_device(name, is_set):
+def test_outputs_and_gradients_equal_those_on_one_device(name, is_set):
     gradients, arguments = made(name)
     wanted = gradients(*arguments)
     for split in SPLITS:
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_one_device(name, is_set):
 
 
 @pytest.mark.parametrize("name", ["conv", "grouped", "transposed"])
-def test_no_mesh_need_be_set_inside_or_outside_of_jit(name):
+def test_no_mesh_needs_to_be_set_inside_or_outside_jit(name):
     gradients, arguments = made(name)
     wanted = gradients(*arguments)
     for split in (P(), P("data", "rows")):
