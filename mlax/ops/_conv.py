@@ -137,7 +137,7 @@ def _convolve_unsharded(convolve: Convolve, x: Array, kernel: Array, axes: Layou
     """`convolve(x, kernel)` with the spatial axes of its input and output unsharded, where XLA may shard them.
 
     A workaround: XLA's gradients of convolutions over sharded images are wrong, without an error, on CPUs with JAX
-    0.10.2 to 0.12 (tests/nn/test_split_images.py).
+    0.10.2 to 0.12 (tests/nn/test_conv_spmd.py).
     """
     mesh = jax.typeof(x).sharding.mesh
     if not mesh.auto_axes:

@@ -102,12 +102,12 @@ THROUGH = {
 }
 
 
-def summary(departures):
-    return [(departure.primitive, departure.inputs, departure.outputs) for departure in departures]
+def summary(violations):
+    return [(violation.primitive, violation.inputs, violation.outputs) for violation in violations]
 
 
-def paths(departures):
-    return {departure.path for departure in departures}
+def paths(violations):
+    return {violation.path for violation in violations}
 
 
 LEAKED = [("convert_element_type", ("bfloat16",), ("float32",)), ("sin", ("float32",), ("float32",))]
@@ -115,21 +115,21 @@ LEAKED = [("convert_element_type", ("bfloat16",), ("float32",)), ("sin", ("float
 
 @pytest.mark.parametrize("function", [*THROUGH.values(), through_while], ids=[*THROUGH, "while"])
 def test_an_upcast_is_found_through_each_transformation_with_its_path(function):
-    departures = dtypes.audit(scoped("model", scoped("mlp", function)), x)
-    assert paths(departures) == {"model/mlp/up"}
+    violations = dtypes.audit(scoped("model", scoped("mlp", function)), x)
+    assert paths(violations) == {"model/mlp/up"}
     if function is not through_einsum:
-        assert summary(departures) == LEAKED
-        assert {departure.source for departure in departures} == {LEAK_LINE}
+        assert summary(violations) == LEAKED
+        assert {violation.source for violation in violations} == {LEAK_LINE}
 
 
 @pytest.mark.parametrize("function", THROUGH.values(), ids=THROUGH)
 def test_the_gradient_reports_the_paths_of_the_forward_pass(function):
     model = scoped("model", scoped("mlp", function))
-    departures = dtypes.audit(jax.grad(loss_of(model)), x)
+    violations = dtypes.audit(jax.grad(loss_of(model)), x)
     # In a branch that makes no residuals, cond itself fills in zeros of their dtype.
     filled = {"model/mlp"} if function is through_cond else set()
-    assert paths(departures) == {"model/mlp/up"} | filled
-    assert len(departures) > len(LEAKED)
+    assert paths(violations) == {"model/mlp/up"} | filled
+    assert len(violations) > len(LEAKED)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, functools.partial(scoped, "outer")])
@@ -149,7 +149,7 @@ def test_three_scopes_in_a_scanned_rematted_block_are_named_forward_and_backward
     stack = scoped("blocks", lambda x: lax.scan(lambda x, _: (block(x), None), x, length=3)[0])
     forward, backward = dtypes.audit(stack, x), dtypes.audit(jax.grad(loss_of(stack)), x)
     assert paths(forward) == paths(backward) == {"blocks/block/mlp/up"}
-    assert {departure.primitive for departure in backward} == {"convert_element_type", "sin", "cos", "mul"}
+    assert {violation.primitive for violation in backward} == {"convert_element_type", "sin", "cos", "mul"}
 
 
 def test_a_layer_in_a_layer_of_the_same_name_keeps_both_names():
@@ -182,7 +182,7 @@ def test_an_upcast_is_found_through_a_high_level_primitive(flag, wrap):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_clean_function_has_no_departures(dtype):
+def test_a_clean_function_has_no_violations(dtype):
     def clean(x, key, labels):
         x = jax.nn.gelu(x @ x) * 2.0 + jnp.cumsum(x, 0) / jnp.sqrt(x.shape[0])
         x = lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME")[0, 0]
@@ -207,37 +207,37 @@ def test_keys_integers_and_booleans_do_not_count():
 @pytest.mark.parametrize("two", [np.float32(2), jnp.float32(2), np.full((4, 4), 2, np.float32)])
 def test_a_product_with_a_float32_constant_is_found(two):
     with jax.numpy_dtype_promotion("standard"):
-        departures = dtypes.audit(lambda x: x * two, x)
-    assert [departure.primitive for departure in departures] == ["convert_element_type", "mul"]
+        violations = dtypes.audit(lambda x: x * two, x)
+    assert [violation.primitive for violation in violations] == ["convert_element_type", "mul"]
 
 
 def test_a_product_with_a_float32_one_hot_is_found():
     with jax.numpy_dtype_promotion("standard"):
-        departures = dtypes.audit(lambda i, w: jax.nn.one_hot(i, 4) @ w, jnp.arange(3), x)
-    assert "dot_general" in {departure.primitive for departure in departures}
+        violations = dtypes.audit(lambda i, w: jax.nn.one_hot(i, 4) @ w, jnp.arange(3), x)
+    assert "dot_general" in {violation.primitive for violation in violations}
 
 
 @pytest.mark.parametrize("function", [jnp.sum, jnp.mean, jnp.var, jax.nn.softmax, jax.nn.logsumexp])
 def test_a_reduction_that_is_float32_inside_is_found(function):
-    departures = dtypes.audit(lambda x: function(x), x)
-    assert ("reduce_sum", ("float32",), ("float32",)) in summary(departures)
-    assert {departure.source.split(":")[0] for departure in departures} == {"test_audit.py"}
+    violations = dtypes.audit(lambda x: function(x), x)
+    assert ("reduce_sum", ("float32",), ("float32",)) in summary(violations)
+    assert {violation.source.split(":")[0] for violation in violations} == {"test_audit.py"}
 
 
 def test_only_a_cast_back_to_the_declared_dtype_is_allowed():
     weight = jnp.ones((4, 4), jnp.float32)
     assert dtypes.audit(lambda x, w: x @ w.astype(x.dtype), x, weight, dtype="bfloat16") == ()
     narrow = functools.partial(jnp.matmul, preferred_element_type=jnp.bfloat16)
-    departures = dtypes.audit(narrow, weight, weight, dtype="bfloat16")
-    assert summary(departures) == [("dot_general", ("float32", "float32"), ("bfloat16",))]
+    violations = dtypes.audit(narrow, weight, weight, dtype="bfloat16")
+    assert summary(violations) == [("dot_general", ("float32", "float32"), ("bfloat16",))]
     compared = dtypes.audit(lambda x, w: w > 0, x, weight, dtype=jnp.bfloat16)
     assert summary(compared) == [("gt", ("float32", "float32"), ("bool",))]
 
 
 def test_weak_scalars_are_allowed_and_weak_arrays_are_not():
     assert dtypes.audit(lambda x: x * (1 - jnp.power(0.999, 2.0)), x) == ()
-    departures = dtypes.audit(lambda x: x + jnp.full(x.shape, 2.0), x)
-    assert summary(departures) == [("broadcast_in_dim", ("float32",), ("float32",))]
+    violations = dtypes.audit(lambda x: x + jnp.full(x.shape, 2.0), x)
+    assert summary(violations) == [("broadcast_in_dim", ("float32",), ("float32",))]
 
 
 def test_a_cast_from_a_dtype_to_itself_is_allowed():
@@ -247,7 +247,7 @@ def test_a_cast_from_a_dtype_to_itself_is_allowed():
 
     casts = [str(e) for e in jax.make_jaxpr(strong)(x).eqns if e.primitive.name == "convert_element_type"]
     assert len(casts) == 2
-    assert "convert_element_type" not in {departure.primitive for departure in dtypes.audit(strong, x)}
+    assert "convert_element_type" not in {violation.primitive for violation in dtypes.audit(strong, x)}
 
 
 def test_a_scatter_is_one_operation_at_its_line():
@@ -256,9 +256,9 @@ def test_a_scatter_is_one_operation_at_its_line():
         return x.at[i].add(x[i])
 
     table, i = jnp.ones((4, 4), jnp.float32), jnp.arange(3)
-    departures = dtypes.audit(scatter, table, i, dtype="bfloat16")
+    violations = dtypes.audit(scatter, table, i, dtype="bfloat16")
     line = inspect.getsourcelines(scatter)[1]
-    assert [(departure.primitive, departure.source) for departure in departures] == [
+    assert [(violation.primitive, violation.source) for violation in violations] == [
         ("gather", f"test_audit.py:{line + 1} (scatter)"),
         ("scatter-add", f"test_audit.py:{line + 1} (scatter)"),
         ("gather", f"test_audit.py:{line + 2} (scatter)"),
@@ -267,8 +267,8 @@ def test_a_scatter_is_one_operation_at_its_line():
 
 
 def test_complex_numbers_count():
-    departures = dtypes.audit(lambda x: jnp.abs(jnp.fft.fft(x)), jnp.ones(4, jnp.float32))
-    assert summary(departures)[-1] == ("abs", ("complex64",), ("float32",))
+    violations = dtypes.audit(lambda x: jnp.abs(jnp.fft.fft(x)), jnp.ones(4, jnp.float32))
+    assert summary(violations)[-1] == ("abs", ("complex64",), ("float32",))
 
 
 def test_an_unused_result_counts():
@@ -283,8 +283,8 @@ def test_float64_is_a_dtype_like_any_other():
     with jax.enable_x64(True):
         wide = jnp.ones((4, 4), jnp.float64)
         assert dtypes.audit(lambda x: jnp.sum(x @ x) * 2.0, wide) == ()
-        departures = dtypes.audit(lambda x: x.astype(jnp.float64), wide.astype(jnp.float32))
-    assert summary(departures) == [("convert_element_type", ("float32",), ("float64",))]
+        violations = dtypes.audit(lambda x: x.astype(jnp.float64), wide.astype(jnp.float32))
+    assert summary(violations) == [("convert_element_type", ("float32",), ("float64",))]
 
 
 def test_shapes_are_traced_and_everything_else_is_static():
@@ -294,8 +294,8 @@ def test_shapes_are_traced_and_everything_else_is_static():
 
     shape = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
     trees = {"bias": shape, "name": "up"}
-    departures = dtypes.audit(function, shape, leak, trees, inference_mode=True, rate=0.5, state=None)
-    assert summary(departures) == LEAKED
+    violations = dtypes.audit(function, shape, leak, trees, inference_mode=True, rate=0.5, state=None)
+    assert summary(violations) == LEAKED
 
 
 def test_no_dtype_among_the_arguments_is_an_error():
@@ -311,7 +311,7 @@ def test_several_dtypes_among_the_arguments_are_an_error():
         dtypes.audit(lambda x, y: x, x, jnp.ones(3, jnp.float32))
 
 
-def test_a_departure_in_core_reports_the_line_that_called_it():
+def test_a_violation_in_core_reports_the_line_that_called_it():
     core = pathlib.Path(inspect.getfile(dtypes.audit)).parents[1] / "core" / "_composite.py"
 
     def fwd(function, x):
@@ -323,11 +323,11 @@ def test_a_departure_in_core_reports_the_line_that_called_it():
         return fwd(lambda x: x.astype(jnp.float32), x)
 
     line = f"test_audit.py:{inspect.getsourcelines(wire)[1] + 1}"
-    sources = [departure.source for departure in dtypes.audit(wire, x)]
+    sources = [violation.source for violation in dtypes.audit(wire, x)]
     assert sources == [f"{line} (<lambda>)", f"{line} (wire)", f"{line} (wire)"]
 
 
-def test_a_departure_reads_as_one_line():
+def test_a_violation_reads_as_one_line():
     known = {"declared": "bfloat16", "outputs": ("float32",)}
     product = dtypes.DtypeViolation(
         path="blocks/mlp/up",
@@ -343,7 +343,7 @@ def test_a_departure_reads_as_one_line():
     assert str(bare) == "iota -> float32, declared bfloat16"
 
 
-def test_check_raises_the_first_departure_and_says_what_to_do():
+def test_check_raises_the_first_violation_and_says_what_to_do():
     with pytest.raises(dtypes.DtypeError) as error:
         dtypes.check(scoped("mlp", leak), x)
     assert str(error.value) == (

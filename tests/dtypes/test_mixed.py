@@ -30,10 +30,10 @@ def test_weights_and_gradients_stay_wide(choice):
 def test_only_norms_and_the_boundary_leave_the_narrow_dtype():
     mixed = dtypes.mixed_bfloat16(MODEL)
     trainables, state = mixed.init(RNG, X)
-    departures = dtypes.audit(mixed.fwd, X, trainables, state, dtype="bfloat16")
-    assert {departure.path for departure in departures} == {"block/norm", ""}
-    boundary = [departure for departure in departures if departure.path == ""]
-    assert [(departure.primitive, departure.outputs) for departure in boundary] == [
+    violations = dtypes.audit(mixed.fwd, X, trainables, state, dtype="bfloat16")
+    assert {violation.path for violation in violations} == {"block/norm", ""}
+    boundary = [violation for violation in violations if violation.path == ""]
+    assert [(violation.primitive, violation.outputs) for violation in boundary] == [
         ("convert_element_type", ("float32",))
     ]
 
@@ -84,7 +84,7 @@ def test_accum_dtype_of_a_product_is_declared_and_visible():
     x = X.astype(jnp.bfloat16)
     trainables, _ = layer.init(RNG, x)
     assert layer.fwd(x, trainables)[0].dtype == jnp.bfloat16
-    assert "dot_general" in {departure.primitive for departure in dtypes.audit(layer.fwd, x, trainables)}
+    assert "dot_general" in {violation.primitive for violation in dtypes.audit(layer.fwd, x, trainables)}
 
 
 def test_an_upcast_deep_in_a_scanned_rematerialized_block_is_found():
@@ -95,10 +95,10 @@ def test_an_upcast_deep_in_a_scanned_rematerialized_block_is_found():
     model = mlax.Series(stem=nn.Linear(6), blocks=mlax.Repeat(mlax.Residual(inner), 3, mode="remat"))
     x = X.astype(jnp.bfloat16)
     trainables, state = model.init(RNG, x)
-    departures = dtypes.audit(model.fwd, x, trainables, state)
-    assert {departure.path for departure in departures} == {"blocks/layer/deep/leak"}
-    assert {departure.source.split(":")[0] for departure in departures} == {"test_mixed.py"}
+    violations = dtypes.audit(model.fwd, x, trainables, state)
+    assert {violation.path for violation in violations} == {"blocks/layer/deep/leak"}
+    assert {violation.source.split(":")[0] for violation in violations} == {"test_mixed.py"}
     backward = dtypes.audit(jax.grad(lambda t: jax.lax.reduce_sum(model.fwd(x, t, state)[0], (0, 1))), trainables)
-    assert {departure.path for departure in backward} == {"blocks/layer/deep/leak"}
+    assert {violation.path for violation in backward} == {"blocks/layer/deep/leak"}
     with pytest.raises(dtypes.DtypeError, match="blocks/layer/deep/leak"):
         dtypes.check(model.fwd, x, trainables, state)
