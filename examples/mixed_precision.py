@@ -84,11 +84,11 @@ def residual_bytes(function, *args):
 
 def summarize_audit(dtype, function, *args):
     """A summary of the audit of a function that should compute in `dtype`, with its first finding."""
-    departures = dtypes.audit(function, *args, dtype=dtype)
-    if not departures:
+    violations = dtypes.audit(function, *args, dtype=dtype)
+    if not violations:
         return f"all operations are in {dtype}"
-    where = " and ".join(dict.fromkeys(departure.path or "the output" for departure in departures))
-    return f"{len(departures)} operations are not in {dtype}, in {where}:\n  {departures[0]}\n  ..."
+    where = " and ".join(dict.fromkeys(violation.path or "the output" for violation in violations))
+    return f"{len(violations)} operations are not in {dtype}, in {where}:\n  {violations[0]}\n  ..."
 
 
 def train_in_precision(name, model, scaling, config):

@@ -287,7 +287,7 @@ def test_wide_statistics_are_wide_and_products_narrow(kernel):
         y = ops.attention(q, k, v, causal=True, accum_dtype="float32", implementation=kernel)
         return jax.lax.reduce_sum(y, range(y.ndim))
 
-    found = [str(departure) for departure in dtypes.audit(jax.value_and_grad(loss, (0, 1, 2)), q, k, v)]
+    found = [str(violation) for violation in dtypes.audit(jax.value_and_grad(loss, (0, 1, 2)), q, k, v)]
     assert any("exp float32 -> float32" in each for each in found)
     dots = [each for each in found if "dot_general" in each]
     assert dots and all("dot_general bfloat16, bfloat16 -> float32" in each for each in dots)

@@ -139,8 +139,8 @@ def test_only_the_router_computes_in_accum_dtype():
     trainables, _ = layer.init(RNG, x)
     (y, losses), _ = jax.jit(layer.fwd)(x, trainables)
     assert y.dtype == jnp.bfloat16 and losses["balance"].dtype == losses["z"].dtype == jnp.float32
-    departures = dtypes.audit(lambda w, x: layer.fwd(x, w)[0][0], trainables, x, dtype="bfloat16")
-    assert not [found for found in departures if found.path.startswith("experts")]
+    violations = dtypes.audit(lambda w, x: layer.fwd(x, w)[0][0], trainables, x, dtype="bfloat16")
+    assert not [found for found in violations if found.path.startswith("experts")]
     mixed = dtypes.mixed_bfloat16(mlax.Series(moe=nn.MoE(nn.Linear(4), 3)))
     assert mlax.get(mixed, "moe").accum_dtype == mlax.get(mixed, "moe/router").accum_dtype == "float32"
 

@@ -123,7 +123,7 @@ def test_no_intermediate_value_is_narrow(row, dtype):
     update = functools.partial(row.optimizer.update, **arguments)
     found = dtypes.audit(update, trainables, state, trainables, dtype=wide)
     storing = ("convert_element_type", "select_n", "cond", "jit", "pjit")  # a choice between what is stored
-    assert not [str(departure) for departure in found if departure.primitive not in storing]
+    assert not [str(violation) for violation in found if violation.primitive not in storing]
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
