@@ -1,4 +1,4 @@
-"""Series, Parallel, Residual, F, Remat, Map and Tied, beyond what the catalogue holds them to."""
+"""Series, Parallel, Residual, F, Remat, Map and Tied, beyond the contract."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Recurrent: a cell over time, beyond what the catalogue holds it to."""
+"""Recurrent: a cell over time, beyond the contract."""
 
 import jax
 import jax.numpy as jnp

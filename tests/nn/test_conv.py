@@ -68,7 +68,7 @@ def test_outputs_and_gradients_agree_with_pytorch_in_every_layout(case, layout):
 
 
 CHUNKED = {
-    "features": (nn.Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has numbers
+    "features": (nn.Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has elements
     "one place": (nn.Conv(6, 1, strides=2, padding=0), (12, 5, 4, 16)),
     "apart": (nn.Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
     "spelt": (nn.Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),

@@ -1,4 +1,4 @@
-"""Convolutions over a mesh: the numbers of one device, whatever axes of the images are split."""
+"""Convolutions on a mesh compute what one device does, whichever axes of the images are sharded."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ CASES = {
 SPLITS = [P("data"), P(None, "rows"), P("data", "rows"), P(None, "data", "rows"), P("data", "rows", None, "model")]
 
 
-def made(name):
+def case(name):
     """A function to differentiate, and its arguments: the input, the kernel, and the weights of the outputs."""
     function, kernel, options = CASES[name]
     draws = np.random.default_rng(0)
@@ -38,8 +38,8 @@ def made(name):
     return gradients, (x, w, y)
 
 
-def placed(arguments, split):
-    """A mesh, and the arguments on it, laid as `split` says; the kernel whole."""
+def shard(arguments, split):
+    """A mesh, and the arguments on it, sharded by `split`; the kernel replicated."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "rows", "model"), axis_types=(AxisType.Auto,) * 3)
     places = NamedSharding(mesh, split), NamedSharding(mesh, P()), NamedSharding(mesh, split)
     return mesh, jax.device_put(arguments, places)
@@ -48,19 +48,19 @@ def placed(arguments, split):
 @pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_equal_those_on_one_device(name, is_set):
-    gradients, arguments = made(name)
+    gradients, arguments = case(name)
     wanted = gradients(*arguments)
     for split in SPLITS:
-        mesh, there = placed(arguments, split)
+        mesh, there = shard(arguments, split)
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
             assert_close(jax.jit(gradients)(*there), wanted, 1e-5, 1e-6, str(split))
 
 
 @pytest.mark.parametrize("name", ["conv", "grouped", "transposed"])
 def test_no_mesh_needs_to_be_set_inside_or_outside_jit(name):
-    gradients, arguments = made(name)
+    gradients, arguments = case(name)
     wanted = gradients(*arguments)
     for split in (P(), P("data", "rows")):
-        _, there = placed(arguments, split)
+        _, there = shard(arguments, split)
         assert_close(gradients(*there), wanted, 1e-5, 1e-6, str(split))
         assert_close(jax.jit(gradients)(*there), wanted, 1e-5, 1e-6, str(split))

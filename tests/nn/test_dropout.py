@@ -83,7 +83,7 @@ def test_channels_and_paths_are_dropped_at_the_rate(kind, shape, own, rate):
     dropped = y.min(others) == 0
     assert abs(dropped.mean() - rate) < 0.015
     np.testing.assert_allclose(y[y != 0], 1 / (1 - rate), rtol=1e-6)
-    assert len(np.unique(dropped.reshape(len(dropped), -1).mean(1))) > 1  # each example has draws of its own
+    assert len(np.unique(dropped.reshape(len(dropped), -1).mean(1))) > 1  # each example is sampled independently
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.ChannelDropout, nn.PathDropout])

@@ -1,4 +1,4 @@
-"""The first layers, beyond what the catalogue holds them to."""
+"""Linear, LayerNorm, Dropout and Embed, beyond the contract."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""LoRA, beyond what the catalogue holds it to."""
+"""LoRA, beyond the contract."""
 
 import jax
 import jax.numpy as jnp

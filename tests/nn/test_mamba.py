@@ -1,4 +1,4 @@
-"""Mamba, beyond what the catalogue holds it to."""
+"""Mamba, beyond the contract."""
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,7 @@ def test_mixed_precision_keeps_the_state_in_float32():
 
 def test_a_wide_state_is_more_accurate():
     ones, zeros = np.ones((1, 256, 1)), np.zeros((1, 1))
-    arrays = [ones, ones / 256, zeros, ones, ones, zeros[0]]  # the state is a sum of many small numbers
+    arrays = [ones, ones / 256, zeros, ones, ones, zeros[0]]  # the state is a sum of many small values
     run = jax.jit(ops.selective_scan, static_argnames=("chunk", "accum_dtype"))
     narrow, wide = (
         run(*(jnp.asarray(array, jnp.bfloat16) for array in arrays), chunk=1, accum_dtype=accum_dtype)[0]

@@ -1,4 +1,4 @@
-"""MLP, GLU, activations, Flatten and Reshape, and Linear on many axes, beyond what the catalogue holds them to."""
+"""MLP, GLU, activations, Flatten and Reshape, and Linear on many axes, beyond the contract."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Mixture of experts, beyond what the catalogue holds it to."""
+"""Mixture of experts, beyond the contract."""
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def test_no_token_depends_on_a_later_one():
 
 
 def test_dropped_tokens_get_zeros_and_the_first_ones_are_kept():
-    expert = jnp.zeros((1, 5, 1), jnp.int32)  # all want expert 0, which takes 2
+    expert = jnp.zeros((1, 5, 1), jnp.int32)  # all choose expert 0, whose capacity is 2
     place = expert_slots(expert, 3, 2)
     assert place[0, :, 0].tolist() == [0, 1, 6, 6, 6]
     x = normal(1, 5, 4)

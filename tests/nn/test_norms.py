@@ -1,4 +1,4 @@
-"""The norms beside PyTorch's, over many shapes, over devices, and at the ends of narrow dtypes."""
+"""Norms against PyTorch, in many shapes, on several devices, and at the limits of narrow dtypes."""
 
 import functools
 from pathlib import Path
@@ -37,9 +37,6 @@ def differentiated(layer, x, trainables, non_trainables, g, *, inference_mode=Fa
 
     grads, out = jax.grad(loss, (0, 1), has_aux=True)(trainables, x)
     return *out, *grads
-
-
-# Beside PyTorch
 
 
 @pytest.mark.parametrize(
@@ -162,9 +159,6 @@ def test_spectral_norm_agrees_with_pytorch_step_by_step(case, layer, steps):
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
-# Any shape
-
-
 @settings(max_examples=8, deadline=None)
 @given(shape=st.lists(st.integers(1, 4), min_size=2, max_size=4), axis=st.integers(1, 3), data=st.data())
 def test_batch_statistics_are_those_of_each_channel(shape, axis, data):
@@ -248,9 +242,6 @@ def test_norms_have_forward_mode_and_second_derivatives(layer):
         assert_close_to_scale(twice, near, 1e-6)
 
 
-# Running statistics
-
-
 def test_bias_corrected_statistics_do_not_depend_on_their_initial_values():
     layer = nn.BatchNorm(corrected=True, momentum=0.2)
     trainables, state = layer.init(RNG, normal(6, 3))
@@ -300,9 +291,6 @@ def test_the_state_can_be_carried_through_a_scan():
     for x in xs:
         _, state = layer.fwd(x, trainables, state)
     assert_close_to_scale(scanned, state)
-
-
-# Over devices
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -378,9 +366,6 @@ def test_the_error_of_an_unbound_axis_name_says_what_to_do():
         layer.fwd(x, trainables, state)
 
 
-# Narrow dtypes
-
-
 @pytest.mark.parametrize("std", [1e-3, 1.0, 5e3])
 @pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm])
 def test_float16_squares_neither_overflow_nor_underflow(norm, std):
@@ -418,9 +403,6 @@ def test_the_error_of_state_in_another_dtype_names_both(layer):
     trainables, state = layer.init(RNG, x)
     with pytest.raises(TypeError, match=r"is float32 but is computed in bfloat16.*accum_dtype='float32'"):
         dtypes.Mixed(layer).fwd(x, trainables, state)
-
-
-# Wrappers
 
 
 def test_wrapped_layers_initially_compute_what_the_inner_layer_does():
@@ -485,9 +467,6 @@ def test_the_singular_vectors_of_a_zero_kernel_are_finite(dtype):
     layer = nn.SpectralNorm(nn.Linear(3, kernel_init=mlax.Zeros()))
     _, state = layer.init(RNG, x)
     assert not any(np.isnan(np.asarray(leaf, np.float32)).any() for leaf in jax.tree.leaves(state))
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The recurrent cells against PyTorch, against their own mathematics, and beyond what the catalogue holds them to."""
+"""Recurrent cells against PyTorch and their definitions, beyond the contract."""
 
 from pathlib import Path
 
@@ -225,7 +225,7 @@ def test_convolutions_may_have_two_spatial_axes_and_any_window():
     assert trainables["recurrent"]["kernel"].shape == (8, 3, 1, 2)
     y, _ = layer.fwd(x, trainables)
     assert y.shape == (2, 3, 4, 5, 2)
-    # the window is 1 wide, so each column is a sequence of its own
+    # the window is 1 wide, so each column is an independent sequence
     column, _ = layer.fwd(x[:, :, :, 1:2], trainables)
     np.testing.assert_allclose(y[:, :, :, 1:2], column, rtol=1e-5, atol=1e-6)
 
