@@ -63,7 +63,7 @@ class LanguageModel(mlax.Composite):
     def start(self, batch):
         """The initial carries, h and c for each layer."""
         cell = nn.LSTMCell(self.width)
-        return (cell.start(jax.ShapeDtypeStruct((batch, self.width), jnp.float32)),) * self.depth
+        return (cell.initial_carry(jax.ShapeDtypeStruct((batch, self.width), jnp.float32)),) * self.depth
 
 
 @functools.partial(jax.jit, static_argnames=("model", "length"))

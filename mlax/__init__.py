@@ -7,19 +7,19 @@ if TYPE_CHECKING:
     from mlax import dtypes, files, inspect, nn, ops, optim, place, train
     from mlax.core import *  # noqa: F403
 
-_ROOMS = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train")
+_SUBPACKAGES = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train")
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The rooms, and the names of `core`, each loaded when it is first used: `mlax --help` needs no JAX."""
-    if name in _ROOMS:
+    """The subpackages and the names of `core`, each imported on first use, so that `mlax --help` needs no JAX."""
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"mlax.{name}")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"mlax has no {name!r}.")
     core = importlib.import_module("mlax.core")
-    names = [*core.__all__, *_ROOMS]
+    names = [*core.__all__, *_SUBPACKAGES]
     if name not in ("__all__", *names):
         raise AttributeError(f"mlax has no {name!r}; it has {', '.join(names)}.")
     value = names if name == "__all__" else getattr(core, name)

@@ -28,7 +28,7 @@ class Cell(mlax.Cell):
 
     features: int
 
-    def start(self, x):
+    def initial_carry(self, x):
         return jnp.zeros((*x.shape[:-1], self.features), x.dtype)
 
     def init(self, rng, x):

@@ -35,7 +35,7 @@ def scopes_of_op_name(name: str) -> list[Scope]:
 
     `jit(loss)/transpose(jvp(blocks))/while/body/closed_call/up/dot_general` gives transpose, jvp, blocks and up.
     """
-    *around, _ = _split(_LOOPS.sub("/", f"/{name}").removeprefix("/"), "/")
+    *around, _ = _split(_INSERTED.sub("/", f"/{name}").removeprefix("/"), "/")
     return [scope for part in around for scope in _unwrapped(part)]
 
 
@@ -49,17 +49,17 @@ def fused_op_names(name: str) -> list[str]:
 
 
 # What loops, branches and calls insert between the names of layers.
-_BETWEEN = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|shard_map"
-_LOOPS = re.compile(rf"(?:/(?:{_BETWEEN}))+(?=/)")
-_APPLIED = re.compile(r"(\w+)\((.*)\)")
-_CALLS = ("jit", "pjit")
+_CONTROL_FLOW = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|shard_map"
+_INSERTED = re.compile(rf"(?:/(?:{_CONTROL_FLOW}))+(?=/)")
+_TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
+_JITS = ("jit", "pjit")
 
 
 def _unwrapped(part: str) -> Iterator[Scope]:
     """`transpose(jvp(a))` is the layer a under two transformations; `jit(f)` is not a layer."""
-    if match := _APPLIED.fullmatch(part):
+    if match := _TRANSFORMATION.fullmatch(part):
         name, inside = match.groups()
-        if name in _CALLS:
+        if name in _JITS:
             return
         if name in ("jvp", "transpose", "vmap"):
             yield Scope(name, is_transformation=True)

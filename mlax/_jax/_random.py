@@ -57,7 +57,7 @@ def _abstract_impl() -> Any:
 
 
 def constant(value: float, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`jnp.full(shape, value, dtype)`; outside a trace, a small array is transferred and compiles nothing."""
+    """`jnp.full(shape, value, dtype)`; unless `rng` is traced, a small array is transferred and compiles nothing."""
     if isinstance(rng, Tracer) or math.prod(shape) > 1 << 16:
         return jnp.full(shape, value, dtype)
     return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))

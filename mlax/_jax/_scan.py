@@ -20,10 +20,10 @@ class ScanStep:
     """The body of a scan: add `feedback(weights, (carry, key))` to x, if it is not None, then call `step`."""
 
     feedback: Function
-    step: Callable[[Apply, Any, Any, Any], tuple[Any, Any]]  # of (apply, carry, x, fixed) to (carry, y)
+    step: Callable[[Apply, Any, Any, Any], tuple[Any, Any]]  # of (apply, carry, x, nondiff) to (carry, y)
 
-    def __call__(self, apply: Apply, weights: dict[str, Any], carry: Any, x: Any, fixed: Any) -> tuple[Any, Any]:
-        return self.step(apply, carry, add_feedback(x, self.feedback(weights, (carry, fixed[0]))), fixed)
+    def __call__(self, apply: Apply, weights: dict[str, Any], carry: Any, x: Any, nondiff: Any) -> tuple[Any, Any]:
+        return self.step(apply, carry, add_feedback(x, self.feedback(weights, (carry, nondiff[0]))), nondiff)
 
 
 def add_feedback(x: Any, feedback: Any) -> Any:
@@ -32,11 +32,18 @@ def add_feedback(x: Any, feedback: Any) -> Any:
 
 
 def batched_grad_scan(
-    step: ScanStep, carry: Any, xs: Any, fixed: Any, weights: dict[str, Any], *, reverse: bool = False, unroll: int = 1
+    step: ScanStep,
+    carry: Any,
+    xs: Any,
+    nondiff: Any,
+    weights: dict[str, Any],
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
 ) -> tuple[Any, Any]:
     """`lax.scan` of a step that uses its weights only through `feedback` and `apply`.
 
-    `fixed`, whose first entry holds the keys for `feedback`, is scanned like `xs` and is not differentiated.
+    `nondiff`, whose first entry holds the keys for `feedback`, is scanned like `xs` and is not differentiated.
 
     JAX's derivative of a scan accumulates weight gradients step by step: a small product and a pass over the weights
     at each one. Here the same sum is taken in another order. A tangent of the weights perturbs the result of each of
@@ -46,29 +53,29 @@ def batched_grad_scan(
     """
 
     @jax.custom_jvp
-    def scan(carry: Any, xs: Any, fixed: Any, weights: dict[str, Any]) -> tuple[Any, Any]:
+    def scan(carry: Any, xs: Any, nondiff: Any, weights: dict[str, Any]) -> tuple[Any, Any]:
         def apply(name: str, function: Function, value: Any) -> Any:
             return function(weights.get(name), value)
 
         def body(carry: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
-            x, fixed = now
+            x, nondiff = now
             if jax.default_backend() == "cpu":
                 # else XLA fuses the slice of x into the loop of the gates, which takes up to twice as long
                 x = lax.optimization_barrier(x)
-            return step(apply, weights, carry, x, fixed)
+            return step(apply, weights, carry, x, nondiff)
 
-        return lax.scan(body, carry, (xs, fixed), reverse=reverse, unroll=unroll)
+        return lax.scan(body, carry, (xs, nondiff), reverse=reverse, unroll=unroll)
 
     @scan.defjvp
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        carry, xs, fixed, weights = primals
+        carry, xs, nondiff, weights = primals
         dcarry, dxs, _, dweights = tangents
-        uses = _find_uses(step, carry, xs, fixed, weights)
+        uses = _find_uses(step, carry, xs, nondiff, weights)
         times = jax.tree.leaves(xs)[0].shape[0]
 
         def perturbed_scan(carry: Any, xs: Any, perturbations: list[Any]) -> tuple[Any, Any]:
             def body(carry: Any, now: tuple[Any, Any, list[Any]]) -> tuple[Any, Any]:
-                x, fixed, perturbations = now
+                x, nondiff, perturbations = now
                 values: list[Any] = []
 
                 def apply(name: str, function: Function, value: Any) -> Any:
@@ -78,23 +85,23 @@ def batched_grad_scan(
                     values.append(value)
                     return jax.tree.map(_perturb, y, perturbations[len(values) - 1])
 
-                after, y = step(apply, weights, carry, x, fixed)
+                after, y = step(apply, weights, carry, x, nondiff)
                 return after, (y, (carry, values))
 
-            xs = (xs, fixed, perturbations)
+            xs = (xs, nondiff, perturbations)
             carry, (y, residuals) = scan_with_residuals(body, carry, xs, reverse=reverse, unroll=unroll)
             return (carry, y), residuals
 
         zeros = [jax.tree.map(lambda leaf: _zeros_stack(times, leaf), shape) for _, _, shape in uses]
         out, pushforward, (carries, values) = jax.linearize(perturbed_scan, carry, xs, zeros, has_aux=True)
-        dxs = add_feedback(dxs, _weight_tangents(step.feedback, weights, dweights, (carries, fixed[0])))
+        dxs = add_feedback(dxs, _weight_tangents(step.feedback, weights, dweights, (carries, nondiff[0])))
         perturbations = []
         for (name, function, _), value in zip(uses, values, strict=True):
             with jax.named_scope(name):
                 perturbations.append(_weight_tangents(function, weights[name], dweights[name], value))
         return out, pushforward(dcarry, dxs, perturbations)
 
-    return scan(carry, xs, fixed, weights)
+    return scan(carry, xs, nondiff, weights)
 
 
 def scan_with_residuals(
@@ -149,7 +156,7 @@ def _is_mergeable(leaf: jax.Array) -> bool:
 
 
 def _find_uses(
-    step: ScanStep, carry: Any, xs: Any, fixed: Any, weights: dict[str, Any]
+    step: ScanStep, carry: Any, xs: Any, nondiff: Any, weights: dict[str, Any]
 ) -> list[tuple[str, Function, Any]]:
     """(name, function, output shapes) of each `apply` of a step to existing weights."""
     uses: list[tuple[str, Function, Any]] = []
@@ -164,7 +171,7 @@ def _find_uses(
         uses.clear()  # a scan may trace its body twice
         return step(apply, weights, carry, *now)
 
-    jax.eval_shape(lambda carry, now: lax.scan(body, carry, now), carry, (xs, fixed))
+    jax.eval_shape(lambda carry, now: lax.scan(body, carry, now), carry, (xs, nondiff))
     return uses
 
 

@@ -50,8 +50,8 @@ from mlax.core._paths import (
 )
 from mlax.core._recurrent import Cell, CompositeCell, Recurrent
 from mlax.core._surgery import (
+    all_layers,
     count,
-    every,
     find_layers,
     freeze,
     get,
@@ -97,8 +97,8 @@ __all__ = [
     "VarianceScaling",
     "Wrapper",
     "Zeros",
+    "all_layers",
     "count",
-    "every",
     "freeze",
     "frozen",
     "get",

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._paths import flatten_paths
 
-A_KEY = "pass jax.random.key(0), for example"
+KEY_ADVICE = "pass jax.random.key(0), for example"
 
 
 def is_key(given: Any) -> bool:
@@ -25,10 +25,10 @@ def check_key(owner: str, call: str, rng: Any, x: Any) -> None:
     """Raise unless `rng` is a key; `call` shows the arguments in order."""
     if not is_key(rng):
         swapped = f" Are the arguments swapped? The call is {call}." if is_key(x) else ""
-        raise TypeError(f"{owner} needs a key, but rng is {short_signature(rng)}; {A_KEY}.{swapped}")
+        raise TypeError(f"{owner} needs a key, but rng is {short_signature(rng)}; {KEY_ADVICE}.{swapped}")
 
 
-def check_mode(layer: Any, mode: Any) -> None:
+def check_inference_mode(layer: Any, mode: Any) -> None:
     """Raise unless `mode` is True or False."""
     if mode is True or mode is False:
         return
@@ -78,7 +78,7 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
             )
 
 
-def check_floats(layer: Any, x: Any) -> None:
+def check_floating_input(layer: Any, x: Any) -> None:
     """Raise for an input without a floating dtype if the weights would be created in it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
     follows = getattr(layer, "param_dtype", "none") is None  # then the weights have the dtype of the input

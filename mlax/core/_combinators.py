@@ -19,7 +19,7 @@ LayerLike = Layer | Callable[..., Any]  # a plain function is wrapped as F
 
 @frozen
 class F(Layer):
-    """Apply a function to the input: `F(jax.nn.relu)`.
+    """A function as a layer, without variables: `F(jax.nn.relu)`.
 
     A function with a parameter named `rng` or `inference_mode` is passed it by keyword. Functions are equal only
     if they are the same object: define a function once rather than a new lambda in each description.
@@ -53,7 +53,7 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 @frozen
 class Series(Composite):
-    """Apply each layer to the output of the one before it: `Series(nn.Linear(64), jax.nn.relu, head=nn.Linear(10))`.
+    """Apply layers sequentially: `Series(nn.Linear(64), jax.nn.relu, head=nn.Linear(10))`.
 
     A layer passed by keyword is a part of that name; the others are named by their class and index, `linear_0`,
     `linear_1`. Name the parts of a model that will be edited, since inserting a layer renumbers them. A plain
@@ -104,7 +104,7 @@ class Parallel(Composite):
 
 @frozen
 class Residual(Composite):
-    """Add the output of `layer` to the input, or to `shortcut` of the input where shapes differ.
+    """A residual (skip) connection: `layer(x) + x`, or `layer(x) + shortcut(x)` if there is a shortcut.
 
     A plain function is wrapped as `F`.
     """

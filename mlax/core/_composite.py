@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 from jax.core import Tracer
 
-from mlax._jax import abstract_key, named_key
+from mlax._jax import abstract_key, name_hash, named_key
 from mlax.core._checks import check_is_dict
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import fields_of, frozen, with_fields
@@ -20,9 +20,9 @@ from mlax.core._layer import Layer, Tree, cached_by_shape, header, jitted_init, 
 
 
 class Sub:
-    """The parts of a composite during one call of its `wire`: `sub.name(x)` or `sub["name"](x)`.
+    """The parts of a composite, bound to their variables for one call of `wire`: `sub.name(x)` or `sub["name"](x)`.
 
-    It passes each part its variables and its key, and collects the part's new state.
+    Each call passes a part its variables and its key, and collects its new state.
     """
 
     def __init__(self, composite: "Composite", call: Callable[[str, Layer, Any], Any], inference_mode: bool):
@@ -64,8 +64,8 @@ class Composite(Layer):
     def wire(self, sub: Sub, x: Any) -> Any:
         """Compute the output from the input by calling the parts: `sub.name(x)`."""
 
-    def sized(self, x: Any) -> Self:
-        """The same composite with the sizes that it infers from its input filled in; by default, itself."""
+    def infer_sizes(self, x: Any) -> Self:
+        """The composite with its `None` sizes inferred from the input; itself, unless a subclass has such sizes."""
         return self
 
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
@@ -75,9 +75,9 @@ class Composite(Layer):
         return with_fields(self, **own, edits=tuple(edits.items()))
 
     def init(self, rng, x):
-        sized, inputs = self.sized(x), part_inputs(self, x)
+        composite, inputs = self.infer_sizes(x), part_inputs(self, x)
         trainables, non_trainables = {}, {}
-        for name, part in parts_of(sized).items():
+        for name, part in parts_of(composite).items():
             with error_scope(name, inputs[name]):
                 key = named_key(rng, name)
                 traced = isinstance(rng, Tracer)
@@ -99,8 +99,8 @@ class Composite(Layer):
                     state[name] = new
                 return y
 
-        sized = self.sized(x)
-        return sized.wire(Sub(sized, call, inference_mode), x), _drop_empty(state)
+        composite = self.infer_sizes(x)
+        return composite.wire(Sub(composite, call, inference_mode), x), _drop_empty(state)
 
     def tree_lines(self) -> list[str]:
         lines = [header(self)]
@@ -126,7 +126,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
 
     `wire` is traced by `jax.eval_shape`, so nothing is allocated.
     """
-    composite = composite.sized(x)
+    composite = composite.infer_sizes(x)
     inputs: dict[str, Any] = {}
     variables: dict[str, Any] = {}
 
@@ -168,6 +168,13 @@ def parts_of(composite: Composite) -> Mapping[str, Layer]:
                 "underscore, other than inference_mode, since `wire` calls it as sub.name."
             )
         check_layer(short_repr(composite), f"part {name!r}", part)
+    hashes = {name_hash(name): name for name in parts}
+    for name in parts:
+        if hashes[name_hash(name)] != name:  # by which `named_key` derives their keys
+            raise ValueError(
+                f"{short_repr(composite)}: the names {name!r} and {hashes[name_hash(name)]!r} have the same hash, so "
+                "both parts would be initialized from the same key; rename one."
+            )
     return parts
 
 

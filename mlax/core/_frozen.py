@@ -28,7 +28,7 @@ def frozen(cls: C) -> C:
     True differ. An array or an unhashable value is refused with the name of its field.
     """
     if "__post_init__" in vars(cls):
-        cls.__post_init__ = _checked_first(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
+        cls.__post_init__ = _check_fields_before(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
     described: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     init = described.__init__
 
@@ -55,7 +55,7 @@ def frozen(cls: C) -> C:
     described.__eq__ = _equal
     described.__hash__ = _hash
     described.__reduce__ = _reduce
-    described.__copy__ = described.__deepcopy__ = _itself
+    described.__copy__ = described.__deepcopy__ = _return_self
     if "__repr__" not in vars(cls):
         described.__repr__ = _repr
     for name, value in list(vars(described).items()):
@@ -80,7 +80,7 @@ def with_fields(description: D, **changes: Any) -> D:
 
 def check_sizes(description: Any) -> None:
     """Raise unless each `Size` of a description is set."""
-    for name, kind, _ in _kinds(type(description)):
+    for name, kind, _ in _checked_fields(type(description)):
         if kind is Size:
             _check_size(description, name, getattr(description, name))
 
@@ -105,39 +105,39 @@ def _bound(function: Callable[..., Any], description: Any) -> types.MethodType:
     return types.MethodType(function, description)
 
 
-def _checked_first(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(post_init)
     def checked(self: Any) -> None:
-        _keys(self)
+        _comparison_values(self)
         post_init(self)
 
     return checked
 
 
 def _finalize(self: Any) -> None:
-    _keys(self)
-    for name, kind, default in _kinds(type(self)):
+    _comparison_values(self)
+    for name, kind, default in _checked_fields(type(self)):
         value = getattr(self, name)
         if kind is DType and value is not None:
             object.__setattr__(self, name, _dtype_name(self, name, value))
         elif kind is Size:
-            if value is not None:  # None: a composite infers it from its input, see `sized`
+            if value is not None:  # None: a composite infers it from its input, see `infer_sizes`
                 _check_size(self, name, value)
-        elif kind is not DType and not _is(kind, value) and value is not default:
+        elif kind is not DType and not _is_instance(kind, value) and value is not default:
             wanted = {bool: "True or False", int: "an integer"}.get(kind) or f"a tuple, such as ({value!r},)"
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
-    object.__setattr__(self, "_key", _keys(self))
+    object.__setattr__(self, "_key", _comparison_values(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
 
 
 @functools.cache
-def _kinds(cls: type) -> list[tuple[str, Any, Any]]:
+def _checked_fields(cls: type) -> list[tuple[str, Any, Any]]:
     """(name, type, default) of the fields whose annotation is one of the types checked here."""
-    kinds = [(field.name, _kind(field.type), field.default) for field in dataclasses.fields(cls)]
+    kinds = [(field.name, _checked_type(field.type), field.default) for field in dataclasses.fields(cls)]
     return [each for each in kinds if each[1] is not None]
 
 
-def _kind(annotation: Any) -> Any:
+def _checked_type(annotation: Any) -> Any:
     if isinstance(annotation, str):
         return {"DType": DType, "Size": Size, "bool": bool, "int": int}.get(annotation)
     if any(annotation is kind for kind in (DType, Size, bool, int)):
@@ -145,13 +145,13 @@ def _kind(annotation: Any) -> Any:
     return tuple if getattr(annotation, "__origin__", None) is tuple else None
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is_instance(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _check_size(self: Any, name: str, value: Any) -> None:
-    if not _is(int, value) or value < 1:
-        fault = ValueError if _is(int, value) else TypeError
+    if not _is_instance(int, value) or value < 1:
+        fault = ValueError if _is_instance(int, value) else TypeError
         raise fault(f"{type(self).__name__}: {name} is {value!r}, but must be an integer of at least 1.")
 
 
@@ -165,14 +165,14 @@ def _dtype_name(self: Any, name: str, value: Any) -> str:
         ) from None
 
 
-def _keys(self: Any) -> tuple[Any, ...]:
-    return tuple(_key(self, name, value) for name, value in fields_of(self).items())
+def _comparison_values(self: Any) -> tuple[Any, ...]:
+    return tuple(_comparison_value(self, name, value) for name, value in fields_of(self).items())
 
 
-def _key(self: Any, name: str, value: Any) -> Any:
+def _comparison_value(self: Any, name: str, value: Any) -> Any:
     """The value by which a field is compared; raises for what a description cannot hold."""
     if isinstance(value, tuple):
-        return type(value), tuple(_key(self, name, item) for item in value)
+        return type(value), tuple(_comparison_value(self, name, item) for item in value)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"{type(self).__name__}: field `{name}` is an array ({type(value).__name__}), but a description "
@@ -214,7 +214,7 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _rebuild, (type(self), fields_of(self))  # rebuilt, since hashes differ between processes
 
 
-def _itself(self: Any, memo: Any = None) -> Any:
+def _return_self(self: Any, memo: Any = None) -> Any:
     return self  # immutable, and a copied function would not be equal
 
 

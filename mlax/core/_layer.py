@@ -11,11 +11,11 @@ from jax.core import Tracer
 
 from mlax._jax import abstract_key
 from mlax.core._checks import (
-    A_KEY,
+    KEY_ADVICE,
     check_dtypes,
-    check_floats,
+    check_floating_input,
+    check_inference_mode,
     check_key,
-    check_mode,
     check_names,
     check_not_swapped,
     check_shapes,
@@ -37,7 +37,7 @@ class Layer(abc.ABC):
     a compiled call nothing.
     """
 
-    takes_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
+    has_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
 
     @abc.abstractmethod
     def init(self, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
@@ -58,6 +58,8 @@ class Layer(abc.ABC):
     ) -> tuple[Any, Tree]:
         """Compute the output and the new non_trainables: (y, non_trainables)."""
 
+    # Of every subclass, this wraps `init` and `fwd` in the checks below, and `frozen` makes the bound methods of
+    # equal layers one object.
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "init" in vars(cls):
@@ -73,8 +75,8 @@ class Layer(abc.ABC):
                 "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
             )
 
-    def splits(self, number: int) -> Mapping[str, int] | None:
-        """The axis of each trainable, by path, to shard `number` ways for tensor parallelism; None: ask the parts."""
+    def tensor_parallel_axes(self, number: int) -> Mapping[str, int] | None:
+        """The axis of each trainable, by path, to shard over `number` devices; None: as its parts are sharded."""
         return None
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
@@ -125,7 +127,8 @@ def cached_by_shape(function: Callable[[Any, Any], T]) -> Callable[[Any, Any], T
 @cached_by_shape
 def variable_shapes(layer: Layer, x: Any) -> tuple[Tree, Tree]:
     """The shapes and dtypes of the variables that `layer.init` creates for inputs like `x`; nothing is allocated."""
-    return shape_dtypes(jax.eval_shape(jitted_init(layer, x), abstract_key()))  # cached, so without today's mesh
+    # shape_dtypes drops the shardings, since the cache must not keep the current mesh
+    return shape_dtypes(jax.eval_shape(jitted_init(layer, x), abstract_key()))
 
 
 @cached_by_shape
@@ -157,7 +160,7 @@ def _check_init_calls(init: Callable[..., Any]) -> Callable[..., Any]:
         check_key(f"{short_repr(self)}: init", "init(rng, x)", rng, x)
         check_sizes(self)
         x = shape_dtypes(x)
-        check_floats(self, x)
+        check_floating_input(self, x)
         return _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
 
     return checked_init
@@ -177,9 +180,9 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
         rng: Any = None,
         inference_mode: Any = False,
     ) -> tuple[Any, Tree]:
-        check_mode(self, inference_mode)
+        check_inference_mode(self, inference_mode)
         if rng is not None and not is_key(rng):
-            raise TypeError(f"{short_repr(self)}: rng is {short_signature(rng)}, but must be a key; {A_KEY}.")
+            raise TypeError(f"{short_repr(self)}: rng is {short_signature(rng)}, but must be a key; {KEY_ADVICE}.")
         check_not_swapped(self, x, trainables)
         x = jax.tree.map(_to_device_array, x)
         self.check_variables(x, trainables, non_trainables)

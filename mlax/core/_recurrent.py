@@ -24,7 +24,7 @@ class Cell(Layer):
     """One time step: a layer from (carry, x) to (carry, y), where x and y (b, ...) have no time axis."""
 
     @abc.abstractmethod
-    def start(self, x: Any) -> Any:
+    def initial_carry(self, x: Any) -> Any:
         """The initial carry, for a step's input of the shape and dtype of `x`."""
 
 
@@ -77,7 +77,9 @@ class Recurrent(Wrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Cell):
-            raise TypeError(f"Recurrent: {self.layer!r} is not an mlax.Cell; it needs `start` beside `init` and `fwd`.")
+            raise TypeError(
+                f"Recurrent: {self.layer!r} is not an mlax.Cell; it needs `initial_carry` beside `init` and `fwd`."
+            )
         if self.unroll is not None and (not isinstance(self.unroll, int) or self.unroll < 1):
             raise ValueError(f"Recurrent: unroll is {self.unroll!r}, but must be an integer of at least 1.")
 
@@ -86,13 +88,13 @@ class Recurrent(Wrapper):
         times, step = slice_shapes(self, x, self.axis)
         if lengths is not None:
             _check_lengths(self, lengths, times, step)
-        return self.layer.init(rng, (jax.eval_shape(self.layer.start, step) if carry is None else carry, step))
+        return self.layer.init(rng, (jax.eval_shape(self.layer.initial_carry, step) if carry is None else carry, step))
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         carry, x, lengths = self._unpack(x)
         times, step = slice_shapes(self, x, self.axis)
         x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, self.axis, 0), x)  # (t, b, ...)
-        carry = shard_like(self.layer.start(step), x, axis=1) if carry is None else carry
+        carry = shard_like(self.layer.initial_carry(step), x, axis=1) if carry is None else carry
         keys = None if rng is None else jax.random.split(rng, times)
         valid = None
         if lengths is not None:
@@ -159,8 +161,8 @@ class Recurrent(Wrapper):
             carry, key = carry_and_key
             return cell.feedback(make_sub("feedback", _apply_to(weights), key), carry)
 
-        def step(apply: Apply, carry: Any, ahead: Any, fixed: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-            _, key, valid = fixed
+        def step(apply: Apply, carry: Any, ahead: Any, nondiff: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+            _, key, valid = nondiff
             return self._mask(valid, carry, *cell.step(make_sub("step", apply, key), carry, ahead))
 
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)

@@ -1,4 +1,4 @@
-"""Surgery: edit models and variable trees by path."""
+"""Surgery: inspect and edit models and variable trees by path."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ def layers(model: Layer) -> dict[str, Layer]:
     return parts
 
 
-def every(model: Layer) -> list[Layer]:
+def all_layers(model: Layer) -> list[Layer]:
     """The model and all its parts, recursively, those inside wrappers included."""
     return [layer for _, layer in find_layers(model, Layer)]
 
@@ -138,7 +138,7 @@ def select(tree: Tree, *patterns: str) -> Tree:
 
 
 def freeze(tree: Tree, *patterns: str) -> tuple[Tree, Tree]:
-    """Split a tree in two for fine-tuning: (what no pattern matches, what the patterns freeze).
+    """Split trainables for fine-tuning: (trainable, frozen), where the patterns select the frozen leaves.
 
     Differentiate and update the first; pass `merge(first, second)` to the layer.
     """

@@ -16,6 +16,7 @@ from mlax.core._composite import check_layer
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
+from mlax.core._paths import flatten_paths
 
 Mode = Literal["scan", "remat", "unroll"]
 
@@ -129,9 +130,9 @@ class Repeat(Wrapper):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         keys = None if rng is None else jax.random.split(rng, self.times)
-        return self.with_keys(x, trainables, non_trainables, keys, inference_mode)
+        return self.apply_with_keys(x, trainables, non_trainables, keys, inference_mode)
 
-    def with_keys(
+    def apply_with_keys(
         self, x: Any, trainables: Tree, non_trainables: Tree, keys: jax.Array | None, inference_mode: bool
     ) -> tuple[Any, Tree]:
         """Like `fwd`, given the key of each repetition."""
@@ -159,12 +160,13 @@ class Repeat(Wrapper):
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
-        for leaf in jax.tree.leaves((trainables, non_trainables)):
-            if leaf.shape[:1] != (self.times,):
-                raise ValueError(
-                    f"{short_repr(self)}: a variable has the shape {leaf.shape}, but each must have a leading axis of "
-                    f"{self.times}; pass what init returned for this layer."
-                )
+        for tree in (trainables, non_trainables):
+            for path, leaf in flatten_paths(tree).items():
+                if leaf.shape[:1] != (self.times,):
+                    raise ValueError(
+                        f"{short_repr(self)}: {path} has the shape {leaf.shape}, but must have a leading axis of "
+                        f"{self.times}; pass what init returned for this layer."
+                    )
 
 
 @cached_by_shape

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core import DType, Layer, Wrapper, check_layer, every, frozen, override
+from mlax.core import DType, Layer, Wrapper, all_layers, check_layer, frozen, override
 
 
 @frozen
@@ -78,5 +78,5 @@ def mixed_float16(model: Layer) -> Mixed:
 def _with_wide_statistics(model: Layer) -> Layer:
     """The model with `accum_dtype="float32"` on every layer that takes statistics."""
     check_layer("mixed precision", "model", model)
-    kinds = {type(layer) for layer in every(model) if layer.takes_statistics}
+    kinds = {type(layer) for layer in all_layers(model) if layer.has_statistics}
     return override(model, tuple(kinds), accum_dtype="float32") if kinds else model

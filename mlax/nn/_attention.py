@@ -31,7 +31,7 @@ class Attention(Layer):
     bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights to 0 while training.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     causal: bool = False
@@ -166,7 +166,7 @@ class MultiHeadAttention(Composite):
         _attention_of(self)
 
     def parts(self):
-        width = self.head_width  # None: `sized` infers it from the input
+        width = self.head_width  # None: `infer_sizes` reads it from the input
         kv_features = width and (self.kv_heads or self.heads) * width
         parts: dict[str, Layer] = {
             "query": self._linear(width and self.heads * width, self.bias),
@@ -187,13 +187,13 @@ class MultiHeadAttention(Composite):
             parts |= {"position": Position(), "cache": KeyValueCache(slots, ring=ring, param_dtype=self.cache_dtype)}
         return parts
 
-    def splits(self, number):
+    def tensor_parallel_axes(self, number):
         shared = (self.kv_heads or self.heads) % number == 0
         names = ("query", "key", "value") if shared else ("query",) if self.heads % number == 0 else ()
         axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias")}
         return {**axes, "out/kernel": -2} if axes else {}
 
-    def sized(self, x: Any) -> Self:
+    def infer_sizes(self, x: Any) -> Self:
         width = self._named_inputs(x)["x"].shape[-1]
         if self.head_width is None and width % self.heads:
             raise ValueError(

@@ -76,7 +76,7 @@ class Conv(_Convolution):
         ops.check_pad(f"{self}", x.shape, axes.spatial, windows.padding, self.pad_with)
         return self._init_variables(rng, x, axes, windows.window), None
 
-    def splits(self, number):
+    def tensor_parallel_axes(self, number):
         features = self.layout.split("/")[1].index("O") if "/" in self.layout else 0
         return {"kernel": features, "bias": 0}
 

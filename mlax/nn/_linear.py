@@ -40,7 +40,7 @@ class Linear(Layer):
             return {"kernel": kernel}, None
         return {"kernel": kernel, "bias": self.bias_init(named_key(rng, "bias"), (self.features,), dtype)}, None
 
-    def splits(self, number):
+    def tensor_parallel_axes(self, number):
         return {"kernel": -1, "bias": -1}
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -108,7 +108,7 @@ class Embed(Layer):
         shape = (self.vocabulary, self.width)
         return {"table": self.table_init(named_key(rng, "table"), shape, self.param_dtype)}, None
 
-    def splits(self, number):
+    def tensor_parallel_axes(self, number):
         return {"table": 0}
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):

@@ -110,7 +110,7 @@ class SelectiveScan(Layer):
     (S4D-real), and skip (c,). With `decode`, non-trainables: state (b, c, n), in `accum_dtype`, initially zero.
     """
 
-    takes_statistics: ClassVar[bool] = True  # the state is a long sum
+    has_statistics: ClassVar[bool] = True  # the state is a long sum
 
     _: KW_ONLY
     chunk: int = 32

@@ -34,7 +34,7 @@ class MoE(Composite):
     `noise` multiplies the router's input, while training, by uniform samples from 1 - noise to 1 + noise.
     """
 
-    takes_statistics: ClassVar[bool] = True  # the router's softmax
+    has_statistics: ClassVar[bool] = True  # the router's softmax
 
     expert: Layer
     experts: Size

@@ -30,7 +30,7 @@ class BatchNorm(Layer):
     `shard_map`, pass the mesh axis as `axis_name`, or each device uses its own.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     axis: int = -1
@@ -100,7 +100,7 @@ class LayerNorm(Layer):
     `scale=False` or `shift=False`. https://arxiv.org/abs/1607.06450, equation 4.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
@@ -129,7 +129,7 @@ class RMSNorm(Layer):
     https://arxiv.org/abs/1910.07467, equation 4.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     axes: tuple[int, ...] = (-1,)
@@ -159,7 +159,7 @@ class GroupNorm(Layer):
     shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1803.08494, equation 7.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     groups: int
     _: KW_ONLY
@@ -199,7 +199,7 @@ class InstanceNorm(Layer):
     and shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1607.08022, equation 2.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     axis: int = -1

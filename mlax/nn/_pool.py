@@ -48,7 +48,7 @@ class SumPool(_WindowPool):
     `strides`, `padding`, `dilation`, `ceil` and `layout` are as in `MaxPool`.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     accum_dtype: DType = None  # None: the input's
@@ -66,7 +66,7 @@ class MeanPool(_WindowPool):
     are as in `MaxPool`.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     count_padding: bool = False
@@ -111,7 +111,7 @@ class GlobalPool(Layer):
     With `keep_axes=True` the spatial axes remain, of size 1. The gradient of the maximum goes to the first of equals.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     by: Reduction = "mean"
@@ -140,7 +140,7 @@ class AdaptivePool(Layer):
     not divide n.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     size: int | tuple[int | None, ...]
     _: KW_ONLY

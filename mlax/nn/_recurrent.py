@@ -56,7 +56,7 @@ class RNNCell(CompositeCell):
     def parts(self):
         return {"input": _input_linear(self, 1), "recurrent": _recurrent_linear(self, 1)}
 
-    def start(self, x):
+    def initial_carry(self, x):
         return _zeros(x, self.features)
 
     def ahead(self, sub, x):
@@ -96,7 +96,7 @@ class MGUCell(CompositeCell):
             "candidate": _recurrent_linear(self, 1),
         }
 
-    def start(self, x):
+    def initial_carry(self, x):
         return _zeros(x, self.features)
 
     def ahead(self, sub, x):
@@ -144,7 +144,7 @@ class GRUCell(CompositeCell):
             "candidate": _recurrent_linear(self, 1),
         }
 
-    def start(self, x):
+    def initial_carry(self, x):
         return _zeros(x, self.features)
 
     def ahead(self, sub, x):
@@ -217,7 +217,7 @@ class LSTMCell(CompositeCell):
             parts["project"] = Linear(self.projection, bias=False, kernel_init=self.kernel_init, **_shared_fields(self))
         return parts
 
-    def start(self, x):
+    def initial_carry(self, x):
         return _zeros(x, self.projection or self.features), _zeros(x, self.features)
 
     def ahead(self, sub, x):
@@ -268,7 +268,7 @@ class ConvLSTMCell(CompositeCell):
             "recurrent": Conv(features, self.window, bias=False, kernel_init=self.recurrent_init, **shared),
         }
 
-    def start(self, x):
+    def initial_carry(self, x):
         zeros = _zeros(x, self.features)
         return zeros, zeros
 

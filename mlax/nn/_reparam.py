@@ -24,7 +24,7 @@ class WeightNorm(Wrapper):
     `layer`. https://arxiv.org/abs/1602.07868, equation 2.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     leaf: str = "kernel"
@@ -68,7 +68,7 @@ class SpectralNorm(Wrapper):
     singular vectors, `kernel/left` and `kernel/right`, in `accum_dtype`.
     """
 
-    takes_statistics: ClassVar[bool] = True
+    has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     leaf: str = "kernel"

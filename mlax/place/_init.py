@@ -103,7 +103,7 @@ def _collect_parts(
         size, inner = layer.slices(x)
         yield from _collect_parts(layer.layer, (*names, ()), (*times, size), inner, shardings)
     elif isinstance(layer, Composite) and type(layer).init is Composite.init:
-        layer, inputs = layer.sized(x), part_inputs(layer, x)
+        layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
         for name, part in parts_of(layer).items():
             own = (shardings[0] or {}).get(name), (shardings[1] or {}).get(name)
             yield from _collect_parts(part, (*names[:-1], (*names[-1], name)), times, inputs[name], own)

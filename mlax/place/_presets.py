@@ -43,7 +43,8 @@ def zero(number: int = -1, *, axis: str = "data", min_size: int = 2**12) -> Plan
 def tensor(model: Layer, x: Any, number: int, *, axis: str = "model") -> Plan:
     """Tensor parallelism: the heads of attention and the hidden features of MLPs are sharded, and so their weights.
 
-    The rules are derived from `Layer.splits` of the model's layers. https://arxiv.org/abs/1909.08053, section 3.
+    The rules are derived from `Layer.tensor_parallel_axes` of the model's layers. Section 3 of
+    https://arxiv.org/abs/1909.08053.
     """
     axes = tensor_axes(model, x, number)
     if not axes:
@@ -104,9 +105,10 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
     """The axis of each variable, counted from the end, over which tensor parallelism shards it; others are left out.
 
     A linear map whose input another one of the same composite made wider is sharded along its inputs, so that its
-    partial sums are all-reduced; all others follow `Layer.splits`. An axis that `number` does not divide is left out.
+    partial sums are all-reduced; all others follow `Layer.tensor_parallel_axes`. An axis that `number` does not divide
+    is left out.
     """
-    if (own := layer.splits(number)) is not None:
+    if (own := layer.tensor_parallel_axes(number)) is not None:
         shapes = _variable_shapes(layer, x)
         axes = {path: axis - len(shapes[path]) if axis >= 0 else axis for path, axis in own.items() if path in shapes}
         return {path: axis for path, axis in axes.items() if shapes[path][axis] % number == 0}
@@ -118,7 +120,7 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
         return {}
     found: dict[str, int] = {}
     expanded = None  # the width of the output of an earlier part that widened its input
-    layer, inputs = layer.sized(x), part_inputs(layer, x)
+    layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
     for name, part in parts_of(layer).items():
         axes, shapes = tensor_axes(part, inputs[name], number), _variable_shapes(part, inputs[name])
         if axes.get("kernel") == -1 and shapes["kernel"] == (expanded, *shapes["kernel"][1:]):
@@ -137,7 +139,7 @@ def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
         return expert_axes(layer.layer, x)
     if not isinstance(layer, Composite):
         return {}
-    layer, inputs = layer.sized(x), part_inputs(layer, x)
+    layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
     return {
         f"{name}/{path}": axis
         for name, part in parts_of(layer).items()

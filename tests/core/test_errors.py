@@ -476,3 +476,15 @@ def test_the_error_of_passing_the_pair_from_init_as_one_argument_says_so():
 
 def test_a_pattern_that_matches_no_parameter_counts_zero():
     assert mlax.count({"a": jnp.ones(3)}, "b/**") == 0
+
+
+def test_part_names_with_the_same_hash_are_rejected():
+    text, _ = raised(ValueError, mlax.Series(plumless=nn.Linear(3), buckeroo=nn.Linear(3)).init, RNG, X)
+    assert "'plumless' and 'buckeroo' have the same hash" in text and text.endswith("rename one.")
+
+
+def test_a_stacked_variable_of_the_wrong_length_is_named():
+    model = mlax.Repeat(nn.Linear(X.shape[-1]), 3)
+    trainables, _ = mlax.Repeat(nn.Linear(X.shape[-1]), 2).init(RNG, X)
+    text, _ = raised(ValueError, model.fwd, X, trainables)
+    assert "bias has the shape (2, " in text and "must have a leading axis of 3" in text

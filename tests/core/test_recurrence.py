@@ -20,7 +20,7 @@ TIME = normal(2, 7, 3, seed=1)
 def test_a_carry_can_be_passed_and_returned():
     whole, steps = mlax.Recurrent(Cell(5)), mlax.Recurrent(Cell(5), carry=True)
     trainables, _ = whole.init(RNG, TIME)
-    carry = Cell(5).start(TIME[:, 0])
+    carry = Cell(5).initial_carry(TIME[:, 0])
     same, _ = steps.init(RNG, (carry, TIME))
     jax.tree.map(np.testing.assert_array_equal, same, trainables)
     (carry, first), _ = steps.fwd((carry, TIME[:, :4]), trainables)
@@ -64,7 +64,7 @@ class Gated(mlax.CompositeCell):
             "tanh": mlax.F(jnp.tanh),
         }
 
-    def start(self, x):
+    def initial_carry(self, x):
         return jnp.zeros((*x.shape[:-1], self.features), x.dtype), jnp.zeros(x.shape[:1], jnp.int32)
 
     def ahead(self, sub, x):
@@ -85,8 +85,8 @@ class Whole(mlax.Cell):
 
     cell: Gated
 
-    def start(self, x):
-        return self.cell.start(x)
+    def initial_carry(self, x):
+        return self.cell.initial_carry(x)
 
     def init(self, rng, x):
         return self.cell.init(rng, x)
@@ -191,7 +191,7 @@ def test_parts_get_a_new_key_at_each_step_and_each_call():
         def parts(self):
             return {"drop": nn.Dropout(0.5)}
 
-        def start(self, x):
+        def initial_carry(self, x):
             return jnp.ones(x.shape, x.dtype)
 
         def ahead(self, sub, x):
@@ -225,7 +225,7 @@ def test_a_part_carries_its_state_from_step_to_step():
         def parts(self):
             return {"mix": nn.Linear(3), "count": Count()}
 
-        def start(self, x):
+        def initial_carry(self, x):
             return jnp.zeros_like(x)
 
         def ahead(self, sub, x):
@@ -266,7 +266,7 @@ def test_every_product_carries_the_path_of_its_part():
 def test_a_cell_that_changes_the_shape_of_its_carry_is_an_error():
     @mlax.frozen
     class Growing(mlax.Cell):
-        def start(self, x):
+        def initial_carry(self, x):
             return x
 
         def init(self, rng, x):

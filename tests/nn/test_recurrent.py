@@ -149,7 +149,7 @@ def test_any_cell_over_time_equals_a_loop_that_stops_at_each_length(which, sizes
     cell = build(features)
     layer = mlax.Recurrent(cell, reverse=reverse, unroll=unroll, carry=True, lengths=True)
     x = np.random.default_rng(0).normal(size=(batch, times, width)).astype(np.float32)
-    first = jax.tree.map(lambda leaf: leaf + 0.3, cell.start(jax.ShapeDtypeStruct((batch, width), x.dtype)))
+    first = jax.tree.map(lambda leaf: leaf + 0.3, cell.initial_carry(jax.ShapeDtypeStruct((batch, width), x.dtype)))
     trainables, _ = layer.init(RNG, (first, x, jnp.asarray(lengths)))
     (last, y), _ = jax.jit(layer.fwd)((first, x, jnp.asarray(lengths)), trainables)
 
@@ -169,7 +169,7 @@ def test_an_empty_batch_and_zero_steps_work():
     layer = mlax.Recurrent(nn.LSTMCell(5), carry=True)
     for shape in ((0, 6, 3), (2, 0, 3)):
         x = jnp.ones(shape)
-        first = nn.LSTMCell(5).start(jax.ShapeDtypeStruct((shape[0], 3), x.dtype))
+        first = nn.LSTMCell(5).initial_carry(jax.ShapeDtypeStruct((shape[0], 3), x.dtype))
         trainables, _ = layer.init(RNG, (first, x))
 
         def loss(trainables, first, x):
@@ -214,7 +214,7 @@ def test_a_stack_passes_lengths_only_to_its_recurrent_layers():
 
 
 def test_the_forget_gate_is_open_at_first():
-    trainables, _ = nn.LSTMCell(3).init(RNG, (nn.LSTMCell(3).start(jnp.ones((2, 4))), jnp.ones((2, 4))))
+    trainables, _ = nn.LSTMCell(3).init(RNG, (nn.LSTMCell(3).initial_carry(jnp.ones((2, 4))), jnp.ones((2, 4))))
     np.testing.assert_array_equal(trainables["input"]["bias"], [0] * 3 + [1] * 3 + [0] * 6)
 
 

@@ -89,7 +89,7 @@ class Pipelined(Wrapper):
         if rng is not None:
             keys = jax.random.split(rng, self.repeat.times)
             keys = lax.dynamic_slice_in_dim(keys, stage * np.int32(layer.times), layer.times)
-        return layer.with_keys(x, own, None, keys, inference_mode)[0]
+        return layer.apply_with_keys(x, own, None, keys, inference_mode)[0]
 
     def send(self, tree: Any, offset: int) -> Any:
         """Send the arrays of each stage to the next stage (`offset` 1) or to the previous one (-1)."""
