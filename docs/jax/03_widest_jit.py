@@ -172,8 +172,8 @@ print(f"one step per call: {single:.0f} microseconds per step; twenty per call: 
 assert scanned < single
 
 # %% [markdown]
-# `train.step(objective, optimizer, many=20)` does this, fed by `feed.stream(stacked=20)`. On a GPU, where the
-# arithmetic of a small step takes microseconds, it is the difference between a busy device and an idle one.
+# `train.step(objective, optimizer, steps_per_call=20)` does this, fed by `feed.stream(steps_per_call=20)`. On a GPU,
+# where the arithmetic of a small step takes microseconds, it is the difference between a busy device and an idle one.
 #
 # ## What stays outside jit
 #

@@ -83,7 +83,10 @@ def _add_launch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--hang", type=float, default=20.0, help="seconds without any heartbeat that count as a hang (default: 20)"
     )
     parser.add_argument(
-        "--patience", type=float, default=1800.0, help="the same while compiling, saving and exiting (default: 1800)"
+        "--slow-timeout",
+        type=float,
+        default=1800.0,
+        help="the same while compiling, saving and exiting (default: 1800)",
     )
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds to save and exit after SIGTERM (default: 30)"

@@ -109,7 +109,7 @@ class Hang(NamedTuple):
 class HangDetector:
     """Finds the process that hangs: one that is stopped, or the one furthest behind if none sent a heartbeat for long.
 
-    Long is `hang` seconds, or `patience` in SLOW_PHASES; the other processes wait for that one. A script without
+    Long is `hang` seconds, or `slow_timeout` in SLOW_PHASES; the other processes wait for that one. A script without
     heartbeats is never thought to hang, unless it is stopped.
     """
 
@@ -117,10 +117,10 @@ class HangDetector:
         self,
         processes: Sequence[WorkerProcess],
         hang: float,
-        patience: float,
+        slow_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.processes, self.hang, self.patience, self.clock = processes, hang, patience, clock
+        self.processes, self.hang, self.slow_timeout, self.clock = processes, hang, slow_timeout, clock
         now = clock()
         self._changed_at = now  # when any process last sent a heartbeat
         self._ran_at = {process.index: now for process in processes}  # when it was last seen not to be stopped
@@ -144,7 +144,7 @@ class HangDetector:
         if last is None or (beat := beats[last.index]) is None:
             return None
         silent = now - self._changed_at
-        if silent <= (self.patience if beat.phase in SLOW_PHASES else self.hang):
+        if silent <= (self.slow_timeout if beat.phase in SLOW_PHASES else self.hang):
             return None
         others = [f"process {p.index} at {beats[p.index]}" for p in running if p is not last]
         rest = f"; {', '.join(others)}" if others else ""

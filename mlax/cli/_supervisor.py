@@ -36,7 +36,7 @@ def launch(
     devices: int | None,
     restarts: int,
     hang: float,
-    patience: float,
+    slow_timeout: float,
     grace: float,
     script: str,
     args: Sequence[str],
@@ -45,7 +45,7 @@ def launch(
     if not Path(script).is_file():
         raise SystemExit(f"mlax launch: there is no script {script}.")
     outcome = Outcome("", 0)
-    with Supervisor(processes, devices, hang, patience, grace, script, args) as supervisor:
+    with Supervisor(processes, devices, hang, slow_timeout, grace, script, args) as supervisor:
         for restart in range(1, restarts + 2):
             outcome = supervisor.attempt()
             if outcome.why:
@@ -74,13 +74,13 @@ class Supervisor:
         count: int,
         devices: int | None,
         hang: float,
-        patience: float,
+        slow_timeout: float,
         grace: float,
         script: str,
         args: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.count, self.devices, self.hang, self.patience, self.grace = count, devices, hang, patience, grace
+        self.count, self.devices, self.hang, self.slow_timeout, self.grace = count, devices, hang, slow_timeout, grace
         self.script, self.args, self.clock = script, args, clock
         self.signals: list[int] = []  # that were received
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # handlers
@@ -124,7 +124,7 @@ class Supervisor:
         return ["-m", "mlax.cli._worker", json.dumps(task), self.script, *self.args]
 
     def _supervise(self, processes: list[WorkerProcess]) -> Outcome:
-        detector = HangDetector(processes, self.hang, self.patience, self.clock)
+        detector = HangDetector(processes, self.hang, self.slow_timeout, self.clock)
         while not self.signals:
             statuses = [process.status for process in processes]
             if all(status == 0 for status in statuses):

@@ -98,7 +98,9 @@ def fit(
                 if signals.poll_all():
                     return
 
-        stream = feed.stream(at, steps, stacked=step.many, stopped=signals.pending, position=notes.get("feed"))
+        stream = feed.stream(
+            at, steps, steps_per_call=step.steps_per_call, stopped=signals.pending, position=notes.get("feed")
+        )
         with monitor, stream as batches:
             for batch in batches:
                 if not step.aot.compiled:
@@ -109,7 +111,7 @@ def fit(
                             _check_best(best, step.evaluation.prepare(state, evaluate))
                 heartbeat(at, "step")
                 state, metrics = step(state, batch)
-                at += step.many
+                at += step.steps_per_call
                 heartbeat(at, "after a step")
                 ending = at >= steps or bool(signals.poll_all())
                 evaluating = evaluate is not None and (at % evaluate_every == 0 or at >= steps)
@@ -167,7 +169,7 @@ def _wait_for_saves(checkpoints: Checkpoints | None, monitor: Monitor) -> int | 
 
 def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:
     """The steps of an epoch, or a tenth of all steps where that is unknown, rounded up to whole calls."""
-    return -(-(feed.steps or -(-steps // 10)) // step.many) * step.many
+    return -(-(feed.steps or -(-steps // 10)) // step.steps_per_call) * step.steps_per_call
 
 
 def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any) -> None:
@@ -191,5 +193,7 @@ def _check_steps(step: Step, **numbers: int) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"fit: {name} is {value!r}, but must be an int of at least 1.")
-        if value % step.many:
-            raise ValueError(f"fit: {name} is {value}, but must be a multiple of the {step.many} steps per call.")
+        if value % step.steps_per_call:
+            raise ValueError(
+                f"fit: {name} is {value}, but must be a multiple of the {step.steps_per_call} steps per call."
+            )

@@ -11,7 +11,7 @@ from mlax.core import frozen
 
 @frozen
 class LossScale(abc.ABC):
-    """The factor by which the loss is multiplied before differentiation; the gradients are divided by it in float32."""
+    """A factor that multiplies the loss before differentiation; the gradients are then divided by it in float32."""
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -24,7 +24,7 @@ class LossScale(abc.ABC):
 
 @frozen
 class StaticLossScale(LossScale):
-    """A constant factor."""
+    """A loss scale that stays constant."""
 
     scale: float = 2.0**15
 
@@ -40,19 +40,20 @@ class StaticLossScale(LossScale):
 
 @frozen
 class DynamicLossScale(LossScale):
-    """A factor that follows the gradients: halved on overflow, doubled after `every` finite steps in a row.
+    """A loss scale that adapts to the gradients: halved on overflow, doubled after `every` finite steps in a row.
 
-    Section 3.2 of https://arxiv.org/abs/1710.03740. `factor` replaces the 2; `least` and `most` bound the scale.
+    Section 3.2 of https://arxiv.org/abs/1710.03740. `factor` replaces the 2; the scale stays between
+    `min_scale` and `max_scale`.
     """
 
     scale: float = 2.0**15
     every: int = 2000
     factor: float = 2.0
-    least: float = 1.0
-    most: float = 2.0**24
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
 
     def __post_init__(self):
-        for name in ("scale", "every", "least", "most"):
+        for name in ("scale", "every", "min_scale", "max_scale"):
             _check_positive(self, name, getattr(self, name))
         if not self.factor > 1:
             raise ValueError(f"DynamicLossScale: factor is {self.factor}, but must be above 1.")
@@ -65,7 +66,7 @@ class DynamicLossScale(LossScale):
         grown = jnp.where(good >= self.every, state["scale"] * self.factor, state["scale"])
         scale = jnp.where(finite, grown, state["scale"] / self.factor)
         return {
-            "scale": jnp.clip(scale, self.least, self.most),
+            "scale": jnp.clip(scale, self.min_scale, self.max_scale),
             "good": jnp.where(good >= self.every, 0, good),
         }
 

@@ -25,7 +25,7 @@ CALLS_BETWEEN_READS = 8  # with several processes
 
 @jax.tree_util.register_pytree_node_class
 class Metrics(Mapping[str, jax.Array]):
-    """The metrics of a step by name: each () or, with several steps per call, (many,), in float32 or wider.
+    """The metrics of a step by name: each () or, with several steps per call, (steps_per_call,), in float32 or wider.
 
     They are stored as one array, a pytree leaf, so that one transfer brings all of them to the host: `to_numpy`. Only
     reading a metric waits for the step.
@@ -33,7 +33,7 @@ class Metrics(Mapping[str, jax.Array]):
 
     def __init__(self, names: tuple[str, ...], packed: jax.Array):
         self.names = names
-        self.packed = packed  # (names,) or (many, names)
+        self.packed = packed  # (names,) or (steps_per_call, names)
 
     @classmethod
     def pack(cls, values: Mapping[str, jax.Array]) -> Self:
@@ -80,9 +80,9 @@ class MetricsLog:
     one it is passed. If the disk is full, lines are kept until they can be written.
     """
 
-    def __init__(self, path: Path | None, *, many: int = 1, every: float = 0.25, ahead: int = 2):
+    def __init__(self, path: Path | None, *, steps_per_call: int = 1, every: float = 0.25, ahead: int = 2):
         self.path = path
-        self.many = many
+        self.steps_per_call = steps_per_call
         self.every = every  # seconds between two reads
         self.ahead = ahead
         self._started_at = time.monotonic()
@@ -135,9 +135,9 @@ class MetricsLog:
         self._lines = []
 
     def _records(self, step: int, metrics: dict[str, np.ndarray]) -> Iterator[Record]:
-        for i in range(self.many):
-            values = {name: (value if self.many == 1 else value[i]).item() for name, value in metrics.items()}
-            yield {"step": step - self.many + 1 + i, **values}
+        for i in range(self.steps_per_call):
+            values = {name: (value if self.steps_per_call == 1 else value[i]).item() for name, value in metrics.items()}
+            yield {"step": step - self.steps_per_call + 1 + i, **values}
 
 
 def truncate_log(path: Path, step: int) -> None:

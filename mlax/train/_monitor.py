@@ -45,7 +45,7 @@ class Monitor:
 
     def __init__(self, run: Run, step: Step, feed: Any, start: int, steps: int, *, tensorboard: bool, show: bool):
         self.run, self.step = run, step
-        self.log = MetricsLog(run.path("metrics.jsonl") if run.is_main else None, many=step.many)
+        self.log = MetricsLog(run.path("metrics.jsonl") if run.is_main else None, steps_per_call=step.steps_per_call)
         self.tensorboard = TensorBoard(run.path("tensorboard") if tensorboard and run.is_main else None, start=start)
         self.progress = Progress(start, steps, show=show and run.is_main)
         self.examples = getattr(feed, "batch", 0)

@@ -212,7 +212,7 @@ def export_weights(
         return
     try:
         _write_gathered(last, _inference_variables(optimizer, state))
-        if checkpoints.by is not None and (number := checkpoints.best()) is not None:
+        if checkpoints.criterion is not None and (number := checkpoints.best()) is not None:
             _write_gathered(best, _inference_variables(optimizer, checkpoints.restore(state, step=number).tree))
     except Exception as failure:  # the checkpoints hold everything, and `fit` should still return
         report(f"the weights could not be written to {last.parent}: {failure}")

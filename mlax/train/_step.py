@@ -23,10 +23,10 @@ def step(
     objective: Objective,
     optimizer: Optimizer,
     *,
-    many: int = 1,
+    steps_per_call: int = 1,
     accumulate: int = 1,
     scaling: LossScale | None = None,
-    guard: bool = True,
+    skip_nonfinite: bool = True,
     compilations: int = 1,
     plan: Plan | None = None,
 ) -> "Step":
@@ -38,16 +38,18 @@ def step(
     values to log, and the new non_trainables. A loss per example is averaged with the weights `batch["mask"]`, if there
     are any. A scalar is used as it is, so an objective that returns one must itself leave out the padding of a batch.
 
-    - `many`: steps per call, by a scan; batches and metrics then have a leading axis of that size.
+    - `steps_per_call`: steps that one call runs, by a scan; if several, batches and metrics have a leading axis of that
+      size.
     - `accumulate`: microbatches that a batch is split into: the same gradient in less memory.
     - `scaling`: loss scaling for float16, such as `train.DynamicLossScale()`.
-    - `guard`: skip a step whose loss or gradient is not finite: only the counts of steps and skipped steps change.
+    - `skip_nonfinite`: skip a step whose loss or gradient is not finite: only the counts of steps and of skipped steps
+      change.
     - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batches`.
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
 
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
     """
-    return Step(objective, optimizer, many, accumulate, scaling, guard, compilations, plan)
+    return Step(objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan)
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -56,10 +58,10 @@ class Step:
 
     objective: Objective
     optimizer: Optimizer
-    many: int
+    steps_per_call: int
     accumulate: int
     scaling: LossScale | None
-    guard: bool
+    skip_nonfinite: bool
     compilations: int
     plan: Plan | None
     evaluation: Evaluation = dataclasses.field(init=False)
@@ -70,12 +72,12 @@ class Step:
         allowed = max(8, self.compilations)
         self.evaluation = Evaluation(self.objective, self.optimizer, compilations=allowed, plan=self.plan)
         self.aot = CompiledFunction(
-            self.advance if self.many == 1 else self._scan,
+            self.advance if self.steps_per_call == 1 else self._scan,
             ("state", "batch"),
             donate=True,
             compilations=self.compilations,
             plan=self.plan,
-            stacked=self.many > 1,
+            stacked=self.steps_per_call > 1,
         )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -84,7 +86,7 @@ class Step:
         return self.aot(state, batch)
 
     def __repr__(self) -> str:
-        defaults = {"many": 1, "accumulate": 1, "scaling": None, "guard": True, "plan": None}
+        defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True, "plan": None}
         options = [
             f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
         ]
@@ -97,7 +99,7 @@ class Step:
 
     def flops(self) -> int:
         """FLOPs of one step over all devices, by the jaxpr of the last compilation."""
-        return self.aot.flops() // self.many
+        return self.aot.flops() // self.steps_per_call
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""
@@ -115,7 +117,7 @@ class Step:
         )
         check_non_trainables(state.non_trainables, non_trainables)
         norm = global_norm(dict(leaves_with_paths(grads)))
-        finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.guard else None
+        finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.skip_nonfinite else None
         trainables, optimizer = self.optimizer.update(
             grads,
             state.optimizer,
@@ -143,8 +145,8 @@ class Step:
         return new, Metrics.pack(metrics)
 
     def _scan(self, state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
-        _check_stacked(self.many, batches)
-        return lax.scan(self.advance, state, batches, length=self.many)
+        _check_stacked(self.steps_per_call, batches)
+        return lax.scan(self.advance, state, batches, length=self.steps_per_call)
 
 
 def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
@@ -172,7 +174,7 @@ def _check_options(step: Step) -> None:
         raise TypeError(
             f"train.step: {step.optimizer!r} is not an optimizer of mlax; wrap one of Optax in optim.from_optax."
         )
-    for name in ("many", "accumulate"):
+    for name in ("steps_per_call", "accumulate"):
         if not isinstance(getattr(step, name), int) or getattr(step, name) < 1:
             raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
     if step.scaling is not None and not isinstance(step.scaling, LossScale):
@@ -181,15 +183,16 @@ def _check_options(step: Step) -> None:
         raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan, as place.fsdp() returns.")
     if step.accumulate > 1 and _pipeline_stages(step) is not None:
         raise ValueError("train.step: the plan's pipeline splits batches into microbatches; leave accumulate at 1.")
-    if step.scaling is not None and not step.guard:
-        raise ValueError("train.step: a scaled loss overflows now and then, so guard must stay True.")
+    if step.scaling is not None and not step.skip_nonfinite:
+        raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")
 
 
-def _check_stacked(many: int, batches: Any) -> None:
+def _check_stacked(steps_per_call: int, batches: Any) -> None:
     mask = batches.get(MASK) if isinstance(batches, dict) else None
     for path, leaf in leaves_with_paths(batches):
-        if leaf.ndim == 0 or leaf.shape[0] != many or (mask is not None and mask.ndim < 2):
+        if leaf.ndim == 0 or leaf.shape[0] != steps_per_call or (mask is not None and mask.ndim < 2):
             raise ValueError(
-                f"step: many is {many}, so each array holds {many} batches on a leading axis, but {path} is "
-                f"{signature(leaf)}; take the batches from feed.stream(stacked={many})."
+                f"step: steps_per_call is {steps_per_call}, so each array holds {steps_per_call} batches on a leading "
+                f"axis, but {path} is {signature(leaf)}; take the batches from "
+                f"feed.stream(steps_per_call={steps_per_call})."
             )

@@ -19,10 +19,10 @@ class Worker:
         return f"process {self.index}"
 
 
-def detect(count=2, hang=20, patience=100):
+def detect(count=2, hang=20, slow_timeout=100):
     now = [0.0]
     workers = [Worker(index) for index in range(count)]
-    detector = HangDetector(workers, hang, patience, lambda: now[0])
+    detector = HangDetector(workers, hang, slow_timeout, lambda: now[0])
 
     def after(seconds):
         now[0] += seconds

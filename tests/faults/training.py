@@ -57,7 +57,7 @@ def setup(fsdp=False, slow=0.0):
         return batch
 
     over = NamedSharding(mesh, PartitionSpec("data"))
-    feed = train.Feed(data(), BATCH, seed=3, sharding=over, transform=slowed if slow else None, workers=1, ahead=1)
+    feed = train.Feed(data(), BATCH, seed=3, sharding=over, map_batch=slowed if slow else None, workers=1, prefetch=1)
     test = train.Feed(data(), 40, sharding=over)
     step = train.step(objective, optim.Accumulate(optim.AdamW(3e-3), 3))
 

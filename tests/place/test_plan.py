@@ -271,7 +271,9 @@ def _constrained(model):
 def test_many_steps_per_call_and_evaluation_follow_the_plan():
     task = gpt()
     plan = place.fsdp(min_size=1)
-    step = train.step(objective_of(plan.parallelize(task.model, task.x)), optim.AdamW(1e-3), many=2, plan=plan)
+    step = train.step(
+        objective_of(plan.parallelize(task.model, task.x)), optim.AdamW(1e-3), steps_per_call=2, plan=plan
+    )
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
     feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
     fitted = train.fit(step, state, feed, steps=4, evaluate=feed, show=False)

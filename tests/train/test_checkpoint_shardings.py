@@ -112,7 +112,7 @@ def over(values):
     made = {name: jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, specs[name]), lambda i, x=x: x[i])
             for name, x in values.items()}
     return {**made, "local": np.arange(3), "key": jax.random.key(7)}
-checkpoints = train.Checkpoints(folder, keep=2, patience=20)
+checkpoints = train.Checkpoints(folder, keep=2, timeout=20)
 if part == "write":
     for step in (1, 2, 3):
         checkpoints.save(step, over(tree(step)))

@@ -30,7 +30,7 @@ def test_seeds_give_different_orders_and_none_keeps_the_order():
 
 
 def test_a_batch_is_a_function_of_the_seed_and_the_step():
-    one, other = (train.Feed(digits(), batch=4, seed=3, transform=jittered) for _ in range(2))
+    one, other = (train.Feed(digits(), batch=4, seed=3, map_batch=jittered) for _ in range(2))
     other.batch_at(17), other.batch_at(2)
     for step in (0, 5, 6, 1_000_003):
         assert not unequal_leaves(one.batch_at(step), other.batch_at(step))
@@ -38,7 +38,7 @@ def test_a_batch_is_a_function_of_the_seed_and_the_step():
 
 
 def test_the_stream_equals_batch_at():
-    feed = train.Feed(digits(), batch=4, seed=3, transform=jittered, workers=3, ahead=5)
+    feed = train.Feed(digits(), batch=4, seed=3, map_batch=jittered, workers=3, prefetch=5)
     with feed.stream(stop=20) as stream:
         batches = list(stream)
     assert len(batches) == 20
@@ -60,7 +60,7 @@ def test_a_stream_resumed_repeatedly_equals_an_uninterrupted_one():
 
 
 def test_the_position_is_that_of_the_last_returned_batch_not_of_prefetched_ones():
-    with train.Feed(digits(), batch=4, ahead=4).stream(start=3) as stream:
+    with train.Feed(digits(), batch=4, prefetch=4).stream(start=3) as stream:
         assert stream.position() == {"step": 3}
         next(stream)
         assert stream.position() == {"step": 4}
@@ -112,7 +112,7 @@ def test_a_mask_from_the_source_is_kept_except_on_padding():
 
 def test_stacked_batches_are_consecutive_along_a_new_axis():
     feed = train.Feed(digits(), batch=4, seed=0)
-    with feed.stream(start=2, stop=8, stacked=3) as stream:
+    with feed.stream(start=2, stop=8, steps_per_call=3) as stream:
         first, second = stream
         assert stream.position() == {"step": 8}
     for stack, steps in ((first, (2, 3, 4)), (second, (5, 6, 7))):
@@ -125,7 +125,7 @@ def test_each_is_seeded_by_example_whatever_the_batch_size():
 
     drawn = {}
     for batch in (3, 8):
-        feed = train.Feed(digits(), batch=batch, seed=0, each=flipped)
+        feed = train.Feed(digits(), batch=batch, seed=0, map_example=flipped)
         for step in range(feed.steps):
             made = feed.batch_at(step)
             for i, value, real in zip(made["digit"], made["drawn"], made["mask"], strict=True):
@@ -136,7 +136,7 @@ def test_each_is_seeded_by_example_whatever_the_batch_size():
 
 
 def test_transform_is_seeded_differently_at_every_step():
-    feed = train.Feed(digits(4), batch=4, transform=jittered)
+    feed = train.Feed(digits(4), batch=4, map_batch=jittered)
     assert not np.array_equal(feed.batch_at(0)["image"], feed.batch_at(1)["image"])
 
 

@@ -22,15 +22,18 @@ def jittered(batch, generator):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("stacked", [1, 2])
-def test_the_examples_are_the_same_on_any_number_of_devices(devices, stacked):
-    plain = train.Feed(ARRAYS, batch=8, seed=0, transform=jittered)
-    feed = train.Feed(ARRAYS, batch=8, seed=0, transform=jittered, sharding=over(devices))
-    with plain.stream(stop=10, stacked=stacked) as wanted, feed.stream(stop=10, stacked=stacked) as given:
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_the_examples_are_the_same_on_any_number_of_devices(devices, steps_per_call):
+    plain = train.Feed(ARRAYS, batch=8, seed=0, map_batch=jittered)
+    feed = train.Feed(ARRAYS, batch=8, seed=0, map_batch=jittered, sharding=over(devices))
+    with (
+        plain.stream(stop=10, steps_per_call=steps_per_call) as wanted,
+        feed.stream(stop=10, steps_per_call=steps_per_call) as given,
+    ):
         for a, b in zip(wanted, given, strict=True):
             for name in a:
                 assert np.array_equal(a[name], b[name])
-                rows = b[name].sharding.shard_shape(b[name].shape)[stacked > 1]
+                rows = b[name].sharding.shard_shape(b[name].shape)[steps_per_call > 1]
                 assert len(b[name].devices()) == devices and rows == 8 // devices
 
 
@@ -44,7 +47,7 @@ def test_a_sharding_is_truncated_to_the_rank_of_each_array():
 def test_a_device_is_accepted_as_a_sharding():
     device = jax.devices()[5]
     for sharding in (device, SingleDeviceSharding(device)):
-        with train.Feed(ARRAYS, batch=8, sharding=sharding).stream(stop=2, stacked=2) as stream:
+        with train.Feed(ARRAYS, batch=8, sharding=sharding).stream(stop=2, steps_per_call=2) as stream:
             assert next(stream)["x"].devices() == {device}
 
 
@@ -81,14 +84,15 @@ def jittered(batch, generator):
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 sharding = NamedSharding(mesh, PartitionSpec("data"))
-for stacked, each, transform in ((1, draws, None), (2, None, jittered)):
+for steps_per_call, map_example, map_batch in ((1, draws, None), (2, None, jittered)):
     source = Source()
-    feed = train.Feed(source, batch=8, seed=0, each=each, transform=transform, workers=1, sharding=sharding)
+    maps = {"map_example": map_example, "map_batch": map_batch}
+    feed = train.Feed(source, batch=8, seed=0, **maps, workers=1, sharding=sharding)
     feed.example
     source.read.clear()
-    with feed.stream(stop=8, stacked=stacked) as stream:
+    with feed.stream(stop=8, steps_per_call=steps_per_call) as stream:
         shards = [
-            [name, s.index[stacked > 1].start or 0, np.asarray(s.data).tolist()]
+            [name, s.index[steps_per_call > 1].start or 0, np.asarray(s.data).tolist()]
             for batch in stream for name in ("id", "drawn") for s in batch[name].addressable_shards
         ]
     print(json.dumps({"read": source.read, "shards": shards}), flush=True)
@@ -109,7 +113,7 @@ def test_each_of_two_processes_loads_only_its_rows_of_the_same_batches(tmp_path)
     def drawn(batch, generator):
         return {**batch, "drawn": generator.random(len(batch["id"]), np.float32)}
 
-    alone = train.Feed({"id": np.arange(38)}, batch=8, seed=0, each=draws)
+    alone = train.Feed({"id": np.arange(38)}, batch=8, seed=0, map_example=draws)
     for process, said in enumerate(by_example):
         held = slice(4 * process, 4 * process + 4)
         for step, read in enumerate(said["read"]):
@@ -122,7 +126,7 @@ def test_each_of_two_processes_loads_only_its_rows_of_the_same_batches(tmp_path)
                     assert held.start <= start < held.stop
                     assert np.array_equal(np.array(values, np.float32), alone.batch_at(step)[name][start : start + 2])
 
-    alone = train.Feed({"id": np.arange(38)}, batch=8, seed=0, transform=drawn)
+    alone = train.Feed({"id": np.arange(38)}, batch=8, seed=0, map_batch=drawn)
     for said in by_batch:
         shards = iter(said["shards"])
         for step in range(0, 8, 2):

@@ -86,7 +86,7 @@ def test_the_error_names_what_changed_between_batches(changed, words):
     assert caught.value.__notes__ == ["in the batch of step 1, examples 4, 5, 6, 7"]
 
 
-@pytest.mark.parametrize("name", ["batch", "workers", "ahead"])
+@pytest.mark.parametrize("name", ["batch", "workers", "prefetch"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "4"])
 def test_counts_are_ints_of_at_least_one(name, value):
     with pytest.raises(ValueError, match=f"Feed: {name} is {value!r}, but must be an int of at least 1"):
@@ -125,11 +125,11 @@ def test_a_batch_that_does_not_divide_into_shards_is_an_error():
     "options, error, words",
     [
         ({"start": -1}, ValueError, "stream: start is -1, but must be an int of at least 0"),
-        ({"stacked": 0}, ValueError, "stream: stacked is 0, but must be an int of at least 1"),
+        ({"steps_per_call": 0}, ValueError, "stream: steps_per_call is 0, but must be an int of at least 1"),
         (
-            {"start": 3, "stop": 10, "stacked": 4},
+            {"start": 3, "stop": 10, "steps_per_call": 4},
             ValueError,
-            "7 steps from 3 to 10 are not a multiple of stacked=4",
+            "7 steps from 3 to 10 are not a multiple of steps_per_call=4",
         ),
         ({"stop": 2.5}, ValueError, "stream: stop is 2.5, but must be an int"),
         ({"position": 3}, TypeError, "position is 3, but must be a stream.position"),
@@ -142,11 +142,13 @@ def test_invalid_arguments_of_stream_are_errors(options, error, words):
         train.Feed({"x": X}, batch=2).stream(**options)
 
 
-def test_transform_must_keep_the_number_of_rows_and_each_the_names():
-    with pytest.raises(ValueError, match="transform returned 1 rows for 2 examples"):
-        train.Feed({"x": X}, batch=2, transform=lambda batch, g: {"x": batch["x"][:1]}).batch_at(0)
-    odd = train.Feed({"x": X}, batch=6, each=lambda example, g: example if g.random() < 0.5 else {**example, "y": 1})
-    with pytest.raises(ValueError, match="each: examples differ in names or shapes"):
+def test_map_batch_keeps_the_number_of_rows_and_map_example_the_names():
+    with pytest.raises(ValueError, match="map_batch returned 1 rows for 2 examples"):
+        train.Feed({"x": X}, batch=2, map_batch=lambda batch, g: {"x": batch["x"][:1]}).batch_at(0)
+    odd = train.Feed(
+        {"x": X}, batch=6, map_example=lambda example, g: example if g.random() < 0.5 else {**example, "y": 1}
+    )
+    with pytest.raises(ValueError, match="map_example: examples differ in names or shapes"):
         odd.batch_at(0)
 
 
@@ -169,7 +171,10 @@ def test_transform_must_keep_the_number_of_rows_and_each_the_names():
             lambda: train.Buckets([[1], [1.5]], (4,), 2).batch_at(0),
             "'tokens' is float32.*, but must be int32",
         ),
-        (lambda: train.Buckets([[1], [1, 2]], (1, 2), 2).stream(stacked=2), "stacked=2 needs batches of one shape"),
+        (
+            lambda: train.Buckets([[1], [1, 2]], (1, 2), 2).stream(steps_per_call=2),
+            "steps_per_call=2 needs batches of one shape",
+        ),
         (
             lambda: train.pack_sequences([[1] * 5], 4),
             "1 of 1 sequences are longer than 4.*or split=True",

@@ -48,7 +48,7 @@ def resumed_and_uninterrupted(make, stop=9, lengths=(2, 1, 3, 3)):
     whole = [rows(batch) for batch in train.IterableFeed(make()).stream(stop=stop)]
     parts, position = [], None
     for length in lengths:
-        with train.IterableFeed(make(), ahead=3).stream(position=position) as stream:
+        with train.IterableFeed(make(), prefetch=3).stream(position=position) as stream:
             parts += [rows(next(stream)) for _ in range(length)]
             position = json.loads(json.dumps(stream.position()))
     assert position["step"] == stop
@@ -76,7 +76,7 @@ def test_the_position_before_the_first_batch_resumes_at_that_batch(make, start):
 
 
 def test_stacked_batches_are_consecutive():
-    with train.IterableFeed(tens).stream(stop=4, stacked=2) as stream:
+    with train.IterableFeed(tens).stream(stop=4, steps_per_call=2) as stream:
         stacks = list(stream)
         assert stream.position() == {"step": 4, "pass": 1, "taken": 1}
     assert [np.asarray(stack["x"])[:, 0].tolist() for stack in stacks] == [[0, 4], [8, 0]]

@@ -1,4 +1,4 @@
-"""The threads of a stream: none outlives it, their errors are raised, and they respect `ahead`."""
+"""The threads of a stream: none outlives it, their errors are raised, and they respect `prefetch`."""
 
 import gc
 import subprocess
@@ -74,7 +74,7 @@ print(next(stream)["x"].tolist())
 
 
 def test_no_thread_outlives_an_exhausted_stream():
-    stream = train.Feed(Numbers(), batch=4, workers=4, ahead=4).stream(stop=9)
+    stream = train.Feed(Numbers(), batch=4, workers=4, prefetch=4).stream(stop=9)
     assert len(list(stream)) == 9
     assert not threads()
     assert list(stream) == []
@@ -125,7 +125,7 @@ def test_a_stop_iteration_in_the_source_does_not_silently_end_the_loop():
 
 
 def test_the_ids_of_a_large_batch_are_abbreviated():
-    feed = train.Feed(Numbers(), batch=30, transform=lambda batch, generator: 1 / 0)
+    feed = train.Feed(Numbers(), batch=30, map_batch=lambda batch, generator: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         feed.batch_at(0)
     assert caught.value.__notes__[0] == f"in the batch of step 0, examples {', '.join(map(str, range(16)))} and 14 more"
@@ -153,30 +153,30 @@ def test_stopped_is_not_called_while_batches_are_ready():
         assert len(next(stream)["x"]) == 4
 
 
-@pytest.mark.parametrize("ahead, workers", [(1, 1), (2, 2), (2, 8), (5, 2)])
-def test_no_more_than_ahead_batches_are_prefetched(ahead, workers):
+@pytest.mark.parametrize("prefetch, workers", [(1, 1), (2, 2), (2, 8), (5, 2)])
+def test_no_more_than_prefetch_batches_are_prefetched(prefetch, workers):
     begun, lock = [], threading.Lock()
 
     def counts(ids):
         with lock:
             begun.append(int(ids[0]))
 
-    feed = train.Feed(Numbers(400, counts), batch=4, ahead=ahead, workers=workers)
+    feed = train.Feed(Numbers(400, counts), batch=4, prefetch=prefetch, workers=workers)
     feed.example  # noqa: B018
     begun.clear()
     with feed.stream() as stream:
         for taken in range(1, 20):
             next(stream)
-            assert len(begun) <= taken + ahead
+            assert len(begun) <= taken + prefetch
         until = time.monotonic() + 5
-        while len(begun) < taken + ahead and time.monotonic() < until:
+        while len(begun) < taken + prefetch and time.monotonic() < until:
             time.sleep(0.005)
         time.sleep(0.05)
-        assert len(begun) == taken + ahead
+        assert len(begun) == taken + prefetch
 
 
 def test_a_returned_batch_is_not_kept_alive():
-    feed = train.Feed(Numbers(400), batch=4, ahead=2)
+    feed = train.Feed(Numbers(400), batch=4, prefetch=2)
     stream = feed.stream(stop=3)
     first = weakref.ref(next(stream)["x"])
     next(stream), next(stream)
@@ -198,5 +198,5 @@ def test_a_busy_consumer_does_not_wait():
 
 def test_workers_of_uneven_speed_return_batches_in_order():
     uneven = Numbers(400, lambda ids: time.sleep(0.01 * (int(ids[0]) % 3 == 0)))
-    got = [int(batch["x"][0]) for batch in train.Feed(uneven, batch=4, workers=8, ahead=8).stream(stop=30)]
+    got = [int(batch["x"][0]) for batch in train.Feed(uneven, batch=4, workers=8, prefetch=8).stream(stop=30)]
     assert got == list(range(0, 120, 4))

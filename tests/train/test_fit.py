@@ -97,12 +97,12 @@ def test_nothing_compiles_after_the_first_step_and_evaluation(tmp_path):
 
 
 def test_many_steps_per_call_are_logged_one_by_one(tmp_path):
-    result = fit(tmp_path / "run", 40, step=train.step(objective, OPTIMIZER, many=4))
+    result = fit(tmp_path / "run", 40, step=train.step(objective, OPTIMIZER, steps_per_call=4))
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 41))
     assert result.step == 40 and int(result.state.step) == 40
     with pytest.raises(ValueError, match="steps is 41, but must be a multiple of the 4 steps per call"):
-        fit(None, 41, step=train.step(objective, OPTIMIZER, many=4))
+        fit(None, 41, step=train.step(objective, OPTIMIZER, steps_per_call=4))
 
 
 def poisoned_feed(steps):
@@ -113,7 +113,7 @@ def poisoned_feed(steps):
     def poison(batch, generator):
         return {**batch, "x": np.where(np.isin(batch["id"], list(bad))[:, None], np.float32(np.nan), batch["x"])}
 
-    return feed(transform=poison), bad
+    return feed(map_batch=poison), bad
 
 
 def test_a_non_finite_step_is_skipped_and_its_examples_are_logged(tmp_path):
@@ -143,7 +143,7 @@ def signaling_feed(number, at):
         return batch
 
     first = int(feed().indices(at)[0])
-    return feed(transform=strike, ahead=1)
+    return feed(map_batch=strike, prefetch=1)
 
 
 def test_ctrl_c_saves_and_returns_and_the_resumed_run_is_bitwise_equal(tmp_path, uninterrupted, capsys):
@@ -242,7 +242,7 @@ def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path):
         return batch
 
     first = int(feed().indices(6)[0])
-    result = fit(tmp_path / "run", 40, data=feed(transform=stall, workers=1, ahead=1))
+    result = fit(tmp_path / "run", 40, data=feed(map_batch=stall, workers=1, prefetch=1))
     asked.set()
     assert result.step == result.saved == 6
 

@@ -146,7 +146,7 @@ def test_accumulate_must_divide_the_batch():
 
 
 def test_many_steps_in_one_call_equal_single_steps():
-    one, four = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER, many=4)
+    one, four = train.step(objective, OPTIMIZER), train.step(objective, OPTIMIZER, steps_per_call=4)
     state = init_state(one)
     batches = [batch(seed=i) for i in range(4)]
     losses = []
@@ -171,7 +171,7 @@ def test_a_non_finite_step_changes_only_the_counts():
 
 
 def test_without_the_guard_a_non_finite_step_is_taken():
-    step = train.step(objective, OPTIMIZER, guard=False)
+    step = train.step(objective, OPTIMIZER, skip_nonfinite=False)
     state, metrics = step(init_state(step), {**batch(), "x": jnp.full((8, 5), jnp.nan)})
     assert "skipped" not in metrics
     assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainables))
@@ -331,12 +331,16 @@ def test_wrong_outputs_of_an_objective_are_rejected(returned, error, words):
     [
         (lambda: train.step(objective, optax.adam(1e-3)), TypeError, "is not an optimizer of mlax; wrap one of Optax"),
         (lambda: train.step("loss", OPTIMIZER), TypeError, "must be a function like `fwd`"),
-        (lambda: train.step(objective, OPTIMIZER, many=0), ValueError, "many is 0, but must be an int of at least 1"),
+        (
+            lambda: train.step(objective, OPTIMIZER, steps_per_call=0),
+            ValueError,
+            "steps_per_call is 0, but must be an int of at least 1",
+        ),
         (lambda: train.step(objective, OPTIMIZER, scaling=2.0), TypeError, r"pass train.DynamicLossScale\(\)"),
         (
-            lambda: train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(), guard=False),
+            lambda: train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(), skip_nonfinite=False),
             ValueError,
-            "guard must stay True",
+            "skip_nonfinite must stay True",
         ),
         (lambda: train.DynamicLossScale(factor=1.0), ValueError, "must be above 1"),
         (lambda: train.step(objective, OPTIMIZER).init(7, {}), TypeError, "rng is 7, but must be a key"),
@@ -445,8 +449,10 @@ def test_the_same_array_in_two_places_is_rejected_by_name():
 
 
 def test_many_steps_per_call_need_stacked_batches():
-    step = train.step(objective, OPTIMIZER, many=8)
-    with pytest.raises(ValueError, match=r"many is 8, so each array holds 8 batches.*feed.stream\(stacked=8\)"):
+    step = train.step(objective, OPTIMIZER, steps_per_call=8)
+    with pytest.raises(
+        ValueError, match=r"steps_per_call is 8, so each array holds 8 batches.*feed.stream\(steps_per_call=8\)"
+    ):
         step(init_state(step), {**batch(), "mask": jnp.ones(8, bool)})
 
 

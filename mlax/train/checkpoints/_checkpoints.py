@@ -56,9 +56,9 @@ class Checkpoints:
     manifest of hashes, fsyncs everything, and then renames the folder: only then does the step count as saved.
     `restore` returns the newest step whose hashes match. Several processes save into one shared folder.
 
-    report  called with a sentence for what would otherwise go unnoticed: that an earlier save failed (at the next
-            `save`, unless `failure` or `wait` gave it; or when this object is deleted), and that `restore` skipped a
-            damaged step. None prints to stderr.
+    report   callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
+             `restore` skipped a damaged step. None prints to stderr.
+    timeout  seconds that a save waits for other processes
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Checkpoints:
         best: Maximize | Minimize | None = None,
         report: Callable[[str], None] | None = None,
         file_bytes: int = 1 << 30,
-        patience: float = 600.0,
+        timeout: float = 600.0,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"Checkpoints: keep is {keep!r}, but must be a number of steps, 1 or more, or None.")
         _check_best(best)
         self.folder = os.path.abspath(os.fspath(folder))
-        self.keep, self.by = keep, best
+        self.keep, self.criterion = keep, best
         self.report = report or _print_report
-        self.file_bytes, self.patience = file_bytes, patience
+        self.file_bytes, self.timeout = file_bytes, timeout
         # Starting a thread hands it the GIL for 5 ms, so this one is ready before `save` needs it.
         self._writer = ThreadPoolExecutor(1, "mlax-checkpoints")
         self._running: Future[None] | None = None
@@ -108,7 +108,7 @@ class Checkpoints:
         group = self._process_group(leaves)
         self._saves += 1
         copies = copy_to_host(leaves, group)
-        job = SaveJob(self.folder, step, copies, metrics, notes, group, self._saves, self.file_bytes, self.patience)
+        job = SaveJob(self.folder, step, copies, metrics, notes, group, self._saves, self.file_bytes, self.timeout)
         self._running = self._writer.submit(self._write, job)
 
     def wait(self) -> None:
@@ -131,11 +131,11 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The best step by the metric passed as `best`."""
-        if self.by is None:
+        if self.criterion is None:
             raise ValueError("best: Checkpoints has no metric; pass best=Maximize('accuracy') or Minimize('loss').")
         found = {folder.step: folder for folder in step_folders(self.folder)}
         self._metrics = {folder: self._metrics.get(folder) or _read_metrics(folder) for folder in found.values()}
-        return self.by.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
+        return self.criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
 
     def restore(
         self,
@@ -189,7 +189,7 @@ class Checkpoints:
         try:
             write_checkpoint(job)
             if job.group.index == 0:
-                best = self.best() if self.by is not None else None
+                best = self.best() if self.criterion is not None else None
                 apply_retention(self.folder, self.keep, {job.step} if best is None else {job.step, best}, job.id)
         except BaseException as failure:  # raised later, in the thread that called `save`
             failure.add_note("In the background thread:\n" + "".join(traceback.format_tb(failure.__traceback__)))

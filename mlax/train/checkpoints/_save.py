@@ -130,7 +130,7 @@ class SaveJob(NamedTuple):
     group: ProcessGroup
     number: int  # counts the saves of the group
     file_bytes: int  # the maximum size of a file
-    patience: float  # seconds to wait for other processes
+    timeout: float  # seconds to wait for other processes
 
     @property
     def id(self) -> str:
@@ -254,20 +254,20 @@ def _abort(job: SaveJob, temporary: str) -> None:
 
 def _wait_for_folder(job: SaveJob, temporary: str) -> None:
     failed = partial(os.path.exists, job.temporary("failed"))
-    wait_until(partial(os.path.isdir, temporary), failed, job.patience, job.process(0), f"begin step {job.step}")
+    wait_until(partial(os.path.isdir, temporary), failed, job.timeout, job.process(0), f"begin step {job.step}")
 
 
 def _read_other_parts(job: SaveJob, temporary: str) -> Iterator[Manifest]:
     for index in range(1, job.group.count):
         path = os.path.join(temporary, _part_name(index))
         failed = partial(os.path.exists, os.path.join(temporary, _failure_name(index)))
-        wait_until(partial(os.path.exists, path), failed, job.patience, job.process(index), f"write step {job.step}")
+        wait_until(partial(os.path.exists, path), failed, job.timeout, job.process(index), f"write step {job.step}")
         yield read_manifest(path, partial=True)
 
 
 def _wait_for_commit(job: SaveJob, temporary: str) -> None:
     task = f"finish step {job.step}"
-    wait_until(lambda: not os.path.isdir(temporary), lambda: False, job.patience, job.process(0), task)
+    wait_until(lambda: not os.path.isdir(temporary), lambda: False, job.timeout, job.process(0), task)
     saved = [found.path for found in step_folders(job.folder) if found.step == job.step]
     if not any(_read_save_id(path) == job.id for path in saved):
         raise RuntimeError(f"{job.process(0)} gave up step {job.step}; see its output.")

@@ -40,7 +40,7 @@ class Buckets(Feed):
     cut    True truncates sequences longer than the last length; otherwise they are an error
     pad    the value of padding
 
-    The rest is as in Feed; `each` and `transform` get padded sequences.
+    The rest is as in Feed; `map_example` and `map_batch` get padded sequences.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Buckets(Feed):
         seed: int | None = None,
         cut: bool = False,
         pad: Any = 0,
-        each: Transform | None = None,
-        transform: Transform | None = None,
+        map_example: Transform | None = None,
+        map_batch: Transform | None = None,
         workers: int = 2,
-        ahead: int = 2,
+        prefetch: int = 2,
         sharding: Sharding | None = None,
     ):
         lengths = tuple(int_at_least(1, length, "Buckets: a length") for length in lengths)
@@ -69,10 +69,10 @@ class Buckets(Feed):
             source,
             max(int_at_least(1, size, "Buckets: batch") for size in sizes),
             seed=seed,
-            each=each,
-            transform=transform,
+            map_example=map_example,
+            map_batch=map_batch,
             workers=workers,
-            ahead=ahead,
+            prefetch=prefetch,
         )
         for size in sizes:
             self.sharding = check_sharding(sharding, size, "Buckets")

@@ -14,13 +14,14 @@ RowIndex = slice | np.ndarray  # all rows, or the sorted indices of some
 
 
 class BatchPlacer:
-    """Puts batches on the devices of `sharding`, `stacked` of them along a new leading axis; None: the default device.
+    """Puts batches on the devices of `sharding`, or on the default device if it is None.
 
+    With several `steps_per_call`, that many batches are stacked along a new leading axis.
     A NamedSharding is truncated to the rank of each array, so that P("data", "time") also applies to a mask (b,).
     """
 
-    def __init__(self, sharding: Sharding | None, stacked: int = 1):
-        self.stacked = stacked
+    def __init__(self, sharding: Sharding | None, steps_per_call: int = 1):
+        self.steps_per_call = steps_per_call
         self._sharding = sharding
         self._device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -37,14 +38,14 @@ class BatchPlacer:
 
     def put(self, batches: list[Batch], spec: BatchSpec, rows: RowIndex) -> dict[str, jax.Array]:
         """Transfer batches, each given as its `rows` only, to the devices."""
-        local = batches[0] if self.stacked == 1 else {n: np.stack([batch[n] for batch in batches]) for n in spec}
+        local = batches[0] if self.steps_per_call == 1 else {n: np.stack([batch[n] for batch in batches]) for n in spec}
         if self._sharding is None:
             with jax.default_device(self._device) if self._device is not None else contextlib.nullcontext():
                 return jax.device_put(local)
-        shardings = {name: self._array_sharding(len(leaf.shape), self.stacked) for name, leaf in spec.items()}
+        shardings = {name: self._array_sharding(len(leaf.shape), self.steps_per_call) for name, leaf in spec.items()}
         if isinstance(rows, slice):
             return jax.device_put(local, shardings)
-        lead = () if self.stacked == 1 else (self.stacked,)
+        lead = () if self.steps_per_call == 1 else (self.steps_per_call,)
 
         def shard(array: np.ndarray, index: Any) -> np.ndarray:
             first, last, _ = index[len(lead)].indices(next(iter(spec.values())).shape[0])
@@ -58,13 +59,13 @@ class BatchPlacer:
             for name, leaf in spec.items()
         }
 
-    def _array_sharding(self, rank: int, stacked: int) -> Sharding:
+    def _array_sharding(self, rank: int, steps_per_call: int) -> Sharding:
         """The sharding of an array that has `rank` axes in a single batch."""
         if not isinstance(self._sharding, NamedSharding):
             assert self._sharding is not None
             return self._sharding
         axes = tuple(self._sharding.spec)[:rank]
-        spec = PartitionSpec(*axes) if stacked == 1 else PartitionSpec(None, *axes)
+        spec = PartitionSpec(*axes) if steps_per_call == 1 else PartitionSpec(None, *axes)
         return NamedSharding(self._sharding.mesh, spec, memory_kind=self._sharding.memory_kind)
 
 

@@ -44,13 +44,13 @@ class Feed:
     examples, like BatchNorm, see an ordinary batch. A "mask" from the source is kept for the other examples: it marks
     which examples, or entries of them, count in the loss, so a segmentation target needs another name.
 
-    each       each(example, generator) -> example, for one example (arrays without the batch axis). Its generator is
-               seeded by the seed, the epoch and the id of the example.
-    transform  transform(batch, generator) -> batch, for a whole batch, after `each`. Its generator is seeded by the
-               seed and the step. Every process loads whole batches for it; with `each`, only the rows it needs.
-    workers    threads that load; 1 for a source that is not thread-safe
-    ahead      batches to prefetch, ready or in progress, while a step runs
-    sharding   of the batches: a `jax.sharding.Sharding` of (b, ...), truncated to the rank of each array
+    map_example  map_example(example, generator) -> example, for arrays without the batch axis. Its generator is seeded
+                 by the seed, the epoch and the id of the example.
+    map_batch    map_batch(batch, generator) -> batch, for a whole batch, after `map_example`. Its generator is seeded
+                 by the seed and the step. With it every process loads whole batches; otherwise only the rows it needs.
+    workers      threads that load; 1 for a source that is not thread-safe
+    prefetch     batches to prefetch, ready or in progress, while a step runs
+    sharding     of the batches: a `jax.sharding.Sharding` of (b, ...), truncated to the rank of each array
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Feed:
         batch: int,
         *,
         seed: int | None = None,
-        each: Transform | None = None,
-        transform: Transform | None = None,
+        map_example: Transform | None = None,
+        map_batch: Transform | None = None,
         workers: int = 2,
-        ahead: int = 2,
+        prefetch: int = 2,
         sharding: Sharding | None = None,
     ):
         self.batch = int_at_least(1, batch, "Feed: batch")
         self.seed = None if seed is None else int_at_least(0, seed, "Feed: seed")
         self.workers = int_at_least(1, workers, "Feed: workers")
-        self.ahead = int_at_least(1, ahead, "Feed: ahead")
-        self.each, self.transform = each, transform
+        self.prefetch = int_at_least(1, prefetch, "Feed: prefetch")
+        self.map_example, self.map_batch = map_example, map_batch
         self.sharding = check_sharding(sharding, batch, "Feed")
         self.source = as_source(source)
 
@@ -104,20 +104,23 @@ class Feed:
         start: int | None = None,
         stop: int | None = None,
         *,
-        stacked: int = 1,
+        steps_per_call: int = 1,
         stopped: Callable[[], bool] | None = None,
         position: Position | None = None,
     ) -> BatchIterator:
         """The batches of steps `start` (0) to `stop` (None: without end) on the devices, prefetched by threads.
 
-        With stacked=k each item is k batches along a new leading axis. While waiting for data, `stopped()` is called
-        every 50 ms, and True ends the stream. `position` is what `stream.position()` returned, in place of `start`.
+        Each item is `steps_per_call` batches along a new leading axis, if that is more than 1. While waiting for data,
+        `stopped()` is called every 50 ms, and True ends the stream. `position` is what `stream.position()` returned,
+        in place of `start`.
         """
         start = start_step(start, position)
-        total = count_items(start, stop, stacked)
-        if stacked > 1 and self._num_specs > 1:
-            raise ValueError(f"stream: stacked={stacked} needs batches of one shape, but {self} has {self._num_specs}.")
-        placer = BatchPlacer(self.sharding, stacked)
+        total = count_items(start, stop, steps_per_call)
+        if steps_per_call > 1 and self._num_specs > 1:
+            raise ValueError(
+                f"stream: steps_per_call={steps_per_call} needs batches of one shape, but {self} has {self._num_specs}."
+            )
+        placer = BatchPlacer(self.sharding, steps_per_call)
 
         def load(step: int) -> LoadedBatch:
             spec = self.specs[self._spec_index(step)]
@@ -130,7 +133,7 @@ class Feed:
             start=start,
             total=total,
             threads=self.workers,
-            ahead=self.ahead,
+            prefetch=self.prefetch,
             stopped=stopped,
             position={"step": start},
         )
@@ -170,17 +173,19 @@ class Feed:
     def _make_batch(self, step: int, spec_index: int, ids: np.ndarray, rows: RowIndex) -> Batch:
         if (padding := ids < 0).any():
             ids = np.where(padding, np.resize(self._filler_ids(step, spec_index), len(ids)), ids)
-        needed = rows if self.transform is None else slice(None)
+        needed = rows if self.map_batch is None else slice(None)
         valid, ids = ~padding[needed], ids[needed]
         batch = _check_rows(len(ids), self._read(spec_index, ids), "Feed: the source")
-        if self.each is not None:
+        if self.map_example is not None:
             epoch = step // self.steps
             examples = [{name: array[i] for name, array in batch.items()} for i in range(len(ids))]
-            examples = [self.each(one, self._generator(1, epoch, i)) for one, i in zip(examples, ids, strict=True)]
-            batch = dict(stack_examples(examples, "Feed: each"))
-        if self.transform is None:
+            examples = [
+                self.map_example(one, self._generator(1, epoch, i)) for one, i in zip(examples, ids, strict=True)
+            ]
+            batch = dict(stack_examples(examples, "Feed: map_example"))
+        if self.map_batch is None:
             return add_mask(batch, valid, "Feed")
-        batch = _check_rows(len(ids), self.transform(batch, self._generator(2, step)), "Feed: transform")
+        batch = _check_rows(len(ids), self.map_batch(batch, self._generator(2, step)), "Feed: map_batch")
         return {name: array[rows] for name, array in add_mask(batch, valid, "Feed").items()}
 
     def _generator(self, *key: int) -> np.random.Generator:

@@ -47,7 +47,7 @@ class IterableFeed:
         make: Any,
         *,
         steps: int | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
         sharding: Sharding | None = None,
     ):
         if isinstance(make, Iterator):
@@ -61,7 +61,7 @@ class IterableFeed:
             )
         self._make: Callable[[], Any] = make if callable(make) else lambda: make
         self.steps = None if steps is None else int_at_least(1, steps, "IterableFeed: steps")
-        self.ahead = int_at_least(1, ahead, "IterableFeed: ahead")
+        self.prefetch = int_at_least(1, prefetch, "IterableFeed: prefetch")
         self.sharding = check_sharding(sharding, 0, "IterableFeed")  # the batch size is not known yet
 
     @functools.cached_property
@@ -84,13 +84,15 @@ class IterableFeed:
         start: int | None = None,
         stop: int | None = None,
         *,
-        stacked: int = 1,
+        steps_per_call: int = 1,
         stopped: Callable[[], bool] | None = None,
         position: Position | None = None,
     ) -> BatchIterator:
         """As Feed.stream. `start` alone skips the batches before it; `position` continues where the stream was."""
         start = start_step(start, position)
-        return self._stream(start, count_items(start, stop, stacked), stacked, stopped, position, repeat=True)
+        return self._stream(
+            start, count_items(start, stop, steps_per_call), steps_per_call, stopped, position, repeat=True
+        )
 
     def epoch(self, *, stopped: Callable[[], bool] | None = None) -> BatchIterator:
         """The batches of one pass, on the devices."""
@@ -104,13 +106,13 @@ class IterableFeed:
         self,
         start: int,
         total: int | None,
-        stacked: int,
+        steps_per_call: int,
         stopped: Callable[[], bool] | None,
         position: Position | None,
         repeat: bool,
     ) -> BatchIterator:
         batches = _read_batches(self._make, start, position, repeat)
-        placer = BatchPlacer(self.sharding, stacked)
+        placer = BatchPlacer(self.sharding, steps_per_call)
 
         def load(step: int) -> LoadedBatch | None:
             rows = placer.rows(self.example)
@@ -130,7 +132,7 @@ class IterableFeed:
             start=start,
             total=total,
             threads=1,
-            ahead=self.ahead,
+            prefetch=self.prefetch,
             stopped=stopped,
             position=position or {"step": start},
             on_end=batches.close,

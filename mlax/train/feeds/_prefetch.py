@@ -43,7 +43,7 @@ class BatchIterator(Iterator[dict[str, jax.Array]]):
         start: int,
         total: int | None,
         threads: int,
-        ahead: int,
+        prefetch: int,
         stopped: Callable[[], bool] | None,
         position: Position,
         on_end: Callable[[], None] = lambda: None,
@@ -52,7 +52,9 @@ class BatchIterator(Iterator[dict[str, jax.Array]]):
             raise TypeError(f"stream: stopped is {stopped!r}, but must be a function that returns whether to stop.")
         self._position = position
         self._stopped = stopped
-        self._prefetcher = Prefetcher(functools.partial(_make_item, load, placer, start), total, threads, ahead, on_end)
+        self._prefetcher = Prefetcher(
+            functools.partial(_make_item, load, placer, start), total, threads, prefetch, on_end
+        )
         self._close = weakref.finalize(self, self._prefetcher.close)  # also at interpreter exit
         self.waited = 0.0  # seconds that the caller has waited for data
 
@@ -84,10 +86,10 @@ class BatchIterator(Iterator[dict[str, jax.Array]]):
 
 
 def _make_item(load: Callable[[int], LoadedBatch | None], placer: BatchPlacer, start: int, number: int) -> Any:
-    """Item `number`: the next `placer.stacked` batches on the devices, and the position after them."""
-    first = start + number * placer.stacked
+    """Item `number`: the next `placer.steps_per_call` batches on the devices, and the position after them."""
+    first = start + number * placer.steps_per_call
     batches: list[LoadedBatch] = []
-    for step in range(first, first + placer.stacked):
+    for step in range(first, first + placer.steps_per_call):
         if (batch := load(step)) is None:
             return _END
         batches.append(batch)
@@ -110,39 +112,39 @@ def start_step(start: int | None, position: Position | None) -> int:
     return position["step"]
 
 
-def count_items(start: int, stop: int | None, stacked: int) -> int | None:
-    """The number of items of `stacked` batches from step `start` to `stop`; None if `stop` is."""
-    stacked = int_at_least(1, stacked, "stream: stacked")
+def count_items(start: int, stop: int | None, steps_per_call: int) -> int | None:
+    """The number of items of `steps_per_call` batches from step `start` to `stop`; None if `stop` is."""
+    steps_per_call = int_at_least(1, steps_per_call, "stream: steps_per_call")
     if stop is None:
         return None
     stop = int_at_least(0, stop, "stream: stop")
-    if stop > start and (stop - start) % stacked:
+    if stop > start and (stop - start) % steps_per_call:
         raise ValueError(
-            f"stream: the {stop - start:,} steps from {start:,} to {stop:,} are not a multiple of stacked={stacked}, "
-            f"and a shorter last stack would recompile; stop at {stop - (stop - start) % stacked:,} and continue "
-            "with stacked=1."
+            f"stream: the {stop - start:,} steps from {start:,} to {stop:,} are not a multiple of "
+            f"steps_per_call={steps_per_call}, and a shorter last stack would recompile; stop at "
+            f"{stop - (stop - start) % steps_per_call:,} and continue with steps_per_call=1."
         )
-    return max(0, stop - start) // stacked
+    return max(0, stop - start) // steps_per_call
 
 
 class Prefetcher:
-    """Computes make(0), make(1), ..., make(total - 1) in threads, at most `ahead` items before they are requested.
+    """Computes make(0), make(1), ..., make(total - 1) in threads, at most `prefetch` items before they are requested.
 
     The threads refer to this object and not to its owner, so that garbage collection of the owner can close it. They
     are daemons: a source that blocks forever does not keep the interpreter from exiting.
     """
 
     def __init__(
-        self, make: Callable[[int], Any], total: int | None, threads: int, ahead: int, on_end: Callable[[], None]
+        self, make: Callable[[int], Any], total: int | None, threads: int, prefetch: int, on_end: Callable[[], None]
     ):
-        self._make, self._total, self._ahead, self._on_end = make, total, ahead, on_end
+        self._make, self._total, self._prefetch, self._on_end = make, total, prefetch, on_end
         lock = threading.RLock()  # reentrant, since the garbage collector may call `close` at any point
         self._ready = threading.Condition(lock)  # an item is ready, or no more will be
         self._space = threading.Condition(lock)  # an item was requested, so one thread may start another
         self._items: dict[int, Any] = {}
         self._started = self._returned = 0
         self._closed = False
-        self._running = min(threads, ahead)
+        self._running = min(threads, prefetch)
         self._threads = [
             threading.Thread(target=self._work, name=f"mlax-feed-{i}", daemon=True) for i in range(self._running)
         ]
@@ -201,7 +203,7 @@ class Prefetcher:
 
     def _next_number(self) -> int | None:
         with self._space:
-            while not self._is_done() and self._started - self._returned >= self._ahead:
+            while not self._is_done() and self._started - self._returned >= self._prefetch:
                 self._space.wait()
             if self._is_done():
                 self._notify_all()
