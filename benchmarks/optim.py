@@ -121,7 +121,7 @@ PAIRS = {
     "Lion": (optim.Lion(1e-4, decay=1e-3, decayed=EVERYWHERE), optax.lion(1e-4, weight_decay=1e-3)),
     "LAMB": (optim.LAMB(1e-3, decay=0.01, decayed=EVERYWHERE), optax.lamb(1e-3, weight_decay=0.01)),
     "LARS": (optim.LARS(0.1, decay=1e-4, decayed=EVERYWHERE), optax.lars(0.1, weight_decay=1e-4)),
-    "Adafactor": (optim.Adafactor(0.01, smallest=128), optax.adafactor(0.01)),
+    "Adafactor": (optim.Adafactor(0.01, min_dim_size_to_factor=128), optax.adafactor(0.01)),
     "AdEMAMix": (optim.AdEMAMix(1e-3), optax.contrib.ademamix(1e-3)),
     "Muon": (
         optim.Muon(0.02, decay=0.1, matrices=("**/kernel", "**/table"), rest=optim.NAdam(3e-4, **NESTEROV)),

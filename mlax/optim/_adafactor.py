@@ -15,10 +15,10 @@ from mlax.optim._trees import moving_average
 class Adafactor(Leafwise):
     """`g` over the root of a mean square that is factored into two vectors, in steps relative to the weights.
 
-    The two longest axes are factored, if both have at least `smallest` elements. A step is `rate`, at most
-    `1 / sqrt(t)`, times the root mean square (RMS) of the weights, at least `scale_eps`; its RMS is clipped to `clip`.
-    Algorithms 4 and 5 of https://arxiv.org/abs/1804.04235. `decayed` as in `AdamW`. Slots: rows, without the second of
-    the factored axes, and columns, without the first; square, for leaves that are not factored.
+    The two longest axes are factored, if both have at least `min_dim_size_to_factor` elements. A step is `rate`, at
+    most `1 / sqrt(t)`, times the root mean square (RMS) of the weights, at least `scale_eps`; its RMS is at most
+    `clip`. Algorithms 4 and 5 of https://arxiv.org/abs/1804.04235. `decayed` as in `AdamW`. Slots: rows, without the
+    second of the factored axes, and columns, without the first; square, for leaves that are not factored.
     """
 
     rate: Rate = 0.01
@@ -28,7 +28,7 @@ class Adafactor(Leafwise):
     clip: NonNegative = 1.0
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
-    smallest: int = 1
+    min_dim_size_to_factor: int = 1
 
     def leaf_slots(self, path, w):
         factored = self._factored_axes(w.shape)
@@ -67,7 +67,7 @@ class Adafactor(Leafwise):
         if len(shape) < 2:
             return None
         first, second = sorted(sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))[-2:])
-        return None if min(shape[first], shape[second]) < self.smallest else (first, second)
+        return None if min(shape[first], shape[second]) < self.min_dim_size_to_factor else (first, second)
 
 
 def _rms(x: jax.Array) -> jax.Array:

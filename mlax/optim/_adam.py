@@ -97,15 +97,15 @@ class NAdam(Adam):
         return {"product": 1.0}
 
     def shared_values(self, now, scalars):
-        this, following = (now.b1 * (1 - 0.5 * 0.96 ** (now.momentum_decay * t)) for t in (now.t, now.t + 1))
-        return {"product": scalars["product"] * this, "this": this, "following": following}
+        momentum, next_momentum = (now.b1 * (1 - 0.5 * 0.96 ** (now.momentum_decay * t)) for t in (now.t, now.t + 1))
+        return {"product": scalars["product"] * momentum, "momentum": momentum, "next_momentum": next_momentum}
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
-        of_gradient = (1 - now.this) / (1 - now.product)
-        of_mean = now.following / (1 - now.product * now.following)
+        grad_coeff = (1 - now.momentum) / (1 - now.product)
+        mean_coeff = now.next_momentum / (1 - now.product * now.next_momentum)
         root = lax.sqrt(moments["square"] * now.bias_correction(now.b2)) + now.eps
-        return w - now.rate * (of_gradient * g + of_mean * moments["mean"]) / root, moments
+        return w - now.rate * (grad_coeff * g + mean_coeff * moments["mean"]) / root, moments
 
 
 @frozen

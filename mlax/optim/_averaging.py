@@ -27,8 +27,8 @@ class Average(OptimizerWrapper):
     def extra_slots(self, path, w):
         return {"average": Slot(dtype=self.dtype, copy=True, wide=True)}
 
-    def advance(self, context, grads, weights, slots):
-        new, new_slots = self.optimizer.advance(context, grads, weights, slots)
+    def update_leaves(self, context, grads, weights, slots):
+        new, new_slots = self.optimizer.update_leaves(context, grads, weights, slots)
         count = jnp.maximum(context.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
         beta = count / (count + 1)
         if self.decay is not None:
@@ -55,8 +55,8 @@ class Lookahead(OptimizerWrapper):
     def extra_slots(self, path, w):
         return {"slow": Slot(copy=True, wide=True)}
 
-    def advance(self, context, grads, weights, slots):
-        fast, new_slots = self.optimizer.advance(context, grads, weights, slots)
+    def update_leaves(self, context, grads, weights, slots):
+        fast, new_slots = self.optimizer.update_leaves(context, grads, weights, slots)
         alpha, slow = context.hyperparams(self)["alpha"], slots["slow"]
         due = context.step % self.every == self.every - 1
         moved = {path: slow[path] + cast_scalar(alpha, w) * (w - slow[path]) for path, w in fast.items()}

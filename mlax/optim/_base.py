@@ -27,7 +27,7 @@ from mlax.optim._slots import OptimizerState, Slot, make_state
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 from mlax.optim._update import LeafArrays, Update, UpdateContext
 
-ByPath = Mapping[str, Any]  # leaves by path
+LeavesByPath = Mapping[str, Any]  # leaves by path
 
 
 class StepResult(NamedTuple):
@@ -66,8 +66,10 @@ class Optimizer(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def advance(self, context: UpdateContext, grads: ByPath, weights: ByPath, slots: Mapping[str, Any]) -> StepResult:
-        """The step of the leaves in `grads`, all in the dtype of the arithmetic; leaves left out do not change.
+    def update_leaves(
+        self, context: UpdateContext, grads: LeavesByPath, weights: LeavesByPath, slots: Mapping[str, Any]
+    ) -> StepResult:
+        """The new weights and slots of the leaves in `grads`, in the compute dtype; leaves left out do not change.
 
         `slots` has slots by name and path, scalars by name, and the next `step`.
         """
@@ -88,7 +90,7 @@ class Optimizer(abc.ABC):
         """Whether a leaf in host memory can be updated some rows at a time, instead of fetched whole."""
         return self.elementwise and all(inner.is_chunkable(path) for inner in self.inner_optimizers())
 
-    def eval_weights(self, path: str, w: jax.Array, slots: ByPath, step: jax.Array) -> jax.Array:
+    def eval_weights(self, path: str, w: jax.Array, slots: LeavesByPath, step: jax.Array) -> jax.Array:
         """The weights of a leaf to evaluate with, from the trained ones and its slots."""
         return w
 
@@ -118,14 +120,14 @@ class Optimizer(abc.ABC):
         *,
         value: Any = None,
         loss: Callable[[Any], Any] | None = None,
-        take: jax.Array | None = None,
+        apply_if: jax.Array | None = None,
         **overrides: Any,
     ) -> tuple[Any, OptimizerState]:
         """The new trainables and the new state.
 
         `overrides` replace hyperparameters, such as `rate=0.1`, and may be arrays: new values do not recompile.
-        `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. Where `take`,
-        a () bool, is False, nothing changes.
+        `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. If `apply_if`, a
+        () bool, is False, nothing changes.
 
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is `stacked`.
@@ -136,7 +138,7 @@ class Optimizer(abc.ABC):
         slots = layout.flatten_slots(state)
         _check_overrides(self, overrides)
         context = UpdateContext(state.step, overrides, value=value, evaluate=_loss_and_grad(layout, loss))
-        update = Update(self, layout, context, {name: getattr(state, name) for name in layout.scalars}, take)
+        update = Update(self, layout, context, {name: getattr(state, name) for name in layout.scalars}, apply_if)
         arrays = LeafArrays(flat_grads, tree.by_path, layout.drop_empty(slots))
         new, scalars = apply_offloaded(update, arrays) if arrays.any_on_host() else update.apply(arrays)
         new_slots = {name: tree.unflatten({**slots[name], **new.slots[name]}) for name in layout.names}
@@ -173,11 +175,15 @@ class Optimizer(abc.ABC):
 class Leafwise(Optimizer):
     """An optimizer defined by the slots of one leaf, `leaf_slots`, and the update of one leaf, `leaf_update`.
 
-    The arithmetic runs in `accum_dtype`; None is the dtype of the weights, or float32 if that is narrower. Slots are
-    stored in the dtype of the weights; those that change too slowly for a narrow dtype, mean squares say, in that of
-    the arithmetic; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
+    The update is computed in `accum_dtype`; None is the dtype of the weights, or float32 if that is narrower. Slots are
+    stored in the dtype of the weights; those that change too slowly for a narrow dtype, such as mean squares, in the
+    compute dtype; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
     `stacked` are patterns of leaves whose first axis counts layers, as in `Repeat`: algorithms that use whole leaves
     then treat each layer as a leaf.
+
+    For authors: set `elementwise = True` if each element is updated independently of the others, so that leaves in host
+    memory are updated in chunks. Three field names have a meaning: wrappers such as `Rates` scale `rate`, and `decay`
+    is 0 for leaves that do not match the patterns `decayed`. `shared_values` returns the new value of every scalar.
     """
 
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
@@ -196,7 +202,7 @@ class Leafwise(Optimizer):
         """The new weights and slots of one leaf. `now` has the hyperparameters at this step, such as `now.rate`."""
 
     def shared_values(self, now: Hyperparams, scalars: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The new scalars, and other values that all leaves share, as attributes of their `now`."""
+        """The new value of every scalar, and other values that all leaves share, as attributes of `now`."""
         return {}
 
     def policy(self, path):
@@ -214,7 +220,7 @@ class Leafwise(Optimizer):
     def is_chunkable(self, path):
         return self.elementwise or self._is_stacked(path)
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         values = context.hyperparams(self)
         dtype = widest_dtype(g.dtype for g in grads.values())
         scalars = {name: slots[name] for name in self.scalars()}
@@ -258,12 +264,12 @@ def check_wrappable(outer: Optimizer, inner: Any) -> None:
         raise TypeError(f"{type(outer).__name__}: around {short_repr(inner)}, which {inner.nesting_error}")
 
 
-def subset(leaves: ByPath, paths: Iterable[str]) -> dict[str, Any]:
+def subset(leaves: LeavesByPath, paths: Iterable[str]) -> dict[str, Any]:
     """Some of the leaves."""
     return {path: leaves[path] for path in paths}
 
 
-def _slots_at(slots: Mapping[str, ByPath], path: str) -> dict[str, Any]:
+def _slots_at(slots: Mapping[str, LeavesByPath], path: str) -> dict[str, Any]:
     return {name: slot[path] for name, slot in slots.items() if path in slot}
 
 
@@ -274,13 +280,13 @@ def _stack_slot(slot: Slot) -> Slot:
     return slot._replace(axes=(0, *(None if axis is None else axis + 1 for axis in slot.axes)))
 
 
-def _loss_and_grad(layout: SlotLayout, loss: Callable[[Any], Any] | None) -> Callable[[ByPath], Any] | None:
-    """The loss and its gradient as a function of weights by path, in the dtype of the arithmetic."""
+def _loss_and_grad(layout: SlotLayout, loss: Callable[[Any], Any] | None) -> Callable[[LeavesByPath], Any] | None:
+    """The loss and its gradient as a function of weights by path, in the compute dtype."""
     if loss is None:
         return None
     tree = layout.tree
 
-    def evaluate(weights: ByPath) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def evaluate(weights: LeavesByPath) -> tuple[jax.Array, dict[str, jax.Array]]:
         cast = {path: w.astype(tree.by_path[path].dtype) for path, w in weights.items()}
         value, grads = jax.value_and_grad(loss)(tree.unflatten({**tree.by_path, **cast}))
         return value, {path: layout.leaves[path].upcast(g) for path, g in tree.flatten_gradients(grads).items()}

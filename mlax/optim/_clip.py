@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from mlax._jax import cast_scalar, tree_vdot
 from mlax.core import frozen
-from mlax.optim._base import ByPath
+from mlax.optim._base import LeavesByPath
 from mlax.optim._hyperparams import NonNegative
 from mlax.optim._trees import norm
 from mlax.optim._wrappers import OptimizerWrapper
@@ -18,10 +18,10 @@ class ClipValue(OptimizerWrapper):
     elementwise = True
     limit: NonNegative = 1.0
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         limit = context.hyperparams(self)["limit"]
         clipped = {path: jnp.clip(g, -cast_scalar(limit, g), cast_scalar(limit, g)) for path, g in grads.items()}
-        return self.optimizer.advance(context, clipped, weights, slots)
+        return self.optimizer.update_leaves(context, clipped, weights, slots)
 
 
 @frozen
@@ -30,10 +30,10 @@ class ClipNorm(OptimizerWrapper):
 
     limit: NonNegative = 1.0
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         limit = context.hyperparams(self)["limit"]
         clipped = {path: g * _clip_factor(norm(g), cast_scalar(limit, g)) for path, g in grads.items()}
-        return self.optimizer.advance(context, clipped, weights, slots)
+        return self.optimizer.update_leaves(context, clipped, weights, slots)
 
 
 @frozen
@@ -43,14 +43,14 @@ class ClipGlobalNorm(OptimizerWrapper):
     Algorithm 1 of https://proceedings.mlr.press/v28/pascanu13.html
     """
 
-    elementwise = True  # except for the norm, which goes through `context.total`
+    elementwise = True  # except for the norm, which goes through `context.global_sum`
     limit: NonNegative = 1.0
 
-    def advance(self, context, grads, weights, slots):
-        size = jnp.sqrt(context.total(tree_vdot(grads, grads)))
+    def update_leaves(self, context, grads, weights, slots):
+        size = jnp.sqrt(context.global_sum(tree_vdot(grads, grads)))
         factor = _clip_factor(size, cast_scalar(context.hyperparams(self)["limit"], size))
         clipped = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
-        return self.optimizer.advance(context, clipped, weights, slots)
+        return self.optimizer.update_leaves(context, clipped, weights, slots)
 
 
 @frozen
@@ -64,15 +64,15 @@ class ClipAdaptive(OptimizerWrapper):
     limit: NonNegative = 0.01
     eps: NonNegative = 1e-3
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         values = context.hyperparams(self)
 
         def clip(g: jax.Array, w: jax.Array) -> jax.Array:
             limit = cast_scalar(values["limit"], g) * jnp.maximum(_unit_norms(w), cast_scalar(values["eps"], g))
             return g * _clip_factor(_unit_norms(g), limit)
 
-        clipped: ByPath = {path: clip(g, weights[path]) for path, g in grads.items()}
-        return self.optimizer.advance(context, clipped, weights, slots)
+        clipped: LeavesByPath = {path: clip(g, weights[path]) for path, g in grads.items()}
+        return self.optimizer.update_leaves(context, clipped, weights, slots)
 
 
 def _clip_factor(size: jax.Array, limit: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ class Groups(Optimizer):
     def scalars(self):
         return {stored: start for names in self._scalar_names() for stored, start in names.values()}
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         new: dict[str, Any] = {}
         new_slots = {name: dict(slot) if isinstance(slot, Mapping) else slot for name, slot in slots.items()}
         for index, optimizer in enumerate(self.inner_optimizers()):
@@ -59,7 +59,7 @@ class Groups(Optimizer):
             names = {name: stored for name, (stored, _) in self._scalar_names()[index].items()}
             own = {name: slot for name, slot in slots.items() if isinstance(slot, Mapping) or name == "step"}
             own |= {name: slots[stored] for name, stored in names.items()}
-            group_new, group_slots = optimizer.advance(context, subset(grads, paths), subset(weights, paths), own)
+            group_new, group_slots = optimizer.update_leaves(context, subset(grads, paths), subset(weights, paths), own)
             new |= group_new
             for name, slot in group_slots.items():
                 if isinstance(slot, Mapping):
@@ -120,9 +120,9 @@ class Freeze(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return w if self._is_frozen(path) else super().eval_weights(path, w, slots, step)
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         trained = [path for path in grads if not self._is_frozen(path)]
-        return self.optimizer.advance(context, subset(grads, trained), subset(weights, trained), slots)
+        return self.optimizer.update_leaves(context, subset(grads, trained), subset(weights, trained), slots)
 
     def _is_frozen(self, path: str) -> bool:
         return any(matches(pattern, path) for pattern in self.frozen)
@@ -138,10 +138,10 @@ class Rates(OptimizerWrapper):
     def patterns(self):
         return (*(pattern for pattern, _ in self.factors), *self.optimizer.patterns())
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         factors = {path: self._factor(path) for path in grads}
         context = context.scale_rates({path: factor for path, factor in factors.items() if factor is not None})
-        return self.optimizer.advance(context, grads, weights, slots)
+        return self.optimizer.update_leaves(context, grads, weights, slots)
 
     def _factor(self, path: str) -> float | None:
         return next((factor for pattern, factor in self.factors if matches(pattern, path)), None)
@@ -171,9 +171,9 @@ class LayerwiseRates(OptimizerWrapper):
     def is_chunkable(self, path):
         return not self.stacked and self.optimizer.is_chunkable(path)  # a chunk does not know which layers it has
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         context = context.scale_rates(self.factors({path: g.shape for path, g in grads.items()}))
-        return self.optimizer.advance(context, grads, weights, slots)
+        return self.optimizer.update_leaves(context, grads, weights, slots)
 
     def factors(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         """The factor of each leaf: a number or, if it is stacked, an array that broadcasts along its first axis."""

@@ -19,17 +19,18 @@ from mlax.optim.schedules._base import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The valid values of a hyperparameter: finite, at least `least`, and below `limit`."""
+    """The valid values of a hyperparameter: finite, at least `minimum`, and below `limit`."""
 
-    least: float = 0.0
+    minimum: float = 0.0
     limit: float = math.inf
 
     def __str__(self) -> str:
-        return f"at least {self.least:g}" + (f" and below {self.limit:g}" if self.limit < math.inf else "")
+        return f"at least {self.minimum:g}" + (f" and below {self.limit:g}" if self.limit < math.inf else "")
 
 
 Rate = Annotated[float | Schedule, Range()]  # a learning rate
 Beta = Annotated[float | Schedule, Range(0.0, 1.0)]  # the decay rate of a moving average, or a momentum
+UnitInterval = Annotated[float | Schedule, Range(0.0, 1.0)]  # a factor, or a constant of the Wolfe conditions
 NonNegative = Annotated[float | Schedule, Range()]  # a weight decay, a limit, an epsilon
 Patterns = str | tuple[str, ...]  # a field of this type takes one path pattern or several, and stores a tuple
 
@@ -126,7 +127,7 @@ def check_override(optimizer: Any, name: str, value: Any) -> None:
 
 
 def _check_range(optimizer: Any, name: str, value: float, allowed: Range) -> None:
-    if not (math.isfinite(value) and allowed.least <= value < allowed.limit):
+    if not (math.isfinite(value) and allowed.minimum <= value < allowed.limit):
         raise ValueError(f"{type(optimizer).__name__}: {name} is {value:g}, but must be finite, {allowed}.")
 
 

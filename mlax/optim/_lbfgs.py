@@ -10,8 +10,8 @@ from jax import lax
 
 from mlax._jax import tree_vdot
 from mlax.core import DType, frozen
-from mlax.optim._base import ByPath, Optimizer, StepResult
-from mlax.optim._hyperparams import Beta, Rate
+from mlax.optim._base import LeavesByPath, Optimizer, StepResult
+from mlax.optim._hyperparams import Rate, UnitInterval
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slots import Slot
 from mlax.optim._update import UpdateContext
@@ -23,9 +23,9 @@ Arrays = dict[str, jax.Array]  # by path
 class LBFGS(Optimizer):
     """A step along minus the gradient times an inverse Hessian, approximated from the last `history` steps.
 
-    Its length is `rate` with `search=0`. Otherwise a line search of at most `search` evaluations finds it, for which
-    `update` needs the loss: `update(grads, state, trainables, value=value, loss=loss)`. The search satisfies the weak
-    Wolfe conditions, with `decrease` for sufficient decrease and `slope` for the curvature. Gradients should be exact,
+    Its length is `rate` with `max_search_steps=0`. Otherwise a line search of at most that many evaluations finds it,
+    for which `update` needs the loss: `update(grads, state, trainables, value=value, loss=loss)`. The search satisfies
+    the weak Wolfe conditions, with `c1` for sufficient decrease and `c2` for the curvature. Gradients should be exact,
     of the full problem instead of a batch. Algorithm 7.5 of Nocedal and Wright, Numerical Optimization, 2006; the line
     search, by bisection, is Algorithm 2.6 of https://doi.org/10.1007/s10107-012-0514-2. Slots: steps and changes, past
     differences of weights and gradients, (history, ...); gradient and move, the last gradient and step.
@@ -33,9 +33,9 @@ class LBFGS(Optimizer):
 
     rate: Rate = 1.0
     history: int = 10
-    search: int = 30
-    decrease: Beta = 1e-4
-    slope: Beta = 0.9
+    max_search_steps: int = 30
+    c1: UnitInterval = 1e-4
+    c2: UnitInterval = 0.9
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
     slot_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), kw_only=True)
     rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
@@ -47,7 +47,7 @@ class LBFGS(Optimizer):
         stack = Slot((None, *range(len(w.shape))), (self.history,))
         return {"steps": stack, "changes": stack, "gradient": Slot(), "move": Slot()}
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         steps, changes = self._extend_history(context, grads, slots)
         direction = _direction(grads, steps, changes)
         slope = tree_vdot(direction, grads)
@@ -59,7 +59,9 @@ class LBFGS(Optimizer):
         new_slots = {"step": slots["step"], "steps": steps, "changes": changes, "gradient": dict(grads), "move": move}
         return StepResult({path: weights[path] + leaf for path, leaf in move.items()}, new_slots)
 
-    def _extend_history(self, context: UpdateContext, grads: ByPath, slots: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+    def _extend_history(
+        self, context: UpdateContext, grads: LeavesByPath, slots: Mapping[str, Any]
+    ) -> tuple[Arrays, Arrays]:
         """The history with the last step in front, unless its curvature was not positive."""
         change = {path: g - slots["gradient"][path] for path, g in grads.items()}
         move = {path: slots["move"][path] for path in grads}
@@ -74,13 +76,17 @@ class LBFGS(Optimizer):
             {path: push(slots["changes"][path], leaf) for path, leaf in change.items()},
         )
 
-    def _step_length(self, context: UpdateContext, weights: ByPath, direction: Arrays, slope: jax.Array) -> jax.Array:
+    def _step_length(
+        self, context: UpdateContext, weights: LeavesByPath, direction: Arrays, slope: jax.Array
+    ) -> jax.Array:
         values = context.hyperparams(self)
         first = jnp.asarray(values["rate"]).astype(slope.dtype)
-        if self.search == 0:
+        if self.max_search_steps == 0:
             return first
         if context.evaluate is None:
-            raise TypeError("LBFGS: update needs the loss for its line search: update(..., loss=loss), or search=0.")
+            raise TypeError(
+                "LBFGS: update needs the loss for its line search: update(..., loss=loss), or max_search_steps=0."
+            )
         evaluate: Callable[[Any], Any] = context.evaluate
 
         def value_and_slope(length: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +99,7 @@ class LBFGS(Optimizer):
         first = jnp.where(context.step == 0, jnp.minimum(first, unit), first)
         value = context.value
         start = value_and_slope(jnp.zeros_like(slope))[0] if value is None else value.astype(slope.dtype)
-        return _line_search(value_and_slope, start, slope, first, self.search, values["decrease"], values["slope"])
+        return _line_search(value_and_slope, start, slope, first, self.max_search_steps, values["c1"], values["c2"])
 
 
 def _line_search(
@@ -101,27 +107,27 @@ def _line_search(
     start: jax.Array,
     slope: jax.Array,
     first: jax.Array,
-    limit: int,
-    decrease: Any,
-    curvature: Any,
+    max_steps: int,
+    c1: Any,
+    c2: Any,
 ) -> jax.Array:
     """A length that satisfies the weak Wolfe conditions; else the best one evaluated; else zero."""
 
     def searching(carry: Any) -> Any:
         _, _, _, _, _, count, done = carry
-        return (count < limit) & ~done
+        return (count < max_steps) & ~done
 
     def bisect(carry: Any) -> Any:
         length, low, high, best, best_value, count, _ = carry
         value, new_slope = value_and_slope(length)
-        decreases = value <= start + decrease * length * slope  # false if the loss is NaN
-        flattens = new_slope >= curvature * slope
+        decreases = value <= start + c1 * length * slope  # false if the loss is NaN
+        flattens = new_slope >= c2 * slope
         better = decreases & (value < best_value)
         best, best_value = jnp.where(better, length, best), jnp.where(better, value, best_value)
         low, high = jnp.where(decreases & ~flattens, length, low), jnp.where(decreases, high, length)
-        following = jnp.where(jnp.isfinite(high), (low + high) / 2, 2 * length)
+        next_length = jnp.where(jnp.isfinite(high), (low + high) / 2, 2 * length)
         done = decreases & flattens
-        return jnp.where(done, length, following), low, high, best, best_value, count + 1, done
+        return jnp.where(done, length, next_length), low, high, best, best_value, count + 1, done
 
     zero = jnp.zeros_like(slope)
     carry = first, zero, jnp.full_like(slope, jnp.inf), zero, start, jnp.zeros((), jnp.int32), jnp.zeros((), bool)
@@ -129,7 +135,7 @@ def _line_search(
     return jnp.where(done, length, best)
 
 
-def _direction(grads: ByPath, steps: Arrays, changes: Arrays) -> Arrays:
+def _direction(grads: LeavesByPath, steps: Arrays, changes: Arrays) -> Arrays:
     """Minus the inverse Hessian times the gradient: the two-loop recursion, Algorithm 7.4 of Nocedal and Wright."""
 
     def newest_to_oldest(q: Arrays, pair: tuple[Arrays, Arrays]) -> tuple[Arrays, jax.Array]:

@@ -32,7 +32,7 @@ class Muon(Leafwise):
     decay: NonNegative = 0.1
     matrices: Patterns | None = None
     rest: Optimizer = AdamW(3e-4)
-    newton_dtype: DType = None  # None: that of the arithmetic
+    newton_dtype: DType = None  # None: the compute dtype
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,12 +58,12 @@ class Muon(Leafwise):
             raise ValueError(f"Muon: {path!r} has shape {w.shape}, which is not a matrix; name matrices by `matrices`.")
         return {"mean": Slot()}
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         matrices = [path for path in grads if self._is_matrix(path)]
         others = [path for path in grads if path not in matrices]
-        new, new_slots = super().advance(context, subset(grads, matrices), subset(weights, matrices), slots)
+        new, new_slots = super().update_leaves(context, subset(grads, matrices), subset(weights, matrices), slots)
         context = context.without_overrides(self)
-        rest, rest_slots = self.rest.advance(context, subset(grads, others), subset(weights, others), slots)
+        rest, rest_slots = self.rest.update_leaves(context, subset(grads, others), subset(weights, others), slots)
         merged = {
             name: {**new_slots.get(name, {}), **leaves} if isinstance(leaves, dict) else leaves
             for name, leaves in rest_slots.items()

@@ -32,7 +32,7 @@ def apply_offloaded(update: Update, arrays: LeafArrays) -> tuple[LeafArrays, dic
 
 
 def _sum_totals(update: Update, rest: LeafArrays, groups: list[tuple[LeafArrays, int]]) -> list[jax.Array]:
-    """The sums over all leaves that the optimizer asks `context.total` for, in that order.
+    """The sums over all leaves that the optimizer asks `context.global_sum` for, in that order.
 
     The second may depend on the first, as with nested clipping, so each is summed in its own pass over the chunks.
     What the passes compute besides the sum is dead code, which XLA removes.
@@ -43,7 +43,7 @@ def _sum_totals(update: Update, rest: LeafArrays, groups: list[tuple[LeafArrays,
         *_, amounts = _apply(update, arrays, totals)
         if len(amounts) <= len(totals):
             raise TypeError(
-                f"{update.layout.tree.owner}: how often it calls `context.total` depends on the leaves; call it "
+                f"{update.layout.tree.owner}: how often it calls `context.global_sum` depends on the leaves; call it "
                 "equally often for any of them."
             )
         return amounts[len(totals)]

@@ -38,7 +38,7 @@ class FromOptax(Optimizer):
             state = self._to_named(tree, jax.tree.map(jnp.asarray, self.transformation.init(_upcast(trainables))))
         return self._map_state(tree, state, trainables, _shard_like)
 
-    def update(self, grads, state, trainables, *, value=None, loss=None, take=None, **overrides):
+    def update(self, grads, state, trainables, *, value=None, loss=None, apply_if=None, **overrides):
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         tree.flatten_gradients(grads)
@@ -57,9 +57,9 @@ class FromOptax(Optimizer):
             after = self._to_named(tree, inner)
         cast = {name: jax.tree.map(cast_like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]}
         after = after._replace(**cast, step=state.step + 1)
-        if take is None:
+        if apply_if is None:
             return new, after
-        return jax.tree.map(lambda new, old: jnp.where(take, new, old), (new, after), (trainables, state))
+        return jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), (new, after), (trainables, state))
 
     def partition(self, specs, trainables=None):
         if trainables is None:
@@ -83,7 +83,7 @@ class FromOptax(Optimizer):
     def slots(self, path, w):
         raise TypeError(f"FromOptax {self.nesting_error}")
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         raise TypeError(f"FromOptax {self.nesting_error}")
 
     def policy(self, path):

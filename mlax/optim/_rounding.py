@@ -14,7 +14,7 @@ from mlax.optim._slots import Slot
 
 @frozen
 class Rounding(abc.ABC):
-    """How weights are read into the dtype of the arithmetic and written back; unused where both dtypes are the same."""
+    """The conversion of stored weights to the compute dtype and back; unused where both dtypes are the same."""
 
     reads_weights: ClassVar[bool] = True  # False if a slot replaces them
 
@@ -23,7 +23,7 @@ class Rounding(abc.ABC):
         return {}
 
     def read(self, w: jax.Array, slots: dict[str, jax.Array], dtype: Any) -> jax.Array:
-        """The parameter in `dtype`, that of the arithmetic."""
+        """The parameter in `dtype`, the compute dtype."""
         return w.astype(dtype)
 
     @abc.abstractmethod
@@ -94,7 +94,7 @@ class StochasticRounding(Rounding):
 
 
 class LeafPolicy(NamedTuple):
-    """The dtype of the arithmetic for a parameter, the dtypes of its slots by name, and how its weights are rounded."""
+    """The compute dtype for a parameter, the dtypes of its slots by name, and how its weights are rounded."""
 
     accum_dtype: Any = None  # None: the parameter's, or float32 if that is narrower
     slot_dtypes: tuple[tuple[str, Any], ...] = ()

@@ -16,7 +16,7 @@ from mlax.optim._rounding import LeafPolicy, RoundToNearest
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
 from mlax.optim._trees import FlatTree
 
-ByName = dict[str, dict[str, Any]]  # the leaves of slots, by the slot's name, then by path
+SlotsByName = dict[str, dict[str, Any]]  # the leaves of slots, by the slot's name, then by path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LeafLayout:
 
     @functools.cached_property
     def accum_dtype(self) -> Any:
-        """The dtype of the arithmetic."""
+        """The compute dtype."""
         return jnp.dtype(self.policy.accum_dtype or at_least_float32(self.parameter.dtype))
 
     @property
@@ -54,11 +54,11 @@ class LeafLayout:
         return jnp.dtype(dict(self.policy.slot_dtypes).get(name) or slot.dtype or default)
 
     def upcast(self, leaf: Any) -> Any:
-        """A gradient or a slot in the dtype of the arithmetic, unless it is an integer."""
+        """A gradient or a slot in the compute dtype, unless it is an integer."""
         return leaf.astype(self.accum_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     def read(self, w: Any, slots: dict[str, Any]) -> Any:
-        """The parameter in the dtype of the arithmetic, given its slots as stored."""
+        """The parameter in the compute dtype, given its slots as stored."""
         return self.policy.rounding.read(w, slots, self.accum_dtype) if self.is_rounded else w
 
     def write(self, new: Any, step: Any, row: Any = 0) -> tuple[Any, dict[str, Any]]:
@@ -85,7 +85,7 @@ class SlotLayout:
             return jnp.dtype(jnp.int32)
         return widest_dtype(leaf.accum_dtype for leaf in self.leaves.values())
 
-    def flatten_slots(self, state: OptimizerState) -> ByName:
+    def flatten_slots(self, state: OptimizerState) -> SlotsByName:
         """The slots of a state, empty leaves included; it must be of the same optimizer and trainables."""
         fields = ("step", *self.names, *self.scalars)
         if getattr(state, "_fields", None) != fields:
@@ -105,15 +105,15 @@ class SlotLayout:
                     )
         return slots
 
-    def drop_empty(self, slots: ByName) -> ByName:
+    def drop_empty(self, slots: SlotsByName) -> SlotsByName:
         """The slots without the leaves of parameters that do not need them."""
         return {
             name: {path: leaf for path, leaf in by_path.items() if name in self.leaves[path].slots}
             for name, by_path in slots.items()
         }
 
-    def upcast_slots(self, slots: ByName) -> ByName:
-        """The optimizer's own slots in the dtype of the arithmetic."""
+    def upcast_slots(self, slots: SlotsByName) -> SlotsByName:
+        """The optimizer's own slots in the compute dtype."""
         return {
             name: {path: self.leaves[path].upcast(leaf) for path, leaf in by_path.items()}
             for name, by_path in slots.items()

@@ -20,7 +20,7 @@ class Slot(NamedTuple):
     axes: tuple[int | None, ...] | EllipsisType = ...  # ...: all axes of the parameter
     sizes: tuple[int, ...] = ()  # of the new axes, in order
     start: float = 0.0
-    dtype: Any = None  # None: the parameter's, or that of the arithmetic if `wide`
+    dtype: Any = None  # None: the parameter's, or the compute dtype if `wide`
     wide: bool = False  # for values whose changes a narrow dtype would round away: long averages, sums, weights
     copy: bool = False  # starts as a copy of the parameter
 
@@ -41,13 +41,13 @@ class Slot(NamedTuple):
             return _init_on_host(self, jnp.dtype(dtype), parameter)
         if self.copy:
             return jnp.array(parameter, dtype, copy=True)  # a buffer that both share could not be donated
-        never = (parameter < 0) & (parameter > 0)
+        all_false = (parameter < 0) & (parameter > 0)
         if not isinstance(self.axes, EllipsisType):
             kept = sorted(axis for axis in self.axes if axis is not None)
-            never = lax.reduce_or(never, [axis for axis in range(parameter.ndim) if axis not in kept])
+            all_false = lax.reduce_or(all_false, [axis for axis in range(parameter.ndim) if axis not in kept])
             order = sorted((axis, place) for place, axis in enumerate(self.axes) if axis is not None)
-            never = lax.broadcast_in_dim(never, self.shape(parameter), [place for _, place in order])
-        zero = never.astype(dtype)
+            all_false = lax.broadcast_in_dim(all_false, self.shape(parameter), [place for _, place in order])
+        zero = all_false.astype(dtype)
         return zero if self.start == 0 else zero + jnp.asarray(self.start, dtype)
 
     def sharding(self, parameter: Any) -> Any:

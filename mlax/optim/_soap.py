@@ -24,8 +24,8 @@ class SOAP(Leafwise):
     """AdamW with its mean square and its step in the eigenbases of moving averages of `g g'` and `g' g`.
 
     The averages have the decay rate `b2`; every `every` steps one power iteration updates the bases. A leaf of more
-    than two axes is a matrix of its first axis against the others; a side longer than `largest` is not rotated, and
-    vectors are updated as by AdamW. Algorithm 3 of https://arxiv.org/abs/2409.11321. As in the authors' code, the
+    than two axes is a matrix of its first axis against the others; a side longer than `max_precond_dim` is not rotated,
+    and vectors are updated as by AdamW. Algorithm 3 of https://arxiv.org/abs/2409.11321. As in the authors' code, the
     first gradient only initialises the bases: in its own eigenbasis it is mostly rounding errors, which Adam would
     amplify. `decayed` as in `AdamW`. Slots: mean; square, in the eigenbases; left and right, (rows, rows) and
     (columns, columns); left_basis and right_basis, of the same shapes.
@@ -38,16 +38,16 @@ class SOAP(Leafwise):
     decay: NonNegative = 0.01
     decayed: Patterns | None = None
     every: int = 10
-    largest: int = 10_000
+    max_precond_dim: int = 10_000
 
     def leaf_slots(self, path, w):
         slots = {"mean": Slot(), "square": Slot(wide=True)}
         if len(w.shape) < 2:
             return slots
         rows, columns = w.shape[0], math.prod(w.shape[1:])
-        if rows <= self.largest:
+        if rows <= self.max_precond_dim:
             slots |= dict.fromkeys(("left", "left_basis"), Slot((0, None), (rows,), wide=True))
-        if columns <= self.largest:
+        if columns <= self.max_precond_dim:
             axes = (1, None) if len(w.shape) == 2 else (None, None)
             side = Slot(axes, (columns,) * axes.count(None), wide=True)
             slots |= dict.fromkeys(("right", "right_basis"), side)

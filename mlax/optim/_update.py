@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mlax._jax import is_on_host
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
-from mlax.optim._slot_layout import ByName, SlotLayout
+from mlax.optim._slot_layout import SlotLayout, SlotsByName
 from mlax.optim._trees import cast_like
 
 
@@ -22,7 +22,9 @@ class UpdateContext:
     rate_factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # factors of the rate, by path
     value: Any = None  # the loss
     evaluate: Callable[[Any], Any] | None = None  # maps weights by path to the loss and its gradients by path
-    total: Callable[[jax.Array], jax.Array] = lambda amount: amount  # maps a sum over these leaves to that over all
+    global_sum: Callable[[jax.Array], jax.Array] = lambda amount: (
+        amount
+    )  # maps a sum over these leaves to the sum over all leaves
     chunked: bool = False  # whether these may be some of the leaves, or some of their rows
 
     def hyperparams(self, optimizer: Any) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class LeafArrays(NamedTuple):
 
     grads: dict[str, Any]  # by path
     weights: dict[str, Any]  # by path
-    slots: ByName
+    slots: SlotsByName
 
     def subset(self, paths: Iterable[str]) -> "LeafArrays":
         """The arrays of some leaves."""
@@ -60,13 +62,13 @@ class LeafArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update of an optimizer; where `take` is False, it leaves everything unchanged."""
+    """One update of an optimizer; where `apply_if` is False, it leaves everything unchanged."""
 
     optimizer: Any
     layout: SlotLayout
     context: UpdateContext
     scalars: Mapping[str, jax.Array]
-    take: jax.Array | None = None
+    apply_if: jax.Array | None = None
 
     def apply(self, arrays: LeafArrays, row: Any = 0) -> tuple[LeafArrays, dict[str, Any]]:
         """The new arrays, and the new step and scalars; `row` is the index of the first row, if these are slices."""
@@ -77,7 +79,7 @@ class Update:
             for path, w in arrays.weights.items()
         }
         slots = {**before, "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
-        new_weights, new_slots = self.optimizer.advance(self.context, grads, weights, slots)
+        new_weights, new_slots = self.optimizer.update_leaves(self.context, grads, weights, slots)
         new = LeafArrays(arrays.grads, dict(arrays.weights), {name: dict(slot) for name, slot in arrays.slots.items()})
         for path, w in new_weights.items():
             self._store_weights(new, path, w, weights[path], row)
@@ -99,4 +101,4 @@ class Update:
             arrays.slots[name][path] = self._select(leaf, arrays.slots[name][path])
 
     def _select(self, new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if self.take is None or new is old else jnp.where(self.take, new, old)
+        return new if self.apply_if is None or new is old else jnp.where(self.apply_if, new, old)

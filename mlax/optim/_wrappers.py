@@ -10,7 +10,7 @@ from jax import lax
 from mlax._jax import cast_scalar, count_non_finite, global_norm
 from mlax.core import DType, frozen, short_repr
 from mlax.optim._base import Optimizer, StepResult, check_wrappable
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, matches_any
+from mlax.optim._hyperparams import NonNegative, Patterns, UnitInterval, matches_any
 from mlax.optim._slots import Slot
 
 
@@ -50,8 +50,8 @@ class OptimizerWrapper(Optimizer):
     def patterns(self):
         return self.optimizer.patterns()
 
-    def advance(self, context, grads, weights, slots):
-        return self.optimizer.advance(context, grads, weights, slots)
+    def update_leaves(self, context, grads, weights, slots):
+        return self.optimizer.update_leaves(context, grads, weights, slots)
 
     def eval_weights(self, path, w, slots, step):
         return self.optimizer.eval_weights(path, w, slots, step)
@@ -88,17 +88,17 @@ class Accumulate(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return self.optimizer.eval_weights(path, w, slots, step // self.every)
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         sums = {path: slots["gathered"][path] + g for path, g in grads.items()}
         inner = {name: slot for name, slot in slots.items() if name != "gathered"}
         inner_context = dataclasses.replace(context, step=context.step // self.every)
         if context.chunked:
-            inner_context = dataclasses.replace(inner_context, total=_refuse_total)
+            inner_context = dataclasses.replace(inner_context, global_sum=_reject_global_sum)
 
         def take_step() -> tuple[Any, Any, Any]:
             means = {path: g * (1 / self.every) for path, g in sums.items()}
             step = {**inner, "step": inner_context.step + 1}
-            new, new_slots = self.optimizer.advance(inner_context, means, weights, step)
+            new, new_slots = self.optimizer.update_leaves(inner_context, means, weights, step)
             new_slots = {
                 name: {**slot, **new_slots[name]} if isinstance(slot, dict) else new_slots[name]
                 for name, slot in inner.items()
@@ -113,7 +113,7 @@ class Accumulate(OptimizerWrapper):
         return StepResult(new, {**new_slots, "gathered": sums})
 
 
-def _refuse_total(amount: jax.Array) -> jax.Array:
+def _reject_global_sum(amount: jax.Array) -> jax.Array:
     raise ValueError(
         "Accumulate: an optimizer inside sums over all leaves (ClipGlobalNorm, say), which is not possible inside a "
         "`lax.cond` while leaves are in host memory; wrap Accumulate in it, or use train.step(accumulate=...)."
@@ -136,15 +136,15 @@ class Decay(OptimizerWrapper):
     def patterns(self):
         return (*(self.decayed or ()), *self.optimizer.patterns())
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         decay = context.hyperparams(self)["decay"]
         decays = {
             path: cast_scalar(decay, weights[path]) * weights[path] for path in grads if matches_any(self.decayed, path)
         }
         if self.coupled:
             grads = {**grads, **{path: grads[path] + term for path, term in decays.items()}}
-            return self.optimizer.advance(context, grads, weights, slots)
-        new, new_slots = self.optimizer.advance(context, grads, weights, slots)
+            return self.optimizer.update_leaves(context, grads, weights, slots)
+        new, new_slots = self.optimizer.update_leaves(context, grads, weights, slots)
         return StepResult({**new, **{p: new[p] - term for p, term in decays.items() if p in new}}, new_slots)
 
 
@@ -153,22 +153,22 @@ class Plateau(OptimizerWrapper):
     """Multiply the rate by `factor` whenever `value`, passed to `update`, has not improved for `patience` steps.
 
     An improvement is a decrease below the best value by the fraction `threshold`. After each reduction, `cooldown`
-    steps do not count; the total factor stays at or above `least`. With `every` above 1, the mean value of that many
+    steps do not count; the total factor is at least `min_scale`. With `every` above 1, the mean value of that many
     updates is compared. Scalars: best, gathered_value, waited, scale.
     """
 
     elementwise = True
-    factor: Beta = 0.1
+    factor: UnitInterval = 0.1
     patience: int = 10
     threshold: NonNegative = 1e-4
     cooldown: int = 0
     every: int = 1
-    least: NonNegative = 0.0
+    min_scale: NonNegative = 0.0
 
     def extra_scalars(self):
         return {"best": float("inf"), "gathered_value": 0.0, "waited": 0, "scale": 1.0}
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         if context.value is None:
             raise TypeError("Plateau: update needs the loss that it monitors: update(..., value=loss).")
         values = context.hyperparams(self)
@@ -180,9 +180,9 @@ class Plateau(OptimizerWrapper):
         better = due & (value < best * (1 - values["threshold"]))
         waited = jnp.where(better, jnp.minimum(waited, 0), waited + due.astype(jnp.int32))
         reduces = waited > self.patience
-        scale = jnp.where(reduces, jnp.maximum(scale * values["factor"], values["least"]), scale)
+        scale = jnp.where(reduces, jnp.maximum(scale * values["factor"], values["min_scale"]), scale)
         context = context.scale_rates(dict.fromkeys(grads, scale))
-        new, new_slots = self.optimizer.advance(context, grads, weights, inner)
+        new, new_slots = self.optimizer.update_leaves(context, grads, weights, inner)
         scalars = {
             "best": jnp.where(better, value, best),
             "gathered_value": jnp.where(due, jnp.zeros_like(gathered), gathered),
@@ -202,28 +202,28 @@ class SAM(OptimizerWrapper):
 
     radius: NonNegative = 0.05
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         if context.evaluate is None:
             raise TypeError("SAM: update needs the loss, for a second gradient: update(..., loss=loss).")
         size = global_norm(grads)
         scale = cast_scalar(context.hyperparams(self)["radius"], size) / (size + 1e-12)
         _, perturbed = context.evaluate({path: weights[path] + scale.astype(g.dtype) * g for path, g in grads.items()})
-        return self.optimizer.advance(context, {path: perturbed[path] for path in grads}, weights, slots)
+        return self.optimizer.update_leaves(context, {path: perturbed[path] for path in grads}, weights, slots)
 
 
 @frozen
 class SkipNonFinite(OptimizerWrapper):
     """Leave weights, slots and step unchanged if a gradient is not finite. Scalar: skipped, counts such updates."""
 
-    elementwise = True  # except for the count, which goes through `context.total`
+    elementwise = True  # except for the count, which goes through `context.global_sum`
 
     def extra_scalars(self):
         return {"skipped": 0}
 
-    def advance(self, context, grads, weights, slots):
+    def update_leaves(self, context, grads, weights, slots):
         inner = {name: slot for name, slot in slots.items() if name != "skipped"}
-        finite = context.total(count_non_finite(grads)) == 0
-        new, new_slots = self.optimizer.advance(context, grads, weights, inner)
+        finite = context.global_sum(count_non_finite(grads)) == 0
+        new, new_slots = self.optimizer.update_leaves(context, grads, weights, inner)
         before = {**inner, "step": context.step}
 
         def select(new: jax.Array, old: jax.Array) -> jax.Array:

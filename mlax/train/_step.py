@@ -124,7 +124,7 @@ class Step:
             state.trainables,
             value=values["loss"],
             loss=loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
-            take=finite,
+            apply_if=finite,
         )
         new = state._replace(step=state.step + 1, trainables=trainables, optimizer=optimizer)
         metrics = {**values, "gradient_norm": norm}

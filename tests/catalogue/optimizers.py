@@ -55,7 +55,7 @@ ROWS = {
     "SophiaG": OptimizerRow(optim.SophiaG(1e-2)),
     "ScheduleFree": OptimizerRow(optim.ScheduleFree(1e-2, warmup=3)),
     "AdEMAMix": OptimizerRow(optim.AdEMAMix(1e-2, warmup=10)),
-    "LBFGS": OptimizerRow(optim.LBFGS(history=3, search=5), {"loss": loss}),
+    "LBFGS": OptimizerRow(optim.LBFGS(history=3, max_search_steps=5), {"loss": loss}),
     "ClipValue": OptimizerRow(optim.ClipValue(ADAM, 0.5), variant=True),
     "ClipNorm": OptimizerRow(optim.ClipNorm(ADAM, 0.5), variant=True),
     "ClipGlobalNorm": OptimizerRow(optim.ClipGlobalNorm(ADAM, 0.5), variant=True),

@@ -128,7 +128,7 @@ CASES = {
         lambda step: 1e-3 * math.sqrt(30) * np.minimum(np.maximum(step, 1.0) ** -0.5, step * 30**-1.5),
     ),
     "one cycle": Case(
-        lambda: OneCycle(0.5, 40, rise=0.25, first=10.0, last=100.0),
+        lambda: OneCycle(0.5, 40, pct_start=0.25, div_factor=10.0, final_div_factor=100.0),
         39,
         {0: 0.05, 9: 0.5, 39: 0.0005},
         lambda step: np.where(

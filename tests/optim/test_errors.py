@@ -196,7 +196,7 @@ MISTAKES = {
         ["'variance'", "mean, square"],
     ),
     "SAM without the loss": (updated(optim.SAM(ADAM)), TypeError, ["SAM", "loss=loss"]),
-    "LBFGS without the loss": (updated(optim.LBFGS()), TypeError, ["LBFGS", "loss=loss", "search=0"]),
+    "LBFGS without the loss": (updated(optim.LBFGS()), TypeError, ["LBFGS", "loss=loss", "max_search_steps=0"]),
     "Plateau without the value": (updated(optim.Plateau(ADAM)), TypeError, ["Plateau", "value=loss"]),
     "Nesterov without momentum": (lambda: optim.SGD(0.1, nesterov=True), ValueError, ["momentum", "pass momentum=0.9"]),
     "a wrapper around a class": (lambda: optim.Average(optim.Adam), TypeError, ["Average", "is not an optimizer"]),

@@ -107,7 +107,7 @@ def test_the_search_avoids_where_the_loss_is_nan(start):
 def test_nothing_moves_if_no_step_length_lowers_the_loss():
     loss = lambda trainables: jnp.sum(trainables["x"]) * jnp.nan  # noqa: E731
     trainables = {"x": jnp.ones(3)}
-    optimizer = optim.LBFGS(search=4)
+    optimizer = optim.LBFGS(max_search_steps=4)
     state = optimizer.init(trainables)
     new, _ = optimizer.update({"x": jnp.ones(3)}, state, trainables, value=jnp.asarray(1.0), loss=loss)
     np.testing.assert_array_equal(new["x"], 1)
@@ -147,7 +147,7 @@ def test_vmap_equals_separate_runs():
 
 
 def test_without_a_search_the_step_is_the_rate():
-    optimizer, trainables = optim.LBFGS(rate=0.5, search=0), {"x": jnp.asarray([4.0, -2.0])}
+    optimizer, trainables = optim.LBFGS(rate=0.5, max_search_steps=0), {"x": jnp.asarray([4.0, -2.0])}
     new, _ = optimizer.update(trainables, optimizer.init(trainables), trainables)
     np.testing.assert_allclose(new["x"], [2.0, -1.0])
 
@@ -155,6 +155,6 @@ def test_without_a_search_the_step_is_the_rate():
 def test_bfloat16_weights_with_a_master_reach_the_minimum():
     target = jnp.asarray([0.3, -1.7, 2.2], jnp.bfloat16)
     loss = lambda trainables: jnp.sum((trainables["x"] - target).astype(jnp.float32) ** 2)  # noqa: E731
-    optimizer = optim.LBFGS(rounding=optim.MasterWeights(), search=10)
+    optimizer = optim.LBFGS(rounding=optim.MasterWeights(), max_search_steps=10)
     (trainables, _), values = run(optimizer, loss, {"x": jnp.zeros(3, jnp.bfloat16)}, 10)
     assert trainables["x"].dtype == jnp.bfloat16 and values[-1] < 1e-4

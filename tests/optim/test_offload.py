@@ -92,7 +92,7 @@ def test_an_update_that_is_not_taken_changes_nothing(name):
     update = jax.jit(optimizer.update)
     held, kept = update(hosted(trees(dtype, 1)), optimizer.init(held), held)
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, trees(dtype, 2))
-    after = update(hosted(bad), kept, held, take=jnp.asarray(False))
+    after = update(hosted(bad), kept, held, apply_if=jnp.asarray(False))
     jax.tree.map(np.testing.assert_array_equal, after, (held, kept))
 
 

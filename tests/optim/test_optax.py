@@ -124,7 +124,7 @@ MLAX = {
     "Muon": optim.Muon(stacked=("stack/**",)),
     "ScheduleFree": optim.ScheduleFree(1e-2),
     "Groups": optim.Groups(("**/kernel", optim.NAdam(1e-2)), ("**", optim.SGD(0.1, momentum=0.9))),
-    "LBFGS": optim.LBFGS(history=3, search=5),
+    "LBFGS": optim.LBFGS(history=3, max_search_steps=5),
     "Plateau": optim.Plateau(optim.SGD(0.1), patience=2),
 }
 

@@ -56,12 +56,12 @@ BAD = {
     "decay too long": (lambda: WarmupStableDecay(0.1, 10, 15, 6), "together more than total, 15"),
     "shape": (lambda: WarmupStableDecay(0.1, 1, 9, 2, shape="square"), "shape is 'square', but must be one of linear"),
     "no warmup": (lambda: InverseSqrt(0.1, 0), "warmup is 0, but must be an integer from 1"),
-    "all rise": (lambda: OneCycle(0.1, 10, rise=1.0), "rise is 1.0 of 10 steps, but must be less than all"),
-    "no rise": (lambda: OneCycle(0.1, 3), "rise is 0.3 of 3 steps, but must be less than all of them and more"),
-    "first": (lambda: OneCycle(0.1, 10, first=0.0), "first is 0.0, but must be more than 0"),
-    "a first that overflows": (
-        lambda: OneCycle(0.1, 10, first=1e-44),
-        "float32 cannot hold; raise first or last",
+    "all rise": (lambda: OneCycle(0.1, 10, pct_start=1.0), "pct_start is 1.0 of 10 steps, but must be less than all"),
+    "no rise": (lambda: OneCycle(0.1, 3), "pct_start is 0.3 of 3 steps, but must be less than all of them and more"),
+    "div_factor of 0": (lambda: OneCycle(0.1, 10, div_factor=0.0), "div_factor is 0.0, but must be more than 0"),
+    "a div_factor that overflows": (
+        lambda: OneCycle(0.1, 10, div_factor=1e-44),
+        "float32 cannot hold; raise div_factor or final_div_factor",
     ),
     "a number for a schedule": (lambda: Warmup(0.1, 5), "0.1 is not a schedule"),
     "a class for a schedule": (lambda: ScaledSchedule(Cosine, 2.0), "is not a schedule; pass one"),

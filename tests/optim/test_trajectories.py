@@ -173,7 +173,7 @@ def test_schedule_free_trains_at_y_and_evaluates_at_x(warmup, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_lbfgs_without_a_search_follows_the_two_loop_recursion(dtype):
-    optimizer = optim.LBFGS(0.3, history=4, search=0)
+    optimizer = optim.LBFGS(0.3, history=4, max_search_steps=0)
 
     def gradient(w):
         return w + w**3

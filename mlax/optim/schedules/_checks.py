@@ -30,13 +30,13 @@ def check_positive(schedule: Any, *names: str) -> None:
             )
 
 
-def check_steps(schedule: Any, *names: str, least: int = 1) -> None:
+def check_steps(schedule: Any, *names: str, minimum: int = 1) -> None:
     """Check that fields are step counts of at least `least`."""
     for name in names:
         value = getattr(schedule, name)
-        if not is_step_count(value, least):
+        if not is_step_count(value, minimum):
             raise ValueError(
-                f"{type(schedule).__name__}: {name} is {value!r}, but must be an integer from {least} to "
+                f"{type(schedule).__name__}: {name} is {value!r}, but must be an integer from {minimum} to "
                 f"{LAST_STEP}; pass an int such as 1_000."
             )
 
@@ -54,6 +54,6 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT32
 
 
-def is_step_count(value: Any, least: int) -> bool:
+def is_step_count(value: Any, minimum: int) -> bool:
     """Whether it is an integer from `least` to the last step."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LAST_STEP
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= LAST_STEP

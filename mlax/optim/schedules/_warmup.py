@@ -26,7 +26,7 @@ class Warmup(Schedule):
 
     def __post_init__(self) -> None:
         check_schedule(self, self.schedule)
-        check_steps(self, "steps", least=0)
+        check_steps(self, "steps", minimum=0)
         check_finite(self, "start")
         check_length(self)
 
@@ -61,7 +61,7 @@ class WarmupCosine(Schedule):
 
     def __post_init__(self) -> None:
         check_finite(self, "peak", "start", "end")
-        check_steps(self, "warmup", least=0)
+        check_steps(self, "warmup", minimum=0)
         check_steps(self, "total")
         if self.warmup >= self.total:
             raise ValueError(
@@ -104,7 +104,7 @@ class WarmupStableDecay(Schedule):
 
     def __post_init__(self) -> None:
         check_finite(self, "peak", "start", "end")
-        check_steps(self, "warmup", least=0)
+        check_steps(self, "warmup", minimum=0)
         check_steps(self, "total", "decay")
         if self.shape not in SHAPES:
             raise ValueError(
@@ -167,31 +167,32 @@ class InverseSqrt(Schedule):
 
 @frozen
 class OneCycle(Schedule):
-    """From `peak / first` to `peak` over the fraction `rise` of `total`, then to `peak / first / last`, by cosines.
+    """From `peak / div_factor` up to `peak`, then down to `peak / div_factor / final_div_factor`, by cosines.
 
-    The last value is at step `total - 1`, the last update, and the peak at step `rise * total - 1`, which may be a
-    fraction: PyTorch's OneCycleLR with two phases. https://arxiv.org/abs/1708.07120
+    The rise takes the fraction `pct_start` of `total`. The last value is at step `total - 1`, the last update, and the
+    peak at step `pct_start * total - 1`, which need not be an integer: PyTorch's OneCycleLR with two phases. https://arxiv.org/abs/1708.07120
     """
 
     peak: float
     total: int
-    rise: float = 0.3
-    first: float = 25.0
-    last: float = 1e4
+    pct_start: float = 0.3
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
 
     def __post_init__(self) -> None:
         check_finite(self, "peak")
-        check_steps(self, "total", least=2)
-        check_positive(self, "rise", "first", "last")
-        if not 1 / self.total < self.rise < 1:
+        check_steps(self, "total", minimum=2)
+        check_positive(self, "pct_start", "div_factor", "final_div_factor")
+        if not 1 / self.total < self.pct_start < 1:
             raise ValueError(
-                f"OneCycle: rise is {self.rise} of {self.total} steps, but must be less than all of them and more than "
-                "one step; pass a fraction such as 0.3."
+                f"OneCycle: pct_start is {self.pct_start} of {self.total} steps, but must be less than all of them "
+                "and more than one step; pass a fraction such as 0.3."
             )
-        start, end = self.peak / self.first, self.peak / self.first / self.last
+        start, end = self.peak / self.div_factor, self.peak / self.div_factor / self.final_div_factor
         if not (is_finite(start) and is_finite(end)):
             raise ValueError(
-                f"OneCycle: it starts at {start} and ends at {end}, which float32 cannot hold; raise first or last."
+                f"OneCycle: it starts at {start} and ends at {end}, which float32 cannot hold; raise "
+                "div_factor or final_div_factor."
             )
 
     @property
@@ -204,15 +205,15 @@ class OneCycle(Schedule):
 
     def lengthen(self, times: int) -> Self:
         total = (self.total - 1) * times + 1
-        return dataclasses.replace(self, total=total, rise=(self._peak_step * times + 1) / total)
+        return dataclasses.replace(self, total=total, pct_start=(self._peak_step * times + 1) / total)
 
     def at(self, step):
-        start, before_peak = self.peak / self.first, int(self._peak_step)
+        start, before_peak = self.peak / self.div_factor, int(self._peak_step)
         past_peak = (step - before_peak).astype(jnp.float32) - (self._peak_step - before_peak)
         rise = interpolate(start, self.peak, step, -past_peak, cosine)
-        decay = interpolate(self.peak, start / self.last, past_peak, self.total - 1 - step, cosine)
+        decay = interpolate(self.peak, start / self.final_div_factor, past_peak, self.total - 1 - step, cosine)
         return jnp.where(step <= before_peak, rise, decay)
 
     @property
     def _peak_step(self) -> float:
-        return self.rise * self.total - 1
+        return self.pct_start * self.total - 1
