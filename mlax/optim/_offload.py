@@ -71,11 +71,11 @@ def _apply(
     """`update.apply` given the totals known so far, and what these leaves add to each."""
     amounts: list[jax.Array] = []
 
-    def total(amount: jax.Array) -> jax.Array:
+    def global_sum(amount: jax.Array) -> jax.Array:
         amounts.append(amount)
         return totals[len(amounts) - 1] if len(amounts) <= len(totals) else amount
 
-    context = dataclasses.replace(update.context, total=total, chunked=chunked)
+    context = dataclasses.replace(update.context, global_sum=global_sum, chunked=chunked)
     return *dataclasses.replace(update, context=context).apply(arrays, row), amounts
 
 
