@@ -13,10 +13,10 @@ def fusion_barrier(tree: Any) -> Any:
     that copies nothing. On other devices fusion helps.
     """
 
-    def barred(tree: Any) -> Any:  # leaf by leaf: inside shard_map, all operands of one barrier vary if one does
+    def barrier(tree: Any) -> Any:  # leaf by leaf: inside shard_map, all operands of one barrier vary if one does
         return jax.tree.map(lax.optimization_barrier, tree)
 
     def on_cpu(tree: Any) -> Any:
-        return lax.cond(lax.optimization_barrier(False), barred, lambda tree: tree, tree)
+        return lax.cond(lax.optimization_barrier(False), barrier, lambda tree: tree, tree)
 
     return lax.platform_dependent(tree, cpu=on_cpu, default=lambda tree: tree)

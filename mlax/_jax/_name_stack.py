@@ -35,16 +35,16 @@ def scopes_of_op_name(name: str) -> list[Scope]:
 
     `jit(loss)/transpose(jvp(blocks))/while/body/closed_call/up/dot_general` gives transpose, jvp, blocks and up.
     """
-    *around, _ = _split(_INSERTED.sub("/", f"/{name}").removeprefix("/"), "/")
-    return [scope for part in around for scope in _unwrapped(part)]
+    *around, _ = _split_outside_brackets(_INSERTED.sub("/", f"/{name}").removeprefix("/"), "/")
+    return [scope for part in around for scope in _unwrap_scopes(part)]
 
 
 def fused_op_names(name: str) -> list[str]:
     """The names of the operations that XLA merged into one: `f/(a:b)` gives `f/a` and `f/b`."""
-    *around, last = _split(name, "/")
+    *around, last = _split_outside_brackets(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
-    joined = ["/".join([*around, each]) for each in _split(last[1:-1], ":")]
+    joined = ["/".join([*around, each]) for each in _split_outside_brackets(last[1:-1], ":")]
     return [name for each in joined for name in fused_op_names(each)]
 
 
@@ -55,7 +55,7 @@ _TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
 _JITS = ("jit", "pjit")
 
 
-def _unwrapped(part: str) -> Iterator[Scope]:
+def _unwrap_scopes(part: str) -> Iterator[Scope]:
     """`transpose(jvp(a))` is the layer a under two transformations; `jit(f)` is not a layer."""
     if match := _TRANSFORMATION.fullmatch(part):
         name, inside = match.groups()
@@ -63,13 +63,13 @@ def _unwrapped(part: str) -> Iterator[Scope]:
             return
         if name in ("jvp", "transpose", "vmap"):
             yield Scope(name, is_transformation=True)
-            yield from _unwrapped(inside)
+            yield from _unwrap_scopes(inside)
             return
     if part:
         yield Scope(part)
 
 
-def _split(text: str, at: str) -> list[str]:
+def _split_outside_brackets(text: str, at: str) -> list[str]:
     """Split outside brackets."""
     parts, depth = [""], 0
     for letter in text:

@@ -35,7 +35,7 @@ def frozen(cls: C) -> C:
     @functools.wraps(init)
     def finalized_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if "__dataclass_fields__" not in vars(type(self)):
-            raise _undecorated(self)
+            raise _undecorated_error(self)
         try:
             init(self, *args, **kwargs)
         except dataclasses.FrozenInstanceError as error:
@@ -53,7 +53,7 @@ def frozen(cls: C) -> C:
 
     described.__init__ = finalized_init
     described.__eq__ = _equal
-    described.__hash__ = _hash
+    described.__hash__ = _cached_hash
     described.__reduce__ = _reduce
     described.__copy__ = described.__deepcopy__ = _return_self
     if "__repr__" not in vars(cls):
@@ -199,14 +199,14 @@ def _equal(self: Any, other: object) -> Any:
     return self._hash == other._hash and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _hash(self: Any) -> int:
+def _cached_hash(self: Any) -> int:
     try:
         return self._hash
     except AttributeError:  # its class has an __init__ that bypasses frozen's
-        raise _undecorated(self) from None
+        raise _undecorated_error(self) from None
 
 
-def _undecorated(self: Any) -> TypeError:
+def _undecorated_error(self: Any) -> TypeError:
     return TypeError(f"{type(self).__name__} is not a description yet; put @mlax.frozen above the class.")
 
 

@@ -67,7 +67,7 @@ class TruncatedNormal(Initializer):
     std: float = 0.01
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return sample(_truncated, rng, shape, dtype, self.std)
+        return sample(_truncated_normal, rng, shape, dtype, self.std)
 
 
 @frozen
@@ -77,7 +77,7 @@ class Uniform(Initializer):
     limit: float = 0.01
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
-        return sample(_symmetric, rng, shape, dtype, self.limit)
+        return sample(_symmetric_uniform, rng, shape, dtype, self.limit)
 
 
 @frozen
@@ -114,9 +114,9 @@ class VarianceScaling(Initializer):
             case "normal":
                 return sample(jax.random.normal, rng, shape, dtype, std)
             case "truncated":
-                return sample(_truncated, rng, shape, dtype, std / TRUNCATED_STD)
+                return sample(_truncated_normal, rng, shape, dtype, std / TRUNCATED_STD)
             case "uniform":
-                return sample(_symmetric, rng, shape, dtype, std * math.sqrt(3))
+                return sample(_symmetric_uniform, rng, shape, dtype, std * math.sqrt(3))
 
 
 def lecun(distribution: Literal["normal", "truncated", "uniform"] = "truncated") -> VarianceScaling:
@@ -180,9 +180,9 @@ class Identity(Initializer):
 TRUNCATED_STD = 0.87962566103423978  # of the standard normal distribution truncated at two deviations
 
 
-def _truncated(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _truncated_normal(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.truncated_normal(rng, -2.0, 2.0, shape, dtype)
 
 
-def _symmetric(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _symmetric_uniform(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.uniform(rng, shape, dtype, -1.0, 1.0)

@@ -209,7 +209,7 @@ def init_stacked(layer: Layer, rng: jax.Array, x: Any, times: int, *, in_host: b
         init = functools.partial(_init_copy, layer, x, rng)
         indices = jnp.arange(times, dtype=np.uint32)
         return lax.map(lambda index: _offload(init(index), in_host), indices) if in_host else jax.vmap(init)(indices)
-    stack = _empty_stack(*variable_shapes(layer, x), times, in_host)
+    stack = _create_stack(*variable_shapes(layer, x), times, in_host)
     for index in range(times):
         stack = _write_copy(stack, _init_copy(layer, x, rng, np.uint32(index)), np.uint32(index))
     return stack
@@ -231,13 +231,13 @@ def _offload(variables: tuple[Tree, Tree], in_host: bool) -> tuple[Tree, Tree]:
     return to_host(trainables) if in_host else trainables, non_trainables
 
 
-def _empty_stack(trainables: Tree, non_trainables: Tree, times: int, in_host: bool) -> tuple[Tree, Tree]:
+def _create_stack(trainables: Tree, non_trainables: Tree, times: int, in_host: bool) -> tuple[Tree, Tree]:
     leaves, treedef = jax.tree.flatten((trainables, non_trainables))
-    return _zeros(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), times, in_host)
+    return _stacked_zeros(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), times, in_host)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _zeros(treedef: Any, leaves: tuple[tuple[tuple[int, ...], Any], ...], times: int, in_host: bool) -> Any:
+def _stacked_zeros(treedef: Any, leaves: tuple[tuple[tuple[int, ...], Any], ...], times: int, in_host: bool) -> Any:
     def zeros(leading: tuple[int, ...]) -> Any:
         return treedef.unflatten([jnp.zeros((*leading, *shape), dtype) for shape, dtype in leaves])
 
