@@ -20,8 +20,8 @@ BELOW = {
     "files": {"_jax", "core"},
     "inspect": {"_jax", "core"},
     "place": {"_jax", "core", "inspect", "optim"},
-    "train": {"_jax", "core", "dtypes", "files", "inspect", "optim", "place"},
-    "cli": {"inspect", "train"},
+    "train": {"_jax", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
+    "cli": {"_supervision", "inspect", "train"},
 }
 
 

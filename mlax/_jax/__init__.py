@@ -17,7 +17,7 @@ from mlax._jax._memory import (
 )
 from mlax._jax._name_stack import fused_op_names, layer_path, path_of, scopes_of_op_name, scopes_of_stack
 from mlax._jax._private import with_weak_type
-from mlax._jax._random import abstract_key, constant, name_hash, named_key, sample
+from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, named_key, sample
 from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, scan_with_residuals, time_vmap
 from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like, with_auto_axes
 from mlax._jax._trees import (
@@ -47,6 +47,7 @@ __all__ = [
     "fusion_barrier",
     "global_norm",
     "is_on_host",
+    "is_typed_key",
     "is_unsharded_cpu",
     "layer_path",
     "leaves_with_paths",

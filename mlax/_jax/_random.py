@@ -82,11 +82,16 @@ def sample(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, sc
     return _join_chunks(chunks, shape)
 
 
+def is_typed_key(value: Any) -> bool:
+    """Whether `value` is an array of typed keys, concrete, traced or abstract; legacy uint32 keys are not."""
+    return isinstance(value, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def _is_seekable(rng: jax.Array) -> bool:
     """Whether `rng` is one concrete key of a generator that can start at any position."""
     return (
         not isinstance(rng, Tracer)
-        and rng.ndim == (0 if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else 1)
+        and rng.ndim == (0 if is_typed_key(rng) else 1)
         and str(jax.random.key_impl(rng)) == "threefry2x32"
         and jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     )

@@ -5,16 +5,15 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlax
+from mlax._supervision import STEP_FOLDER
 from mlax.cli._script import config_type, enable_compilation_cache, load_script, parse_config, run_script, takes_config
 
 FOLDER_FIELDS = ("run", "out")  # the names that examples give to their output folder
-_STEP_FOLDER = re.compile(r"step-(\d{8,18})(-\d+)?")
 
 
 def demo(name: str, list: bool, args: Sequence[str]) -> int:
@@ -85,7 +84,7 @@ def free_folder(folder: Path) -> tuple[Path, str]:
 def last_saved_step(run: Path) -> int | None:
     """The last step saved in the folder of a run."""
     names = [each.parent.name for each in run.glob("checkpoints/step-*/manifest.json")]
-    return max((int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name))), default=None)
+    return max((int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name))), default=None)
 
 
 def planned_steps(run: Path) -> int | None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-NOISE = b"[Gloo] Rank"  # of lines that the CPU collectives print about each connection
-SLOW_PHASES = ("compiling", "saving", "ending")  # may take long without a heartbeat
+from mlax._supervision import HEARTBEAT_VARIABLE, SLOW_PHASES
+
+NOISE = b"[Gloo] Rank"  # how the lines begin that the CPU collectives print about each connection
 
 
 class Heartbeat(NamedTuple):
@@ -35,7 +36,7 @@ class WorkerProcess:
         self.heartbeat_file = heartbeat_file
         self.popen = subprocess.Popen(
             command,
-            env={**os.environ, "MLAX_HEARTBEAT": str(heartbeat_file)},  # see train.heartbeat
+            env={**os.environ, HEARTBEAT_VARIABLE: str(heartbeat_file)},  # see train.heartbeat
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

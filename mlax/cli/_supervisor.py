@@ -14,17 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
+from mlax._supervision import TERMINATED, Phase
 from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit
 
-POLL = 0.05  # seconds between two checks
-SETTLE = 0.5  # seconds in which the deaths that follow from a first one are observed too
-FAREWELL = 3.0  # seconds between SIGTERM and SIGKILL for processes that lost one of their peers
-QUICK = 2.0  # the same while compiling, when nothing can be lost
-TERMINATED = 128 + signal.SIGTERM
+POLL_INTERVAL = 0.05  # seconds between two checks
+FOLLOW_UP_WINDOW = 0.5  # seconds in which the deaths that follow from a first one are observed too
+KILL_TIMEOUT = 3.0  # seconds between SIGTERM and SIGKILL for processes that lost one of their peers
+KILL_TIMEOUT_COMPILING = 2.0  # the same while compiling, when nothing can be lost
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended."""
+    """The result of one attempt to run the script: the failure, if any, the exit status, and whether to retry."""
 
     why: str  # which process failed, and how; empty on success
     status: int  # the exit status; negative for a signal
@@ -133,12 +133,12 @@ class Supervisor:
                 return self._handle_death(processes)
             if hang := detector.check():
                 return self._handle_hang(processes, hang)
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
         return self._handle_signal(processes)
 
     def _handle_death(self, processes: list[WorkerProcess]) -> Outcome:
         """Find the process that died first: others may have died because of it."""
-        self._wait(processes, SETTLE)
+        self._wait(processes, FOLLOW_UP_WINDOW)
         stopped = [process for process in processes if process.state in ("T", "t")]
         dead = [(process, process.status) for process in processes if process.status]
         if all(status == TERMINATED for _, status in dead) and not stopped:
@@ -156,7 +156,7 @@ class Supervisor:
     def _handle_hang(self, processes: list[WorkerProcess], hang: Hang) -> Outcome:
         for process in processes:
             process.send(signal.SIGUSR1)  # each prints the stacks of its threads
-        time.sleep(SETTLE)
+        time.sleep(FOLLOW_UP_WINDOW)
         self._terminate(processes)
         return Outcome(f"{hang.process} {hang.why}", 124)
 
@@ -170,29 +170,29 @@ class Supervisor:
             now = self.clock()
             if any(process.status not in (None, 0, TERMINATED, -signal.SIGTERM) for process in processes):
                 lost_at = lost_at or now
-            expired = now - started > (QUICK if any(map(_is_compiling, processes)) else self.grace)
-            if expired or len(self.signals) > 1 or (lost_at is not None and now - lost_at > FAREWELL):
-                self._terminate(processes, farewell=0)
+            expired = now - started > (KILL_TIMEOUT_COMPILING if any(map(_is_compiling, processes)) else self.grace)
+            if expired or len(self.signals) > 1 or (lost_at is not None and now - lost_at > KILL_TIMEOUT):
+                self._terminate(processes, timeout=0)
                 why = "killed before all processes had saved; the last checkpoint is complete"
                 return Outcome(why, -received, retry=False)
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
         if all(process.status == 0 for process in processes):
             return Outcome("", 0)
         failed = [p for p in processes if p.status not in (0, TERMINATED, -signal.SIGTERM)]
         why = f"{failed[0]} {describe_exit(failed[0].status or 0)} while it was saving to exit" if failed else ""
         return Outcome(why, -received)
 
-    def _terminate(self, processes: list[WorkerProcess], farewell: float = FAREWELL) -> None:
+    def _terminate(self, processes: list[WorkerProcess], timeout: float = KILL_TIMEOUT) -> None:
         for process in processes:
             process.send(signal.SIGTERM)
-        self._wait(processes, farewell)
+        self._wait(processes, timeout)
         for process in processes:
             process.send(signal.SIGKILL)
 
     def _wait(self, processes: list[WorkerProcess], seconds: float) -> None:
         deadline = self.clock() + seconds
         while self.clock() < deadline and any(process.status is None for process in processes):
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
 
 
 def _may_be_consequence(status: int) -> bool:
@@ -202,7 +202,7 @@ def _may_be_consequence(status: int) -> bool:
 
 def _is_compiling(process: WorkerProcess) -> bool:
     beat = process.heartbeat()
-    return beat is not None and beat.phase == "compiling"
+    return beat is not None and beat.phase == Phase.COMPILING
 
 
 def _has_trained(process: WorkerProcess) -> bool:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from mlax._supervision import TERMINATED
 from mlax.cli._script import enable_compilation_cache, run_script
 
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +51,7 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         _exit_now(1)
-    if status not in (0, 128 + signal.SIGTERM):
+    if status not in (0, TERMINATED):
         _exit_now(status)
     jax.distributed.shutdown()  # waits for the others, which may still be writing
     return status
@@ -85,7 +86,7 @@ def _terminate_with(supervisor: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != supervisor:
-            _exit_now(128 + signal.SIGTERM)
+            _exit_now(TERMINATED)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mlax._jax import is_typed_key
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._paths import flatten_paths
 
@@ -15,10 +16,9 @@ KEY_ADVICE = "pass jax.random.key(0), for example"
 
 def is_key(given: Any) -> bool:
     """Whether it is a typed key or a legacy uint32 one."""
-    dtype: Any = getattr(given, "dtype", None)
-    return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and (
-        jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
-    )
+    if is_typed_key(given):
+        return True
+    return isinstance(given, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and given.dtype == np.uint32
 
 
 def check_key(owner: str, call: str, rng: Any, x: Any) -> None:

@@ -2,7 +2,7 @@
 
 from mlax.files._io import InvalidFile, NotEnoughSpace
 from mlax.files._io import atomic_write as atomic_write
-from mlax.files._io import free_bytes as free_bytes
+from mlax.files._io import free_disk_bytes as free_disk_bytes
 from mlax.files._io import fsync_folder as fsync_folder
 from mlax.files._io import is_count as is_count
 from mlax.files._io import make_folder as make_folder
@@ -11,8 +11,8 @@ from mlax.files._io import require_space as require_space
 from mlax.files._io import safe_open as safe_open
 from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
-from mlax.files._safetensors import DTYPE_NAMES as DTYPE_NAMES
-from mlax.files._safetensors import DTYPES as DTYPES
+from mlax.files._safetensors import SAFETENSORS_DTYPE_NAMES as SAFETENSORS_DTYPE_NAMES
+from mlax.files._safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from mlax.files._safetensors import Header as Header
 from mlax.files._safetensors import SerializedFile as SerializedFile
 from mlax.files._safetensors import byte_view as byte_view

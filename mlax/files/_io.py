@@ -156,7 +156,7 @@ def remove_on_error(path: str) -> Iterator[str]:
 @contextlib.contextmanager
 def require_space(path: str, needed: int) -> Iterator[None]:
     """Raise NotEnoughSpace if `needed` bytes are not free, or if the body runs out of space."""
-    if needed > (free := free_bytes(path)):
+    if needed > (free := free_disk_bytes(path)):
         raise NotEnoughSpace(path, needed, free)
     try:
         yield
@@ -165,10 +165,10 @@ def require_space(path: str, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_SPACE_ERRNOS:
             raise
-        raise NotEnoughSpace(error.filename or path, needed, free_bytes(path)) from error
+        raise NotEnoughSpace(error.filename or path, needed, free_disk_bytes(path)) from error
 
 
-def free_bytes(path: str) -> int:
+def free_disk_bytes(path: str) -> int:
     """The bytes available to this user on the file system of `path`, which need not exist yet."""
     while not os.path.isdir(path):
         path = os.path.dirname(os.path.abspath(path))

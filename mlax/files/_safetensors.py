@@ -17,7 +17,7 @@ from mlax.files._io import InvalidFile, is_count, parse_json
 
 MAX_HEADER_BYTES, MAX_ARRAYS, MAX_AXES, MAX_NAME_LENGTH = 1 << 25, 100_000, 32, 1024
 
-DTYPES: dict[str, np.dtype] = {
+SAFETENSORS_DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype("<u1"),
     "I8": np.dtype("<i1"),
@@ -38,7 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+SAFETENSORS_DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -93,7 +93,7 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 def is_storable(dtype: np.dtype) -> bool:
     """Whether safetensors has this dtype."""
-    return dtype in DTYPE_NAMES
+    return dtype in SAFETENSORS_DTYPE_NAMES
 
 
 def name_error(name: str) -> str | None:
@@ -115,7 +115,7 @@ def encode_header(arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metad
     start = 0
     for name, dtype, shape in arrays:
         stop = start + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        fields[name] = {"dtype": SAFETENSORS_DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -150,10 +150,10 @@ def _parse_entry(name: str, entry: Any, offset: int, path: str) -> Entry:
         raise InvalidFile(f"{where}: invalid name: {reason}.")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise InvalidFile(f"{where}: its fields are not dtype, shape and data_offsets.")
-    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise InvalidFile(
-            f"{where}: its dtype is {str(entry['dtype'])[:40]!r}, which is not one of {', '.join(DTYPES)}."
+            f"{where}: its dtype is {str(entry['dtype'])[:40]!r}, which is not one of {', '.join(SAFETENSORS_DTYPES)}."
         )
     shape, span = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(is_count(length) for length in shape):

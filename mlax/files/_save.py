@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from mlax._jax import is_typed_key
 from mlax.core import Layer, unflatten_paths
 from mlax.files._io import atomic_write, require_space
 from mlax.files._safetensors import (
-    DTYPE_NAMES,
     MAX_ARRAYS,
     MAX_AXES,
     MAX_HEADER_BYTES,
+    SAFETENSORS_DTYPE_NAMES,
     is_storable,
     name_error,
     serialize,
@@ -75,13 +75,13 @@ def _named_leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _to_numpy(name: str, leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"files.save: {name!r} is a {type(leaf).__name__}, not an array; pass nested dicts of arrays.")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_typed_key(leaf):
         raise TypeError(f"files.save: {name!r} holds typed keys; save jax.random.key_data of them.")
     array = to_file_layout(np.asarray(leaf))
     if not is_storable(array.dtype):
         raise TypeError(
             f"files.save: {name!r} is {array.dtype}, which safetensors does not support; cast it to one of "
-            f"{', '.join(str(dtype) for dtype in DTYPE_NAMES)}."
+            f"{', '.join(str(dtype) for dtype in SAFETENSORS_DTYPE_NAMES)}."
         )
     if array.ndim > MAX_AXES:
         raise ValueError(f"files.save: {name!r} has {array.ndim} axes, and at most {MAX_AXES} are allowed; reshape it.")

@@ -12,7 +12,7 @@ from mlax.train._metrics import Metrics
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._objective import gradients as gradients
-from mlax.train._run import Run as Run
+from mlax.train._run import RunFolder as RunFolder
 from mlax.train._signals import heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step, step

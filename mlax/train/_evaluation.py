@@ -13,7 +13,7 @@ from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._metrics import Metrics
-from mlax.train._objective import Objective, batch_weight, unpack_output, weighted_mean
+from mlax.train._objective import Objective, batch_weight, mean_contribution, unpack_output
 from mlax.train._state import TrainState
 
 EVALUATION_KEYS = 2**32 - 1  # folded into the key first; no training step has this number
@@ -22,11 +22,11 @@ WEIGHT = ""  # the name of the batch's weight beside the sums
 
 
 class Evaluation:
-    """The means of the objective's values over batches, weighted by their masks, with `inference_mode=True`.
+    """Computes the means of an objective's values over batches, weighted by their masks, with `inference_mode=True`.
 
     `evaluation(state, feed)` returns floats by name, over one epoch of a feed or over any iterable of batches. It uses
-    the weights that the optimizer evaluates with: their average, if it keeps one. A random objective gets the same keys
-    in each evaluation. Sums are accumulated on the host in float64.
+    the weights that the optimizer provides for evaluation: their average, if it keeps one. A random objective gets the
+    same keys in each evaluation. Sums are accumulated on the host in float64.
     """
 
     def __init__(self, objective: Objective, optimizer: Optimizer, *, compilations: int = 8, plan: Plan | None = None):
@@ -76,7 +76,7 @@ class Evaluation:
         values, _ = unpack_output(output)
         total = batch_weight(batch)
         weight = jnp.float32(_batch_size(batch)) if total is None else total
-        means = {name: weighted_mean(name, value, batch, total) for name, value in values.items()}
+        means = {name: mean_contribution(name, value, batch, total) for name, value in values.items()}
         sums = {name: mean * weight.astype(mean.dtype) for name, mean in means.items()}
         return Metrics.pack({**sums, WEIGHT: weight})
 

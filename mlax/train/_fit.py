@@ -8,18 +8,27 @@ from typing import Any, NamedTuple
 
 from jax import random
 
+from mlax._supervision import TERMINATED, Phase
 from mlax.core import NoMatch
 from mlax.train._divergence import Divergence
 from mlax.train._monitor import Monitor, describe_run, format_values
-from mlax.train._run import Run, command, configuration, export_weights, open_checkpoints, record_config, restore_latest
-from mlax.train._signals import TERMINATED, Signals, heartbeat
+from mlax.train._run import (
+    RunFolder,
+    command,
+    configuration,
+    export_weights,
+    open_checkpoints,
+    record_config,
+    restore_latest,
+)
+from mlax.train._signals import Signals, heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 
 
 class Fitted(NamedTuple):
-    """The result of `fit`."""
+    """The trained state, its scores, and how far training got: what `fit` returns."""
 
     state: TrainState
     scores: Mapping[str, float]  # of the last evaluation
@@ -50,8 +59,8 @@ def fit(
 
     `evaluate` is a feed to evaluate with every `evaluate_every` steps, by default once per epoch. Checkpoints are saved
     every `save_every` steps, by default as often, and at the end; also on SIGTERM, after which the process exits, and
-    on Ctrl-C, after which `fit` returns. The last `keep` checkpoints are kept, and the `best` one, by default that with
-    the lowest loss. After 20 non-finite steps in a row the weights of an earlier checkpoint are restored, at most
+    on Ctrl-C, after which `fit` returns. The last `keep` checkpoints are kept, and the `best` one, by default the one
+    with the lowest loss. After 20 non-finite steps in a row the weights of an earlier checkpoint are restored, at most
     `rollbacks` times. The folder also holds the configuration, to which `config` is added, the metrics, their curves, a
     report and the weights. `state` is donated: use the one in the result.
     """
@@ -60,12 +69,12 @@ def fit(
     save_every = evaluate_every if save_every is None else save_every
     _check_steps(step, steps=steps, evaluate_every=evaluate_every, save_every=save_every)
     best = best or (Minimize("loss") if evaluate is not None else None)
-    with Run(run) as folder, Signals() as signals:
-        checkpoints = open_checkpoints(folder, keep, best, resume)
-        at, state, notes = restore_latest(folder, checkpoints, state)
-        saved_at = scored_at = at
+    with RunFolder(run) as run_folder, Signals() as signals:
+        checkpoints = open_checkpoints(run_folder, keep, best, resume)
+        current_step, state, notes = restore_latest(run_folder, checkpoints, state)
+        last_saved_step = last_scored_step = current_step
         scores = notes.get("scores", {})
-        parts = configuration(
+        run_config = configuration(
             step=repr(step),
             feed=repr(feed),
             evaluate=None if evaluate is None else repr(evaluate),
@@ -73,85 +82,88 @@ def fit(
             config=config,
             seed=f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}",
         )
-        changes = record_config(folder, parts, at, steps)
-        monitor = Monitor(folder, step, feed, at, steps, tensorboard=tensorboard, show=show)
+        changes = record_config(run_folder, run_config, current_step, steps)
+        monitor = Monitor(run_folder, step, feed, current_step, steps, tensorboard=tensorboard, show=show)
         divergence = Divergence(feed, checkpoints, monitor, rollbacks=rollbacks)
-        monitor.print(describe_run(folder, parts, changes, state.trainables, at))
-        if at >= steps:
-            monitor.print(_closing_message(folder, at, steps, scores, ""))
-            return Fitted(state, scores, at, checkpoints.latest() if checkpoints is not None else None, "")
+        monitor.print(describe_run(run_folder, run_config, changes, state.trainables, current_step))
+        if current_step >= steps:
+            monitor.print(_closing_message(run_folder, current_step, steps, scores, ""))
+            return Fitted(state, scores, current_step, checkpoints.latest() if checkpoints is not None else None, "")
 
         def save() -> int:
-            if checkpoints is not None and at > saved_at:
-                heartbeat(at, "saving")
+            if checkpoints is not None and current_step > last_saved_step:
+                heartbeat(current_step, Phase.SAVING)
                 finite = {name: value for name, value in scores.items() if math.isfinite(value)}
-                current = finite if scored_at == at else {}  # weights that were not evaluated cannot be the best
-                checkpoints.save(at, state, metrics=current, notes={"scores": finite, "feed": batches.position()})
+                # weights that were not evaluated cannot be the best
+                metrics = finite if last_scored_step == current_step else {}
+                notes = {"scores": finite, "feed": batches.position()}
+                checkpoints.save(current_step, state, metrics=metrics, notes=notes)
                 if failure := checkpoints.failure():
                     monitor.print(f"a save failed, and training continues: {failure}")
-            return at
+            return current_step
 
         def until_signal(batches: Iterable[Any]) -> Iterator[Any]:
             for batch in batches:
                 yield batch
-                heartbeat(at, "evaluation")
+                heartbeat(current_step, Phase.EVALUATION)
                 if signals.poll_all():
                     return
 
         stream = feed.stream(
-            at, steps, steps_per_call=step.steps_per_call, stopped=signals.pending, position=notes.get("feed")
+            current_step, steps, steps_per_call=step.steps_per_call, stopped=signals.pending, position=notes.get("feed")
         )
         with monitor, stream as batches:
             for batch in batches:
                 if not step.aot.compiled:
                     with signals.killable():
-                        heartbeat(at, "compiling")
+                        heartbeat(current_step, Phase.COMPILING)
                         step.aot.compile(state, batch)
                         if evaluate is not None:
-                            _check_best(best, step.evaluation.prepare(state, evaluate))
-                heartbeat(at, "step")
+                            _check_best_metric(best, step.evaluation.prepare(state, evaluate))
+                heartbeat(current_step, Phase.STEP)
                 state, metrics = step(state, batch)
-                at += step.steps_per_call
-                heartbeat(at, "after a step")
-                ending = at >= steps or bool(signals.poll_all())
-                evaluating = evaluate is not None and (at % evaluate_every == 0 or at >= steps)
-                saving = ending or (checkpoints is not None and at % save_every == 0)
-                records = monitor.log_metrics(at, metrics, wait=evaluating or saving)
+                current_step += step.steps_per_call
+                heartbeat(current_step, Phase.AFTER_STEP)
+                ending = current_step >= steps or bool(signals.poll_all())
+                evaluating = evaluate is not None and (current_step % evaluate_every == 0 or current_step >= steps)
+                saving = ending or (checkpoints is not None and current_step % save_every == 0)
+                records = monitor.log_metrics(current_step, metrics, wait=evaluating or saving)
                 if divergence.count(records):
                     state = divergence.roll_back(state)
                 if evaluate is not None and evaluating and not signals.pending():
-                    heartbeat(at, "evaluation")
+                    heartbeat(current_step, Phase.EVALUATION)
                     with evaluate.epoch(stopped=signals.pending) as test:
                         found = step.evaluation(state, until_signal(test))
                     if not signals.pending():
-                        scores, scored_at = found, at
-                        monitor.log_evaluation(at, scores)
+                        scores, last_scored_step = found, current_step
+                        monitor.log_evaluation(current_step, scores)
                 # amid skipped steps only the last one is saved, since retention might delete the checkpoint before them
                 if ending or (saving and not divergence.skipped):
-                    saved_at = save()
+                    last_saved_step = save()
                 if ending or signals.pending():
                     break
-                heartbeat(at, "waiting for data")
+                heartbeat(current_step, Phase.WAITING_FOR_DATA)
             signals.acknowledge()
             save()
-            heartbeat(at, "ending")
+            heartbeat(current_step, Phase.ENDING)
             saved = _wait_for_saves(checkpoints, monitor)
-            stopped = signals.pending() if at < steps else ""
-            monitor.print(_closing_message(folder, at, steps, scores, stopped))
-        export_weights(folder, step.optimizer, state, checkpoints, monitor.print)
-        folder.update_curves(last=not stopped)
-        folder.write_report(str(folder.folder), {"reached": f"step {at:,} of {steps:,}", **scores, **parts})
+            stopped = signals.pending() if current_step < steps else ""
+            monitor.print(_closing_message(run_folder, current_step, steps, scores, stopped))
+        export_weights(run_folder, step.optimizer, state, checkpoints, monitor.print)
+        run_folder.update_curves(last=not stopped)
+        reached = f"step {current_step:,} of {steps:,}"
+        run_folder.write_report(str(run_folder.root), {"reached": reached, **scores, **run_config})
     if stopped == "SIGTERM":
         sys.exit(TERMINATED)
-    return Fitted(state, scores, at, saved, stopped)
+    return Fitted(state, scores, current_step, saved, stopped)
 
 
-def _closing_message(run: Run, at: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
+def _closing_message(run: RunFolder, current_step: int, steps: int, scores: Mapping[str, float], stopped: str) -> str:
     if not stopped:
-        where = "" if run.folder is None else f"\nreport, curves and weights are in {run.folder}"
-        return f"finished: {at} of {steps} steps  {format_values(scores)}{where}"
-    message = f"stopped by {stopped} after step {at} of {steps}"
-    if run.folder is None:
+        where = "" if run.root is None else f"\nreport, curves and weights are in {run.root}"
+        return f"finished: {current_step} of {steps} steps  {format_values(scores)}{where}"
+    message = f"stopped by {stopped} after step {current_step} of {steps}"
+    if run.root is None:
         return f"{message}; nothing was saved, since there is no run folder"
     return f"{message}; resume with: {command()}"
 
@@ -184,7 +196,7 @@ def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any)
         raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
 
 
-def _check_best(best: Maximize | Minimize | None, names: tuple[str, ...]) -> None:
+def _check_best_metric(best: Maximize | Minimize | None, names: tuple[str, ...]) -> None:
     if best is not None and best.metric not in names:
         raise NoMatch(f"fit: best is {best}, but the objective returns {', '.join(names)}.")
 

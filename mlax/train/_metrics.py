@@ -45,7 +45,7 @@ class Metrics(Mapping[str, jax.Array]):
 
     def __getitem__(self, name: str) -> jax.Array:
         if name not in self.names:
-            raise NoMatch(f"{name!r}; there are {', '.join(self.names)}")
+            raise NoMatch(f"there is no metric {name!r}; there are {', '.join(self.names)}")
         at = self.names.index(name)
         return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # a static index, so nothing is transferred
 
@@ -76,15 +76,15 @@ class MetricsLog:
     """The metrics of all steps and evaluations, one JSON object per line of metrics.jsonl.
 
     A line is `{"step": 12, "loss": 0.3, ...}` for a step, `{"step": 22, "evaluation": {...}}` for an evaluation and
-    `{"step": 13, "event": "..."}` for anything else. `add` waits at most for the call `ahead` calls ago, never for the
+    `{"step": 13, "event": "..."}` for anything else. `add` waits at most for the call `lag` calls ago, never for the
     one it is passed. If the disk is full, lines are kept until they can be written.
     """
 
-    def __init__(self, path: Path | None, *, steps_per_call: int = 1, every: float = 0.25, ahead: int = 2):
+    def __init__(self, path: Path | None, *, steps_per_call: int = 1, every: float = 0.25, lag: int = 2):
         self.path = path
         self.steps_per_call = steps_per_call
         self.every = every  # seconds between two reads
-        self.ahead = ahead
+        self.lag = lag
         self._started_at = time.monotonic()
         self._read_at = 0.0
         self._pending: collections.deque[tuple[int, Metrics]] = collections.deque()
@@ -96,14 +96,14 @@ class MetricsLog:
         """Add the metrics of the call that ended with `step`; returns the records read, none if it is too early."""
         metrics.packed.copy_to_host_async()  # starts when the step ends, so that a later read need not wait for it
         self._pending.append((step, metrics))
-        if len(self._pending) > self.ahead:
-            self._pending[-1 - self.ahead][1].packed.block_until_ready()
+        if len(self._pending) > self.lag:
+            self._pending[-1 - self.lag][1].packed.block_until_ready()
         self._calls += 1
         if jax.process_count() == 1:
             early = time.monotonic() - self._read_at < self.every
         else:  # all processes must read at the same steps, since a rollback depends on what they read
             early = self._calls % CALLS_BETWEEN_READS
-        return [] if early else self.read(keep=self.ahead)
+        return [] if early else self.read(keep=self.lag)
 
     def read(self, keep: int = 0) -> list[Record]:
         """Read and write all but the last `keep` calls."""

@@ -14,7 +14,7 @@ import jax
 from mlax.core import Tree, flatten_paths, signature
 from mlax.inspect import format_bytes, used_bytes
 from mlax.train._metrics import Metrics, MetricsLog, Record
-from mlax.train._run import Run
+from mlax.train._run import RunFolder
 from mlax.train._step import Step
 
 # Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets. The first name that occurs in the name of the
@@ -43,7 +43,7 @@ NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # on the p
 class Monitor:
     """Logs and shows the progress of a run."""
 
-    def __init__(self, run: Run, step: Step, feed: Any, start: int, steps: int, *, tensorboard: bool, show: bool):
+    def __init__(self, run: RunFolder, step: Step, feed: Any, start: int, steps: int, *, tensorboard: bool, show: bool):
         self.run, self.step = run, step
         self.log = MetricsLog(run.path("metrics.jsonl") if run.is_main else None, steps_per_call=step.steps_per_call)
         self.tensorboard = TensorBoard(run.path("tensorboard") if tensorboard and run.is_main else None, start=start)
@@ -212,9 +212,9 @@ def peak_flops(device: Any) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device.device_kind)), None)
 
 
-def describe_run(run: Run, config: Mapping[str, Any], changes: Sequence[str], trainables: Tree, at: int) -> str:
+def describe_run(run: RunFolder, config: Mapping[str, Any], changes: Sequence[str], trainables: Tree, at: int) -> str:
     """The configuration of a run, what changed in it, and a table of the model's parameters."""
-    where = "no folder: nothing is saved" if run.folder is None else f"{run.folder}"
+    where = "no folder: nothing is saved" if run.root is None else f"{run.root}"
     lines = {"run": f"{where}, resumes from step {at}" if at else where, **config}
     width = max(map(len, lines)) + 2
     table = parameter_table(trainables)

@@ -10,16 +10,16 @@ from jax import lax, random
 from mlax._jax import at_least_float32, leaves_with_paths, map_chunks, tree_add
 from mlax.core import NoMatch, Tree, signature
 from mlax.place import split_microbatches
+from mlax.train.feeds._batch import MASK
 
 Objective = Callable[..., tuple[Any, Tree]]  # (batch, trainables, non_trainables, rng=, inference_mode=), as `fwd`
 Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
 
 RESERVED_NAMES = ("step", "seconds", "evaluation", "event", "ids", "rate", "gradient_norm", "skipped", "scale")
-MASK = "mask"  # the entry of a batch that weights its examples, or masks them
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns."""
+    """The mean values of an objective over a batch, the gradient of its mean loss, and its new non_trainables."""
 
     values: dict[str, jax.Array]  # the mean of each value, () float32 or wider
     grads: Tree  # of the mean loss
@@ -39,45 +39,45 @@ def gradients(
 ) -> Gradients:
     """The mean of each value and the gradient of the mean loss, over `accumulate` microbatches.
 
-    Microbatches are weighted by their masks, so that the gradient is that of the whole batch. Gradients are accumulated
+    Microbatches are weighted by their masks, so that the gradient equals the whole batch's. Gradients are accumulated
     in float32, or in the weights' own dtype if that is wider. With a `scale`, the loss is multiplied by it and the
     gradients are divided by it. `backward` replaces the loop over microbatches, as a pipeline does.
     """
     total = batch_weight(batch)
 
-    def loss(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
-        values, new = unpack_output(objective(part, trainables, non_trainables, rng=rng))
-        means = {name: weighted_mean(name, value, part, total, accumulate) for name, value in values.items()}
+    def loss(trainables: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
+        values, new = unpack_output(objective(microbatch, trainables, non_trainables, rng=rng))
+        means = {name: mean_contribution(name, value, microbatch, total, accumulate) for name, value in values.items()}
         scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
         return scaled, (means, new)
 
     if backward is not None:
-        parts = split_microbatches(batch, accumulate, "microbatches")
-        found = Gradients(*backward(loss, trainables, parts, non_trainables, random.split(rng, accumulate)))
+        microbatches = split_microbatches(batch, accumulate, "microbatches")
+        found = Gradients(*backward(loss, trainables, microbatches, non_trainables, random.split(rng, accumulate)))
     elif accumulate > 1:
-        parts = split_microbatches(batch, accumulate, "accumulate")
-        found = _accumulate(loss, trainables, parts, non_trainables, random.split(rng, accumulate))
+        microbatches = split_microbatches(batch, accumulate, "accumulate")
+        found = _accumulate(loss, trainables, microbatches, non_trainables, random.split(rng, accumulate))
     else:
         (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables, batch, non_trainables, rng)
         found = Gradients(means, grads, new)
     return found if scale is None else found._replace(grads=_unscale(found.grads, scale))
 
 
-def _accumulate(loss: Any, trainables: Tree, parts: Any, non_trainables: Tree, rngs: jax.Array) -> Gradients:
+def _accumulate(loss: Any, trainables: Tree, microbatches: Any, non_trainables: Tree, rngs: jax.Array) -> Gradients:
     """The sums of values and gradients over microbatches, by a scan that also threads the non_trainables."""
     differentiate = jax.value_and_grad(loss, has_aux=True)
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
     (_, (shapes, _)), _ = jax.eval_shape(differentiate, trainables, first, non_trainables, rngs[0])
     values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), shapes)
     grads = map_chunks(lambda w: jnp.zeros(w.shape, at_least_float32(w.dtype)), trainables)
 
     def add(carry: Any, xs: Any) -> tuple[Any, None]:
         sums, non_trainables = carry
-        part, rng = xs
-        (_, (means, new)), grads = differentiate(trainables, part, non_trainables, rng)
+        microbatch, rng = xs
+        (_, (means, new)), grads = differentiate(trainables, microbatch, non_trainables, rng)
         return (tree_add(sums, (means, grads)), new), None
 
-    ((values, grads), non_trainables), _ = lax.scan(add, ((values, grads), non_trainables), (parts, rngs))
+    ((values, grads), non_trainables), _ = lax.scan(add, ((values, grads), non_trainables), (microbatches, rngs))
     return Gradients(values, grads, non_trainables)
 
 
@@ -95,14 +95,14 @@ def loss_function(
     """The mean loss as a function of the weights, for optimizers that evaluate it again; in the same microbatches."""
     total = batch_weight(batch)
 
-    def loss(trainables: Tree, part: Any, rng: jax.Array) -> jax.Array:
-        values, _ = unpack_output(objective(part, trainables, non_trainables, rng=rng))
-        return weighted_mean("loss", values["loss"], part, total, accumulate)
+    def loss(trainables: Tree, microbatch: Any, rng: jax.Array) -> jax.Array:
+        values, _ = unpack_output(objective(microbatch, trainables, non_trainables, rng=rng))
+        return mean_contribution("loss", values["loss"], microbatch, total, accumulate)
 
     def accumulated_loss(trainables: Tree) -> jax.Array:
-        parts = split_microbatches(batch, accumulate, "accumulate"), random.split(rng, accumulate)
+        microbatches_and_keys = split_microbatches(batch, accumulate, "accumulate"), random.split(rng, accumulate)
         # rematerialized, so that only one microbatch's activations are alive at a time
-        return jnp.sum(lax.map(jax.checkpoint(lambda part: loss(trainables, *part)), parts))
+        return jnp.sum(lax.map(jax.checkpoint(lambda each: loss(trainables, *each)), microbatches_and_keys))
 
     return accumulated_loss if accumulate > 1 else lambda trainables: loss(trainables, batch, rng)
 
@@ -147,8 +147,10 @@ def batch_weight(batch: Any) -> jax.Array | None:
     return None if mask is None else jnp.sum(mask, dtype=jnp.float32)
 
 
-def weighted_mean(name: str, value: jax.Array, batch: Any, total: jax.Array | None, parts: int = 1) -> jax.Array:
-    """The contribution of this batch to the mean of a value over `parts` batches whose weights sum to `total`.
+def mean_contribution(
+    name: str, value: jax.Array, batch: Any, total: jax.Array | None, microbatches: int = 1
+) -> jax.Array:
+    """The contribution of this batch to the mean of a value over `microbatches` whose weights sum to `total`.
 
     A value per example, (b, ...), is weighted by the mask, (b,) or (b, t), and a scalar by the weight of the batch. In
     float32, or in the value's own dtype if that is wider.
@@ -156,7 +158,7 @@ def weighted_mean(name: str, value: jax.Array, batch: Any, total: jax.Array | No
     value = value.astype(at_least_float32(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.float32)
     mask = _mask(batch)
     if mask is None or total is None:
-        return jnp.mean(value) / parts
+        return jnp.mean(value) / microbatches
     total = jnp.where(total > 0, total, 1).astype(value.dtype)
     if value.ndim == 0:
         share = jnp.sum(mask, dtype=jnp.float32).astype(value.dtype) / total

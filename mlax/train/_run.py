@@ -30,14 +30,14 @@ from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 from mlax.train.checkpoints._restore import TargetMismatch
 
 
-class Run:
-    """A folder with `config.json`, `metrics.jsonl`, `curves.png`, `report.md` and `checkpoints/`.
+class RunFolder:
+    """The folder of a run, with `config.json`, `metrics.jsonl`, `curves.png`, `report.md` and `checkpoints/`.
 
     While it is entered it is locked: a second process that enters it fails. Without a folder nothing is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None):
-        self.folder = None if folder is None else Path(folder)
+        self.root = None if folder is None else Path(folder)
         self.is_main = jax.process_index() == 0  # only this process writes
         self._lock: Any = None
         self._plotting: subprocess.Popen[bytes] | None = None
@@ -45,19 +45,19 @@ class Run:
 
     def path(self, name: str) -> Path | None:
         """The path of a file in the folder; None without a folder."""
-        return None if self.folder is None else self.folder / name
+        return None if self.root is None else self.root / name
 
     def __enter__(self) -> Self:
-        if self.folder is None or not self.is_main:
+        if self.root is None or not self.is_main:
             return self
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("w")
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.root / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise RuntimeError(
-                f"another process is training in {self.folder}; wait for it, stop it, or choose another folder."
+                f"another process is training in {self.root}; wait for it, stop it, or choose another folder."
             ) from None
         return self
 
@@ -135,21 +135,21 @@ class Run:
             path.write_text("\n".join(lines))
 
 
-def open_checkpoints(run: Run, keep: int, best: Maximize | Minimize | None, resume: bool) -> Checkpoints | None:
+def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None, resume: bool) -> Checkpoints | None:
     """The checkpoints of a run, None without a folder; with `resume=False` there must be none yet."""
-    if run.folder is None:
+    if run.root is None:
         return None
-    checkpoints = Checkpoints(run.folder / "checkpoints", keep=keep, best=best)
+    checkpoints = Checkpoints(run.root / "checkpoints", keep=keep, best=best)
     if not resume and checkpoints.latest() is not None:
         raise FileExistsError(
-            f"fit: {run.folder} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; "
+            f"fit: {run.root} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; "
             "choose another folder, or remove this one."
         )
     return checkpoints
 
 
 def restore_latest(
-    run: Run, checkpoints: Checkpoints | None, state: TrainState
+    run: RunFolder, checkpoints: Checkpoints | None, state: TrainState
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
     """The step to resume from, its state and its notes: those of the last checkpoint, or else of `state`."""
     at, notes = int(state.step), {}
@@ -158,7 +158,7 @@ def restore_latest(
             restored = checkpoints.restore(state)
         except TargetMismatch as error:
             raise ValueError(
-                f"fit: {run.folder} holds the run of another model or optimizer: {error.fault}; "
+                f"fit: {run.root} holds the run of another model or optimizer: {error.fault}; "
                 "choose another folder for run=, or change them back."
             ) from None
         jax.tree.map(lambda leaf: leaf.delete(), state)  # as the first step would, by donation
@@ -169,7 +169,7 @@ def restore_latest(
     return at, state, notes
 
 
-def record_config(run: Run, config: Mapping[str, Any], at: int, steps: int) -> list[str]:
+def record_config(run: RunFolder, config: Mapping[str, Any], at: int, steps: int) -> list[str]:
     """Write the configuration of a run, and return what changed since it started, as lines to print.
 
     The folder of a finished run stays as it is; a changed configuration is then an error.
@@ -177,7 +177,7 @@ def record_config(run: Run, config: Mapping[str, Any], at: int, steps: int) -> l
     changes = run.config_changes(config)
     if changes and at >= steps:
         raise ValueError(
-            f"fit: {run.folder} holds a finished run, {at} of {steps} steps, of another configuration "
+            f"fit: {run.root} holds a finished run, {at} of {steps} steps, of another configuration "
             f"({'; '.join(changes)}); choose another folder for this one."
         )
     if at < steps:
@@ -204,7 +204,11 @@ def command() -> str:
 
 
 def export_weights(
-    run: Run, optimizer: Optimizer, state: TrainState, checkpoints: Checkpoints | None, report: Callable[[str], None]
+    run: RunFolder,
+    optimizer: Optimizer,
+    state: TrainState,
+    checkpoints: Checkpoints | None,
+    report: Callable[[str], None],
 ) -> None:
     """Write the weights to evaluate with, last and best. All processes must call it; the first one writes."""
     last, best = run.path("last.safetensors"), run.path("best.safetensors")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
+from mlax._supervision import HEARTBEAT_VARIABLE, TERMINATED, Phase
 
 
 class Signals:
@@ -115,14 +115,14 @@ class Signals:
                     os._exit(TERMINATED)
 
 
-def heartbeat(step: int, phase: str = "step") -> None:
-    """Report that the main thread is alive, after `step` steps and in this phase.
+def heartbeat(step: int, phase: str = Phase.STEP) -> None:
+    """Report to the supervisor that the main thread is alive, after `step` steps and in this phase.
 
     `fit` does so before each step, wait for data, evaluation and save; a custom training loop under `mlax launch` calls
     it once per step. The count of heartbeats, the step and the phase are written to the file that the environment
     variable MLAX_HEARTBEAT names, which `mlax launch` sets for each of its processes. Without it nothing happens.
     """
-    with contextlib.suppress(OSError):  # a full disk must not end training
+    with contextlib.suppress(OSError):  # training continues if the disk is full
         if (file := _heartbeat_file()) is not None:
             descriptor, counts = file
             os.pwrite(descriptor, f"{next(counts)} {step} {phase}".encode().ljust(64), 0)
@@ -130,5 +130,5 @@ def heartbeat(step: int, phase: str = "step") -> None:
 
 @functools.cache
 def _heartbeat_file() -> tuple[int, Iterator[int]] | None:
-    path = os.environ.get("MLAX_HEARTBEAT")
+    path = os.environ.get(HEARTBEAT_VARIABLE)
     return None if not path else (os.open(path, os.O_WRONLY | os.O_CREAT), itertools.count(1))

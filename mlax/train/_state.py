@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import random
 
-from mlax._jax import leaves_with_paths
+from mlax._jax import is_typed_key, leaves_with_paths
 from mlax.core import Tree, short_signature, signature
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place import Plan
@@ -57,7 +56,7 @@ def init_state(
 
 
 def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> None:
-    if not jnp.issubdtype(getattr(rng, "dtype", np.bool_), jax.dtypes.prng_key):
+    if not is_typed_key(rng):
         raise TypeError(
             f"step.init: rng is {short_signature(rng)}, but must be a key; call step.init(rng, *variables) with "
             "rng=jax.random.key(0), for example."

@@ -15,8 +15,9 @@ from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
-from mlax.train._objective import MASK, Objective, check_non_trainables, gradients, loss_function
+from mlax.train._objective import Objective, check_non_trainables, gradients, loss_function
 from mlax.train._state import TrainState, init_state
+from mlax.train.feeds._batch import MASK
 
 
 def step(

@@ -58,8 +58,8 @@ def run_trials(trials, seed, disk, name):
 def faults_in(place, seed, lies, more):
     folder, faults = os.path.join(place, "runs", "checkpoints"), []
     checkpoints = train.Checkpoints(folder, keep=None, file_bytes=20_000)
-    module = inspect.getmodule(files.free_bytes)
-    lie = mock.patch.object(module, "free_bytes", return_value=10**9) if lies else contextlib.nullcontext()
+    module = inspect.getmodule(files.free_disk_bytes)
+    lie = mock.patch.object(module, "free_disk_bytes", return_value=10**9) if lies else contextlib.nullcontext()
     with lie:
         for step in range(1, 50):
             checkpoints.save(step, example_tree(seed, step, SIZE))

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import mlax
 from mlax import files, train
-from mlax.files import DTYPES
+from mlax.files import SAFETENSORS_DTYPES
 from tests.asserts import unequal_leaves
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)]
@@ -22,9 +22,9 @@ def random_array(dtype, shape, seed=0):
     return raw.reshape(-1).view(dtype).reshape(shape) if raw.size else np.empty(shape, dtype)
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", SAFETENSORS_DTYPES)
 def test_every_dtype_and_shape_round_trips_bitwise(name, tmp_path):
-    tree = {str(shape): random_array(DTYPES[name], shape) for shape in SHAPES}
+    tree = {str(shape): random_array(SAFETENSORS_DTYPES[name], shape) for shape in SHAPES}
     files.save(tmp_path / "x.safetensors", tree)
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == tree.keys()
@@ -32,7 +32,10 @@ def test_every_dtype_and_shape_round_trips_bitwise(name, tmp_path):
 
 
 def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
-    tree = {name: {"a": random_array(dtype, (3, 2)), "b": random_array(dtype, ())} for name, dtype in DTYPES.items()}
+    tree = {
+        name: {"a": random_array(dtype, (3, 2)), "b": random_array(dtype, ())}
+        for name, dtype in SAFETENSORS_DTYPES.items()
+    }
     files.save(tmp_path / "x.safetensors", tree, {"made": "hère"})
     loaded = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
     assert {f"{name}/{leaf}" for name in tree for leaf in "ab"} == loaded.keys()
@@ -45,7 +48,9 @@ def test_the_reference_implementation_reads_what_mlax_writes(tmp_path):
 
 
 def test_mlax_reads_what_the_reference_implementation_writes(tmp_path):
-    flat = {f"{name}.{shape}": random_array(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES}
+    flat = {
+        f"{name}.{shape}": random_array(dtype, shape) for name, dtype in SAFETENSORS_DTYPES.items() for shape in SHAPES
+    }
     safetensors.numpy.save_file(flat, tmp_path / "x.safetensors", {"format": "np"})
     loaded = files.load(tmp_path / "x.safetensors")
     assert loaded.keys() == flat.keys()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train.checkpoints import DTYPES, unique_process_id
+from mlax.train.checkpoints import CHECKPOINT_DTYPES, unique_process_id
 from tests.asserts import unequal_leaves
 
 
@@ -77,7 +77,7 @@ def test_an_abstract_state_is_a_target(checkpoints):
 def test_every_dtype_round_trips_bitwise(checkpoints):
     draws = np.random.default_rng(0)
     tree = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in CHECKPOINT_DTYPES.items():
         raw = draws.integers(0, 2 if dtype == np.bool_ else 256, (3, 2, dtype.itemsize), np.uint8)
         tree[name] = {"some": raw.reshape(-1).view(dtype).reshape(3, 2)}
         tree[name] |= {"scalar": tree[name]["some"][0, 0], "none": np.empty((2, 0, 1), dtype)}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlax import files, optim, train
-from mlax.train import Divergence, Run, read_records
+from mlax.train import Divergence, RunFolder, read_records
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, feed, init_state, objective
 from tests.train.test_step import compilations
@@ -164,7 +164,7 @@ def test_sigterm_saves_and_exits(tmp_path, uninterrupted):
 
 
 def test_a_run_folder_is_locked(tmp_path):
-    with Run(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
+    with RunFolder(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
         fit(tmp_path / "run", 10)
 
 
@@ -250,7 +250,7 @@ def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path):
 def test_the_last_plot_replaces_one_in_progress(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    with Run(tmp_path) as run:
+    with RunFolder(tmp_path) as run:
         run.update_curves(every=0.0)
         under_way = run._plotting
         run.update_curves(last=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import operator
 import os
 import sys
 import traceback
@@ -15,6 +14,7 @@ import numpy as np
 
 from mlax.core import frozen, signature
 from mlax.files import InvalidFile
+from mlax.train._checks import int_or_none
 from mlax.train.checkpoints._manifest import flatten_with_names, read_manifest
 from mlax.train.checkpoints._multiprocess import ProcessGroup, all_succeeded, broadcast_text, process_group
 from mlax.train.checkpoints._restore import RestoredCheckpoint, restore_step
@@ -179,7 +179,7 @@ class Checkpoints:
         return [folder for folder in reversed(step_folders(self.folder)) if os.path.basename(folder.path) in chosen]
 
     def _process_group(self, leaves: Mapping[str, Any]) -> ProcessGroup:
-        """The processes that hold the leaves. Several of them agree only once."""
+        """The processes that hold the leaves. Several agree on their group by a collective, so it is kept."""
         group = self._group or process_group(leaves.values())
         self._group = group if group.count > 1 else None
         return group
@@ -213,11 +213,8 @@ def _try_restore(folder: StepFolder, *arguments: Any) -> RestoredCheckpoint | Ex
 
 
 def _check_step(step: Any) -> int:
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:  # arrays have __index__ too, but only integer scalars support it
-        number = -1
-    if not 0 <= number < 10**18:
+    number = int_or_none(step)
+    if number is None or not 0 <= number < 10**18:
         raise ValueError(
             f"save: the step is {_describe_value(step)}, but must be an integer; write save(int(state.step), state)."
         )

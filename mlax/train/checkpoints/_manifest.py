@@ -5,9 +5,7 @@ a manifest, or with one whose hash does not match, is not a checkpoint.
 """
 
 import json
-import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +15,8 @@ import numpy as np
 import xxhash
 
 from mlax._jax import leaves_with_paths
-from mlax.files import DTYPE_NAMES as _SAFETENSORS_DTYPES
-from mlax.files import InvalidFile, is_count, is_storable, name_error, parse_json, safe_open
+from mlax.files import SAFETENSORS_DTYPES, InvalidFile, is_count, name_error, parse_json, safe_open
+from mlax.train.checkpoints._blocks import is_partition
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 27
@@ -36,12 +34,12 @@ _OTHER_DTYPES = (
     "uint2",
     "uint4",
 )
-DTYPES: dict[str, np.dtype] = {dtype.name: dtype for dtype in _SAFETENSORS_DTYPES}  # all that JAX has
-DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _OTHER_DTYPES}
-DTYPES["complex128"] = np.dtype(np.complex128)
-DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # part of an array: its start indices and its shape
+CHECKPOINT_DTYPES: dict[str, np.dtype] = {
+    dtype.name: dtype for dtype in SAFETENSORS_DTYPES.values()
+}  # all that JAX has
+CHECKPOINT_DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _OTHER_DTYPES}
+CHECKPOINT_DTYPES["complex128"] = np.dtype(np.complex128)
+CHECKPOINT_DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in CHECKPOINT_DTYPES.items()}
 
 
 class FileRecord(NamedTuple):
@@ -155,7 +153,11 @@ def _manifest_faults(manifest: Manifest, partial: bool) -> Iterator[str]:
         if not _FILE_NAME.fullmatch(name) or not is_count(record.size) or not _are_hashes(*hashes):
             yield f"the file {name[:100]!r} is described wrongly"
     for name, array in manifest.arrays.items():
-        if (reason := name_error(name)) or array.dtype not in DTYPES or not isinstance(array.key, str | None):
+        if (
+            (reason := name_error(name))
+            or array.dtype not in CHECKPOINT_DTYPES
+            or not isinstance(array.key, str | None)
+        ):
             yield f"the array {name[:100]!r} is described wrongly ({reason or array.dtype})"
         for piece in array.pieces:
             if piece.file not in manifest.files or not isinstance(piece.name, str) or not _are_hashes(piece.xxh3_128):
@@ -202,60 +204,3 @@ def flatten_with_names(tree: Any) -> tuple[dict[str, Any], Any]:
             raise ValueError(f"Two leaves of the tree are named {name!r}; rename one of them.")
         leaves[name] = leaf
     return leaves, jax.tree.structure(tree)
-
-
-def to_storage(array: np.ndarray) -> np.ndarray:
-    """The array as safetensors can store it: as bytes along a new last axis if it lacks the dtype."""
-    if is_storable(array.dtype):
-        return array
-    shape = storage_shape(array.shape, array.dtype)
-    return array.reshape(-1).view(np.uint8).reshape(shape) if array.size else np.empty(shape, np.uint8)
-
-
-def storage_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The shape that `to_storage` returns."""
-    return shape if is_storable(dtype) else (*shape, dtype.itemsize)
-
-
-def is_partition(shape: tuple[int, ...], blocks: Sequence[Block], axis: int = 0) -> bool:
-    """Whether the blocks form a grid, as shards do, that covers each element of `shape` exactly once."""
-    if any(len(start) != len(shape) or len(size) != len(shape) for start, size in blocks):
-        return False
-    if axis == len(shape):
-        return len(blocks) == 1
-    if math.prod(shape) == 0:  # no elements, but one empty block shows that the array was saved
-        return bool(blocks) and all(math.prod(size) == 0 for _, size in blocks)
-    slabs: dict[tuple[int, int], list[Block]] = defaultdict(list)
-    for start, size in blocks:
-        slabs[start[axis], size[axis]].append((start, size))
-    end = 0
-    for start, length in sorted(slabs):
-        if start != end or length == 0:
-            return False
-        end += length
-    return end == shape[axis] and all(is_partition(shape, slab, axis + 1) for slab in slabs.values())
-
-
-def split_block(
-    start: tuple[int, ...], array: np.ndarray, max_bytes: int
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Split a block into views of at most `max_bytes`, or of one element if that is larger."""
-    axis = next((axis for axis, length in enumerate(array.shape) if length > 1), None)
-    if array.nbytes <= max_bytes or axis is None:
-        yield start, array
-        return
-    rows = max(1, max_bytes * array.shape[axis] // array.nbytes)
-    for row in range(0, array.shape[axis], rows):
-        first = (*start[:axis], start[axis] + row, *start[axis + 1 :])
-        yield from split_block(first, array[(slice(None),) * axis + (slice(row, row + rows),)], max_bytes)
-
-
-def intersect_blocks(a: Block, b: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The common elements of two blocks, as slices of `a` and as slices of `b`; None if there are none."""
-    low = [max(x, y) for x, y in zip(a[0], b[0], strict=True)]
-    high = [min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True)]
-    if any(stop <= start for start, stop in zip(low, high, strict=True)):
-        return None
-    in_a = tuple(slice(start - x, stop - x) for start, stop, x in zip(low, high, a[0], strict=True))
-    in_b = tuple(slice(start - x, stop - x) for start, stop, x in zip(low, high, b[0], strict=True))
-    return in_a, in_b

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax._jax import is_typed_key
 from mlax.core import unflatten_paths
 from mlax.train.checkpoints._manifest import flatten_with_names
 
@@ -15,7 +16,7 @@ def to_orbax(folder: str | os.PathLike[str], tree: Any) -> None:
     """Write a pytree as an Orbax checkpoint: nested dicts by leaf name, typed keys as their data."""
     leaves, _ = flatten_with_names(tree)
     plain = unflatten_paths(
-        (name, jax.random.key_data(leaf) if _is_key(leaf) else leaf) for name, leaf in leaves.items()
+        (name, jax.random.key_data(leaf) if is_typed_key(leaf) else leaf) for name, leaf in leaves.items()
     )
     with _import_orbax().StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(os.fspath(folder)), plain)
@@ -40,28 +41,24 @@ def from_orbax(folder: str | os.PathLike[str], target: Any) -> Any:
 
 
 def _abstract_leaf(name: str, leaf: Any, saved: Any) -> Any:
-    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    data = jax.eval_shape(jax.random.key_data, leaf) if is_typed_key(leaf) else leaf
     if tuple(saved.shape) != data.shape or np.dtype(saved.dtype) != data.dtype:
         raise ValueError(
             f"from_orbax: {name!r} was saved as {saved.dtype}{list(saved.shape)}, but the target has "
             f"{data.dtype}{list(data.shape)}; build the same model."
         )
     committed = not isinstance(leaf, jax.Array) or leaf.committed
-    sharding = None if _is_key(leaf) or not committed else getattr(leaf, "sharding", None)
+    sharding = None if is_typed_key(leaf) or not committed else getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _restore_like(value: Any, leaf: Any) -> Any:
-    if _is_key(leaf):
+    if is_typed_key(leaf):
         impl = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
         return jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return jax.device_put(np.asarray(value))
     return np.asarray(value) if isinstance(leaf, np.ndarray) else value
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _import_orbax() -> Any:

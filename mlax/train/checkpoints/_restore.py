@@ -5,21 +5,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from mlax._jax import with_weak_type
+from mlax._jax import is_typed_key, with_weak_type
 from mlax.core import NoMatch, matches, no_match_message
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
+from mlax.train.checkpoints._blocks import intersect_blocks, storage_shape
 from mlax.train.checkpoints._manifest import (
-    DTYPES,
+    CHECKPOINT_DTYPES,
     ArrayRecord,
     PieceRecord,
     hash_bytes,
-    intersect_blocks,
     read_manifest,
-    storage_shape,
 )
 from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder
 
@@ -76,7 +74,7 @@ class StepReader:
         for piece in record.pieces:
             if (piece.start, piece.shape) == (start, shape):
                 return self._piece(name, record, piece)
-        block = np.empty(shape, DTYPES[record.dtype])
+        block = np.empty(shape, CHECKPOINT_DTYPES[record.dtype])
         for piece in record.pieces:
             if overlap := intersect_blocks((start, shape), (piece.start, piece.shape)):
                 block[overlap[0]] = self._piece(name, record, piece)[overlap[1]]
@@ -102,7 +100,7 @@ class StepReader:
                     raise InvalidFile(f"{path}: its header is damaged, or that of another file; it holds {name!r}.")
                 self._headers[piece.file] = header
             entry = self._headers[piece.file].entries.get(piece.name)
-            dtype = DTYPES[record.dtype]
+            dtype = CHECKPOINT_DTYPES[record.dtype]
             shape = storage_shape(piece.shape, dtype)
             if entry is None or entry.shape != shape or entry.dtype not in (dtype, np.uint8):
                 raise InvalidFile(f"{path}: it does not hold {piece.name!r} as the manifest describes it.")
@@ -171,7 +169,7 @@ def _restore_leaf(reader: StepReader, saved: str, name: str, target: Any) -> Any
             f"restore: the target has a {type(target).__name__} at {name!r}, but must have arrays or "
             "ShapeDtypeStructs; pass a state as `init` returns it, or jax.eval_shape of that."
         )
-    if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+    if is_typed_key(target):
         return _restore_keys(reader, saved, name, target)
     _check_leaf(reader, saved, name, target, None)
     sharding = _target_sharding(target)

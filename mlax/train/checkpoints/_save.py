@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from jax.core import Tracer
 
+from mlax._jax import is_typed_key
 from mlax.files import (
     InvalidFile,
     SerializedFile,
@@ -21,8 +22,9 @@ from mlax.files import (
     to_file_layout,
     write_synced,
 )
+from mlax.train.checkpoints._blocks import split_block, to_storage
 from mlax.train.checkpoints._manifest import (
-    DTYPE_NAMES,
+    CHECKPOINT_DTYPE_NAMES,
     ArrayRecord,
     FileRecord,
     Manifest,
@@ -31,8 +33,6 @@ from mlax.train.checkpoints._manifest import (
     hash_bytes,
     merge_manifests,
     read_manifest,
-    split_block,
-    to_storage,
 )
 from mlax.train.checkpoints._multiprocess import ProcessGroup, wait_until
 from mlax.train.checkpoints._step_folders import MANIFEST, new_step_path, remove_path, step_folders, temporary_path
@@ -73,8 +73,8 @@ def copy_to_host(leaves: Mapping[str, Any], group: ProcessGroup) -> dict[str, Ho
             pieces = [Piece(start, _to_numpy(data, aliased)) for start, data in shards[name]]
         else:
             pieces = [Piece((0,) * leaf.ndim, to_file_layout(leaf.copy()))] if group.index == 0 else []
-        key = str(jax.random.key_impl(leaves[name])) if _is_key(leaves[name]) else None
-        copies[name] = HostCopy(leaf.shape, DTYPE_NAMES[leaf.dtype], key, pieces)
+        key = str(jax.random.key_impl(leaves[name])) if is_typed_key(leaves[name]) else None
+        copies[name] = HostCopy(leaf.shape, CHECKPOINT_DTYPE_NAMES[leaf.dtype], key, pieces)
     return copies
 
 
@@ -85,17 +85,13 @@ def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise ValueError(f"save: the buffer of {name!r} was donated or deleted; save the state that was returned.")
-        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return jax.random.key_data(leaf) if is_typed_key(leaf) else leaf
     if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"save: {name!r} is a {type(leaf).__name__}, but leaves are arrays or scalars; use notes.")
     array = np.asarray(leaf)
-    if array.dtype not in DTYPE_NAMES:
+    if array.dtype not in CHECKPOINT_DTYPE_NAMES:
         raise TypeError(f"save: {name!r} has dtype {array.dtype}, which is not numeric; leave it out, or use notes.")
     return array
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype)  # JAX's extended dtypes are keys
 
 
 def _local_shards(leaf: jax.Array, group: ProcessGroup) -> list[tuple[tuple[int, ...], jax.Array]]:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mlax._supervision import STEP_FOLDER
 from mlax.files import fsync_folder
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
 _TEMPORARY = re.compile(
     r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}(?:-\d+)+"
 )
@@ -39,7 +39,7 @@ def step_folders(folder: str) -> list[StepFolder]:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    matches = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
+    matches = [(match, name) for name in names if (match := STEP_FOLDER.fullmatch(name))]
     return sorted(StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in matches)
 
 

@@ -1,6 +1,5 @@
 """Batches on the host: dicts of NumPy arrays in dtypes that JAX supports, with a mask of valid rows."""
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,8 @@ from mlax.core import signature
 
 Batch = dict[str, np.ndarray]
 BatchSpec = dict[str, jax.ShapeDtypeStruct]
+
+MASK = "mask"  # the entry of a batch that says which of its examples, or of their entries, count in the loss
 
 
 def as_batch(value: Any, origin: str) -> Batch:
@@ -70,14 +71,14 @@ def common_length(arrays: Mapping[str, Any], origin: str) -> int:
 
 def add_mask(batch: Batch, valid: np.ndarray, origin: str) -> Batch:
     """`batch` with "mask": `valid` (b,) by row, combined with the batch's own mask if it has one."""
-    mask = batch.get("mask")
+    mask = batch.get(MASK)
     if mask is None:
-        return {**batch, "mask": valid.copy()}
+        return {**batch, MASK: valid.copy()}
     if mask.dtype != bool:
         raise TypeError(
             f'{origin}: "mask" is {signature(mask)}, but must be bool, True on valid entries; rename it if a target.'
         )
-    return {**batch, "mask": mask & valid.reshape(-1, *(1,) * (mask.ndim - 1))}
+    return {**batch, MASK: mask & valid.reshape(-1, *(1,) * (mask.ndim - 1))}
 
 
 def batch_spec(batch: Batch) -> BatchSpec:
@@ -88,7 +89,7 @@ def batch_spec(batch: Batch) -> BatchSpec:
 def describe_example(spec: BatchSpec) -> str:
     """One example of a batch in short: `digit int32[], image float32[8, 8]`."""
     rows = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in spec.items()}
-    return ", ".join(f"{name} {signature(row)}" for name, row in rows.items() if name != "mask")
+    return ", ".join(f"{name} {signature(row)}" for name, row in rows.items() if name != MASK)
 
 
 def check_spec(batch: Batch, spec: BatchSpec, origin: str) -> Batch:
@@ -107,15 +108,3 @@ def check_spec(batch: Batch, spec: BatchSpec, origin: str) -> Batch:
 
 def _describe_arrays(arrays: Mapping[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name} {signature(arrays[name])}" if name in arrays else f"no {name}" for name in names)
-
-
-def int_at_least(least: int, value: Any, name: str) -> int:
-    """`value` as an int of at least `least`."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # arrays have __index__ too, but only integer scalars support it
-        number = None
-    if number is None or number < least:
-        what = repr(value) if np.isscalar(value) else signature(value)
-        raise ValueError(f"{name} is {what}, but must be an int of at least {least}.")
-    return number

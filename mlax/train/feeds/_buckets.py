@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Sharding
 
-from mlax.train.feeds._batch import BatchSpec, batch_spec, int_at_least
+from mlax.train._checks import int_at_least
+from mlax.train.feeds._batch import BatchSpec, batch_spec
 from mlax.train.feeds._device_put import check_sharding
 from mlax.train.feeds._feed import Feed, Transform, note_batch
 from mlax.train.feeds._sequences import Sequences, check_lengths

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
+from mlax.train._checks import int_at_least
 from mlax.train.feeds._batch import (
     Batch,
     BatchSpec,
@@ -17,7 +18,6 @@ from mlax.train.feeds._batch import (
     batch_spec,
     check_spec,
     describe_example,
-    int_at_least,
 )
 from mlax.train.feeds._device_put import BatchPlacer, check_sharding
 from mlax.train.feeds._prefetch import BatchIterator, LoadedBatch, Position, count_items, start_step

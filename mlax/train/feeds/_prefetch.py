@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from mlax.train.feeds._batch import Batch, BatchSpec, int_at_least
+from mlax.train._checks import int_at_least
+from mlax.train.feeds._batch import Batch, BatchSpec
 from mlax.train.feeds._device_put import BatchPlacer, RowIndex
 
 Position = dict[str, Any]  # where a stream is in its data; JSON-serializable

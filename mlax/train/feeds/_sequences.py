@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from mlax.core import signature
-from mlax.train.feeds._batch import as_array, common_length, int_at_least
+from mlax.train._checks import int_at_least
+from mlax.train.feeds._batch import MASK, as_array, common_length
 
 
 class Sequences:
@@ -23,7 +24,7 @@ class Sequences:
         self.varied = {name: column for name, column in columns.items() if name not in self.fixed}
         if not self.varied:
             raise ValueError(f"{owner}: no column holds sequences; pass lists of arrays: [[5, 2, 9], [7, 1], ...].")
-        if {"mask", "segments", "positions"} & set(columns):
+        if {MASK, "segments", "positions"} & set(columns):
             raise ValueError(f"{owner}: the names mask, segments and positions are reserved; rename the column.")
         if common_length(columns, owner) == 0:
             raise ValueError(f"{owner}: there are no sequences; pass at least one.")
@@ -46,7 +47,7 @@ class Sequences:
             for row, i in zip(batch[name], ids, strict=True):
                 sequence = self.sequence(name, i)[:length]
                 row[: len(sequence)] = sequence
-        batch["mask"] = np.arange(length) < self.lengths[ids][:, None]
+        batch[MASK] = np.arange(length) < self.lengths[ids][:, None]
         return batch
 
     def full(self, name: str, shape: tuple[int, ...], pad: Any) -> np.ndarray:
@@ -152,7 +153,7 @@ class PackedSequences:
                     column[row, span] = self._sequences.sequence(name, self._of[piece])[begin : begin + size]
                 segments[row, span] = segment
                 positions[row, span] = np.arange(size)
-        return {**columns, "segments": segments, "positions": positions, "mask": segments > 0}
+        return {**columns, "segments": segments, "positions": positions, MASK: segments > 0}
 
     def __repr__(self):
         rows = f"{len(self):,} rows of {self.length:,}"

@@ -1,0 +1,24 @@
+"""What a training process and its supervisor, `mlax launch`, agree on. Without JAX, so that `mlax` starts fast."""
+
+import enum
+import re
+import signal
+
+TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
+HEARTBEAT_VARIABLE = "MLAX_HEARTBEAT"  # the environment variable with the path of a process's heartbeat file
+STEP_FOLDER = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")  # the name of a checkpoint: its step, and its version
+
+
+class Phase(enum.StrEnum):
+    """What a training process was about to do when it sent a heartbeat."""
+
+    COMPILING = "compiling"
+    STEP = "step"
+    AFTER_STEP = "after a step"
+    EVALUATION = "evaluation"
+    SAVING = "saving"
+    WAITING_FOR_DATA = "waiting for data"
+    ENDING = "ending"
+
+
+SLOW_PHASES = (Phase.COMPILING, Phase.SAVING, Phase.ENDING)  # may take long without a heartbeat
