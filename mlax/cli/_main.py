@@ -12,7 +12,7 @@ REST = argparse.REMAINDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; returns the exit status."""
+    """Run a command line, by default this process's; returns the exit status."""
     options = vars(_parser().parse_args(argv))
     return options.pop("run")(**options)
 

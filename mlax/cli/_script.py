@@ -58,7 +58,7 @@ def config_type(module: ModuleType) -> Any:
 
 
 def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any] | None = None) -> Any:
-    """The configuration from command-line arguments; `defaults` override those of the dataclass."""
+    """The configuration from command-line arguments; `defaults` override the dataclass's defaults."""
     try:
         import tyro
     except ImportError:

@@ -41,7 +41,7 @@ def launch(
     script: str,
     args: Sequence[str],
 ) -> int:
-    """Run a script in several processes until it succeeds, is told to stop, or has failed too often."""
+    """Run a script in several processes until it succeeds, is stopped by a signal, or has failed too often."""
     if not Path(script).is_file():
         raise SystemExit(f"mlax launch: there is no script {script}.")
     outcome = Outcome("", 0)
@@ -82,7 +82,7 @@ class Supervisor:
     ):
         self.count, self.devices, self.hang, self.slow_timeout, self.grace = count, devices, hang, slow_timeout, grace
         self.script, self.args, self.clock = script, args, clock
-        self.signals: list[int] = []  # that were received
+        self.signals: list[int] = []  # received so far
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # handlers
 
     def __enter__(self) -> Self:
@@ -117,7 +117,7 @@ class Supervisor:
             "count": self.count,
             "port": port,
             "devices": self.devices,
-            "heartbeat_timeout": int(self.hang) + 30,  # of JAX, which does not report which process hangs
+            "heartbeat_timeout": int(self.hang) + 30,  # JAX's own; it does not report which process hangs
             "supervisor": os.getpid(),
             "command": sys.orig_argv,
         }

@@ -27,7 +27,7 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
         for number in (1, 2)
     )
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # which the supervisor sends if a process hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the supervisor if a process hangs
     sys.orig_argv[:] = task["command"]  # what the user typed, for messages that say how to resume
     enable_compilation_cache()
     import jax

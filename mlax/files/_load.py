@@ -16,7 +16,7 @@ def load(path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None 
 
     The file may be untrusted: it is validated in full, and an invalid one raises `InvalidFile`. A path that ends in
     `.json` is an index (`model.safetensors.index.json`), whose files are read from its own folder. Symbolic links may
-    only lead to files inside the file's folder, or inside `within`: a download cache, say.
+    only lead to files inside the file's folder, or inside `within`, such as a download cache.
     """
     path, within = os.fspath(path), os.fspath(within) if within is not None else None
     arrays = _load_index(path, within) if path.endswith(".json") else _load_file(path, within)

@@ -44,7 +44,7 @@ class CompiledFunction:
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
         self.function = function
-        self.names = names  # of the arguments
+        self.names = names  # the arguments' names, for errors
         self.donate = donate
         self.compilations = compilations
         self.plan = plan
@@ -91,7 +91,7 @@ class CompiledFunction:
         return self.compiled[key]
 
     def stages(self, *args: Any) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
-        """The function traced and compiled for these arguments; without any, that of the last compilation."""
+        """The function traced and compiled for these arguments; without any, the last compilation."""
         if args:
             self.compile(*args)
         key = _batch_signature(args) if args else next(reversed(self.compiled))
@@ -139,7 +139,7 @@ class CompiledFunction:
 
 
 def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
-    """Raise before the first run if memory does not suffice: a run that fails has already consumed what it donates."""
+    """Raise before the first run if memory is too small: a failed run has already consumed its donated arguments."""
     analysis: Any = compiled.memory_analysis()
     local = jax.local_devices()  # the memory of other processes' devices is unknown
     device = next((each for leaf in leaves for each in getattr(leaf, "devices", tuple)() if each in local), local[0])

@@ -12,7 +12,7 @@ from typing import Any
 COLORS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # safe for color blindness
 NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "scale")
 NOT_SMOOTHED = ("rate",)
-MAX_POINTS = 2000  # of a line
+MAX_POINTS = 2000  # per line
 
 
 def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

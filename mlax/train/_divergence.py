@@ -29,7 +29,7 @@ class Divergence:
         self.feed = feed
         self.checkpoints = checkpoints
         self.monitor = monitor
-        self.rollbacks = rollbacks  # that are left
+        self.rollbacks = rollbacks  # how many are left
         self.patience = patience
         self.skipped: list[int] = []  # the latest steps, if all of them were skipped
 

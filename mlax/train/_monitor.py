@@ -170,8 +170,8 @@ class TensorBoard:
                 from tensorboardX import SummaryWriter
             except ImportError:
                 raise ImportError("tensorboard=True needs tensorboardX; pip install 'mlax[train]'.") from None
-            # Points from `purge_step` on are hidden; that of `start` itself is not written again. The suffix keeps two
-            # files created within the same second, which otherwise have the same name, apart.
+            # Points from `purge_step` on are hidden; the point of `start` itself is not written again. The suffix
+            # keeps apart two files created within the same second, which would otherwise have the same name.
             purged = None if start is None else start + 1
             self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=f".{start or 0:012}")
 
@@ -185,7 +185,7 @@ class TensorBoard:
                     self._writer.add_scalar(f"{prefix}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered records."""
         if self._writer is not None:
             self._writer.close()
 

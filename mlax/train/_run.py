@@ -151,7 +151,7 @@ def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None
 def restore_latest(
     run: RunFolder, checkpoints: Checkpoints | None, state: TrainState
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
-    """The step to resume from, its state and its notes: those of the last checkpoint, or else of `state`."""
+    """The step to resume from, its state and its notes, from the last checkpoint or else from `state`."""
     at, notes = int(state.step), {}
     if checkpoints is not None and checkpoints.latest() is not None:
         try:

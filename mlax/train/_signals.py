@@ -41,7 +41,7 @@ class Signals:
         return self._pending
 
     def poll_all(self) -> str:
-        """Like `pending`, with the same answer in all processes, each of which must call it equally often."""
+        """Like `pending`, with the same answer in all processes, which must all call it equally often."""
         self._polls += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._polls):
             self._pending = "SIGTERM"

@@ -1,4 +1,4 @@
-"""Several processes that save and restore together: who they are, and what they agree on."""
+"""Several processes that save and restore together: their group, and the collectives by which they agree."""
 
 import time
 from collections.abc import Callable, Iterable

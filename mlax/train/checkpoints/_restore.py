@@ -97,7 +97,7 @@ class StepReader:
             if piece.file not in self._headers:
                 header = read_header(file, size, path)
                 if hash_bytes(header.raw) != expected.header:
-                    raise InvalidFile(f"{path}: its header is damaged, or that of another file; it holds {name!r}.")
+                    raise InvalidFile(f"{path}: its header is damaged, or belongs to another file; it holds {name!r}.")
                 self._headers[piece.file] = header
             entry = self._headers[piece.file].entries.get(piece.name)
             dtype = CHECKPOINT_DTYPES[record.dtype]

@@ -97,7 +97,7 @@ def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
 def _local_shards(leaf: jax.Array, group: ProcessGroup) -> list[tuple[tuple[int, ...], jax.Array]]:
     if leaf.is_fully_addressable:
         if group.index > 0:
-            return []  # an array local to each process: that of the first one is saved
+            return []  # local to each process: the first process saves its copy
         if leaf.is_fully_replicated:
             return [((0,) * leaf.ndim, leaf.addressable_data(0))]
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -200,7 +200,7 @@ def _plan_files(arrays: Mapping[str, HostCopy], process: int, file_bytes: int) -
 
 
 def _write_files(plan: _WritePlan, folder: str) -> tuple[dict[str, FileRecord], dict[str, ArrayRecord]]:
-    """Write and fsync the files; the records of the files, and those of the arrays with their hashes."""
+    """Write and fsync the files; returns the records of the files, and of the arrays with their hashes."""
     files: dict[str, FileRecord] = {}
     hashes: dict[tuple[str, str], str] = {}
     for name, file in plan.files.items():
@@ -266,7 +266,7 @@ def _wait_for_commit(job: SaveJob, temporary: str) -> None:
     wait_until(lambda: not os.path.isdir(temporary), lambda: False, job.timeout, job.process(0), task)
     saved = [found.path for found in step_folders(job.folder) if found.step == job.step]
     if not any(_read_save_id(path) == job.id for path in saved):
-        raise RuntimeError(f"{job.process(0)} gave up step {job.step}; see its output.")
+        raise RuntimeError(f"{job.process(0)} gave up saving step {job.step}; see its output.")
 
 
 def _read_save_id(path: str) -> str | None:

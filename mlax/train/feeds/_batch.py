@@ -93,7 +93,7 @@ def describe_example(spec: BatchSpec) -> str:
 
 
 def check_spec(batch: Batch, spec: BatchSpec, origin: str) -> Batch:
-    """`batch`, if its names, dtypes and shapes are those of `spec`; the number of rows may differ."""
+    """`batch`, if it has the names, dtypes and shapes of `spec`; the number of rows may differ."""
     found = {name: (array.dtype, array.shape[1:]) for name, array in batch.items()}
     wanted = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in spec.items()}
     if found != wanted:

@@ -19,7 +19,7 @@ class _Bucket(NamedTuple):
     length: int
     batch: int
     members: np.ndarray  # ids of the sequences, ascending
-    first: int  # the index of its first batch among those of all buckets
+    first: int  # the index of its first batch among the batches of all buckets
 
     @property
     def steps(self) -> int:

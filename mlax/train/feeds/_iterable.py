@@ -66,7 +66,7 @@ class IterableFeed:
 
     @functools.cached_property
     def specs(self) -> tuple[BatchSpec]:
-        """The shapes and dtypes of a batch: those of the first."""
+        """The shapes and dtypes of a batch, taken from the first."""
         batches = _read_batches(self._make, 0, None, repeat=True)
         first, _ = next(batches)
         batches.close()

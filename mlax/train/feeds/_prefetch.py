@@ -16,7 +16,7 @@ from mlax.train.feeds._device_put import BatchPlacer, RowIndex
 Position = dict[str, Any]  # where a stream is in its data; JSON-serializable
 
 _POLL_SECONDS = 0.05  # between two calls of `stopped`
-_JOIN_SECONDS = 2.0  # that closing waits for items in progress
+_JOIN_SECONDS = 2.0  # how long `close` waits for items in progress
 
 _END = object()  # the item after the last one
 

@@ -12,7 +12,7 @@ from mlax.train.feeds._batch import MASK, as_array, common_length
 
 
 class Sequences:
-    """Columns of sequences, in each of which example i has `lengths[i]` entries, and columns of fixed shape.
+    """Columns of sequences, where example i has `lengths[i]` entries in each, and columns of fixed shape.
 
     Given as a list of arrays, which becomes the column "tokens", or as a dict of such lists. A list is any object with
     `len` that returns an array for an integer index. In a dict, a numeric array is a column of fixed shape: labels.
@@ -164,7 +164,7 @@ def _best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: the row of each piece, and its start in the row."""
     rows, starts = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
     rows_by_space: list[list[int]] = [[] for _ in range(length + 1)]
-    spaces: list[int] = []  # that some row has, ascending
+    spaces: list[int] = []  # the amounts of free space that rows have, ascending
     used = 0
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])

@@ -45,7 +45,7 @@ class ArraySource:
 class ExampleSource:
     """A Source from a dataset of single examples: `dataset[7]` is a dict of arrays or scalars.
 
-    `Feed(train.ExampleSource(dataset), batch=64)` for a map-style PyTorch dataset, say.
+    For example `Feed(train.ExampleSource(dataset), batch=64)` for a map-style PyTorch dataset.
     """
 
     def __init__(self, dataset: Any):
