@@ -46,8 +46,8 @@ def main(config: Config):
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(digits))
     source = {"pixels": pixels[order].astype(np.float32) / 16, "digit": digits[order].astype(np.int32)}
-    feed = train.Feed({k: v[448:] for k, v in source.items()}, config.batch, seed=0, sharding=plan.batches)
-    test = train.Feed({k: v[:448] for k, v in source.items()}, 448, sharding=plan.batches)
+    feed = train.Feed({k: v[448:] for k, v in source.items()}, config.batch, seed=0, sharding=plan.batch_sharding)
+    test = train.Feed({k: v[:448] for k, v in source.items()}, 448, sharding=plan.batch_sharding)
 
     step = train.step(objective, optim.AdamW(optim.WarmupCosine(3e-3, warmup=20, total=config.steps)), plan=plan)
     state = step.init(jax.random.key(1), *plan.init(MODEL, jax.random.key(0), feed.example["pixels"]))

@@ -8,22 +8,22 @@ import jax
 from mlax.core import Layer
 from mlax.inspect import format_bytes
 from mlax.optim import Optimizer
-from mlax.place._describe import Objective
-from mlax.place._description import Description, NotEnoughMemory
+from mlax.place._estimate import Objective
 from mlax.place._plan import Plan
 from mlax.place._presets import data, expert, fsdp, single, tensor, zero
+from mlax.place._report import Description, NotEnoughMemory
 from mlax.place._rules import Device
 
 
 class Candidate(NamedTuple):
-    """A plan and its description."""
+    """A plan that `auto` considers, and the memory and transfers of a step under it."""
 
     plan: Plan
     description: Description | None  # None if the plan does not suit the model or the batch
     reason: str  # why it cannot be chosen; empty if it fits
 
     @property
-    def sent(self) -> int:
+    def bytes_sent(self) -> int:
         """Bytes that each device sends in a step."""
         assert self.description is not None and self.description.transfers is not None
         return sum(row.sent for row in self.description.transfers.totals)
@@ -57,14 +57,14 @@ def auto(
             raise ValueError(f"auto: no built-in plan shards this model and batch over {len(devices)} devices.")
         closest = min(described, key=lambda description: description.needed)
         raise NotEnoughMemory(f"auto: no built-in plan fits. The closest: {closest.shortage()}")
-    best = min(fitting, key=lambda each: each.sent)
+    best = min(fitting, key=lambda each: each.bytes_sent)
     reason = "fits and sends least" if len(fitting) == len(candidates) else "sends least of those that fit"
-    log(f"{best.plan.name}: {reason}, {format_bytes(best.sent)} from each device in a step")
+    log(f"{best.plan.name}: {reason}, {format_bytes(best.bytes_sent)} from each device in a step")
     return best.plan
 
 
 def _candidate_plans(model: Layer, x: Any, devices: tuple[Device, ...]) -> Iterator[Plan]:
-    """The built-in plans over these devices, the simplest first."""
+    """The plans to consider over these devices, the simplest first; no pipelines and no sequence parallelism."""
     number = len(devices)
     if number == 1:
         yield single(devices[0])
@@ -95,5 +95,5 @@ def _summary_line(candidate: Candidate) -> str:
     name = f"{candidate.plan.name} ({axes})"
     if candidate.description is None:
         return f"{name:40} {candidate.reason}"
-    needs = f"needs {format_bytes(candidate.description.needed)} a device, sends {format_bytes(candidate.sent)}"
+    needs = f"needs {format_bytes(candidate.description.needed)} a device, sends {format_bytes(candidate.bytes_sent)}"
     return f"{name:40} {needs}{'; ' * bool(candidate.reason)}{candidate.reason}"

@@ -62,7 +62,8 @@ def check_shardings(tree: Any, shardings: Any, name: str = "") -> None:
     if wrong:
         leaf, sharding = leaves[wrong[0]], planned[wrong[0]]
         path = "/".join(filter(None, (name, wrong[0]))) or "an array"
-        more = f" So are {len(wrong) - 1} more." if len(wrong) > 1 else ""
+        others = f"{len(wrong) - 1} more array{' is' if len(wrong) == 2 else 's are'}"
+        more = f" {others} not sharded as planned either." if len(wrong) > 1 else ""
         raise UnplannedTransfer(
             f"{path}, {signature(leaf)}, is {_describe_location(leaf)}, but is planned {_describe_sharding(sharding)}: "
             f"each use would copy {format_bytes(_copied_bytes(leaf, sharding))}. Put it there once, {_BEFORE}.{more}"

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from mlax._jax import is_on_host
 from mlax.core import Layer, Tree, check_key, flatten_paths, replace_leaves, signature, variable_shapes
 from mlax.optim import Optimizer, OptimizerState
-from mlax.place._describe import Objective, describe
-from mlax.place._description import Description
+from mlax.place._estimate import Objective, describe
 from mlax.place._init import init_sharded, with_memory_kinds
-from mlax.place._pipeline import Stages
+from mlax.place._pipeline import PipelineConfig
+from mlax.place._report import Description
 from mlax.place._rules import (
     Device,
     Placement,
@@ -48,13 +48,13 @@ class Plan:
 
     - `mesh`: mesh axes and their sizes; -1 for all devices that are left.
     - `variables`: rules for trainables and non_trainables by path; variables that no rule matches are replicated.
-    - `slots`: rules for the optimizer's slots by slot name and path, such as "mean/**"; what they leave open is as for
-      the parameter.
+    - `slots`: rules for the optimizer's slots by slot name and path, such as "mean/**"; what they do not specify is
+      inherited from the parameter.
     - `batch`: the PartitionSpec of every array of a batch, truncated to its rank.
     - `activations`: rules for the outputs of parts by path; XLA chooses for all others.
     - `all_gather`: mesh axes over which weights are sharded only for storage, and all-gathered where they are used.
     - `all_to_all`: mesh axes that shard both experts and examples, which are sent to their experts and back.
-    - `stages`: how the Repeats of a model are pipelined; see `place.pipeline`.
+    - `pipeline`: how the Repeats of a model are pipelined; see `place.pipeline`.
     - `devices`: the devices to use; all by default.
 
     A plan is a description: it holds no arrays and compares by value. Plans multiply: `fsdp(4) * tensor(model, x, 2)`.
@@ -70,39 +70,39 @@ class Plan:
         activations: Sequence[Rule] | Rules = (),
         all_gather: Sequence[str] = (),
         all_to_all: Sequence[str] = (),
-        stages: Stages | None = None,
+        pipeline: PipelineConfig | None = None,
         devices: Sequence[Device] | None = None,
         name: str = "plan",
     ):
-        self.sizes = _as_sizes(mesh)
+        self._sizes = _as_sizes(mesh)
         self.variables = as_rules(variables)
         self.slots = as_rules(slots)
         self.batch = batch
         self.activations = as_rules(activations)
         self.all_gather, self.all_to_all = tuple(all_gather), tuple(all_to_all)
-        self.stages = stages
+        self.pipeline = pipeline
         self.devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else devices and tuple(devices)
         self.name = name
         for entry in batch:
             for axis in mesh_axes(entry):
-                if axis not in dict(self.sizes):
+                if axis not in dict(self._sizes):
                     raise ValueError(
-                        f"Plan: batch is {batch}, but the mesh has the axes {dict(self.sizes)}; use one of these."
+                        f"Plan: batch is {batch}, but the mesh has the axes {dict(self._sizes)}; use one of these."
                     )
 
     @property
     def mesh(self) -> Mesh:
         """The `jax.sharding.Mesh`, over the plan's devices or all devices."""
-        return _make_mesh(self.sizes, self.devices or tuple(jax.devices()))
+        return _make_mesh(self._sizes, self.devices or tuple(jax.devices()))
 
     @property
     def shape(self) -> dict[str, int]:
-        """The size of each mesh axis."""
-        return _resolve_sizes(self.sizes, len(self.devices or jax.devices()))
+        """The size of each mesh axis, as in `mesh.shape`; -1 is resolved."""
+        return _resolve_sizes(self._sizes, len(self.devices or jax.devices()))
 
     @property
-    def batches(self) -> NamedSharding:
-        """The sharding of batches, for `train.Feed(..., sharding=plan.batches)`."""
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of batches, for `train.Feed(..., sharding=plan.batch_sharding)`."""
         return NamedSharding(self.mesh, self.batch)
 
     def init(self, model: Layer, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
@@ -119,8 +119,8 @@ class Plan:
 
         Variables are the same, and outputs up to rounding; but in a pipeline each microbatch has its own dropout mask.
         """
-        if self.stages is not None:
-            model = self.stages.pipeline(model)
+        if self.pipeline is not None:
+            model = self.pipeline.apply(model)
         if self.all_to_all:
             model = expert_all_to_all(model, self.batch, self.all_to_all)
         if self.all_gather:
@@ -148,8 +148,8 @@ class Plan:
     def variable_shardings(self, model: Layer, x: Any) -> tuple[Tree, Tree]:
         """The shardings of the variables that `init` creates; a rule that matches nothing is an error."""
         found = self.shardings(with_memory_kinds(model, variable_shapes(model, x)), strict=True)
-        if self.stages is not None:
-            self.stages.check_mesh(self.shape)
+        if self.pipeline is not None:
+            self.pipeline.check_mesh(self.shape)
         return found
 
     def slot_shardings(self, optimizer: Optimizer, trainables: Tree) -> OptimizerState:
@@ -212,20 +212,20 @@ class Plan:
         """Both plans together, over a mesh with the axes of both."""
         _check_product(self, other)
         return Plan(
-            {**dict(self.sizes), **dict(other.sizes)},
+            {**dict(self._sizes), **dict(other._sizes)},
             self.variables * other.variables,
             slots=self.slots * other.slots,
             batch=merge_specs(self.batch, other.batch),
             activations=self.activations * other.activations,
             all_gather=self.all_gather + other.all_gather,
             all_to_all=self.all_to_all + other.all_to_all,
-            stages=self.stages or other.stages,
+            pipeline=self.pipeline or other.pipeline,
             devices=self.devices or other.devices,
             name=f"{self.name} x {other.name}",
         )
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name} {'all' if size == REST else size}" for name, size in self.sizes)
+        axes = ", ".join(f"{name} {'all' if size == REST else size}" for name, size in self._sizes)
         return f"Plan({self.name}{': ' * bool(axes)}{axes})"
 
     def __eq__(self, other: object) -> Any:
@@ -236,8 +236,18 @@ class Plan:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        names = ("variables", "slots", "batch", "activations", "all_gather", "all_to_all", "stages", "devices", "name")
-        return {"mesh": self.sizes, **{name: getattr(self, name) for name in names}}
+        names = (
+            "variables",
+            "slots",
+            "batch",
+            "activations",
+            "all_gather",
+            "all_to_all",
+            "pipeline",
+            "devices",
+            "name",
+        )
+        return {"mesh": self._sizes, **{name: getattr(self, name) for name in names}}
 
     def _sharding(self, placement: Placement, like: Sharding | None = None) -> Sharding:
         """The sharding of a placement; its spec, or single device, is that of `like` if given."""
@@ -273,10 +283,11 @@ def _resolve_sizes(sizes: tuple[tuple[str, int], ...], devices: int) -> dict[str
     if devices % given or devices < given:
         axes = " x ".join(f"{name} {size}" for name, size in sizes if size != REST)
         divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+        available = "1 is available" if devices == 1 else f"{devices} are available"
         fewer = f"Use some of them by plan.over(jax.devices()[:{given}]), or simulate" * (given < devices)
         raise ValueError(
-            f"mesh: {axes} = {given} does not divide the {devices} available device{'s' * (devices != 1)}; the "
-            f"divisors are {', '.join(map(str, divisors))}. {fewer or 'Simulate'} more on a CPU by "
+            f"mesh: {axes} needs a multiple of {given} devices, but {available}; the product of the sizes must be one "
+            f"of {', '.join(map(str, divisors))}. {fewer or 'Simulate'} more on a CPU by "
             'jax.config.update("jax_num_cpu_devices", n) before the first computation.'
         )
     return {name: devices // given if size == REST else size for name, size in sizes}
@@ -313,7 +324,7 @@ def _batch_shardings(spec: PartitionSpec, mesh: Mesh, batch: Any, stacked: bool)
 def _check_product(plan: Plan, other: Any) -> None:
     if not isinstance(other, Plan):
         raise TypeError(f"{plan!r} times {other!r}: multiply plans by plans: place.data(2) * place.pipeline(...).")
-    both = dict(plan.sizes).keys() & dict(other.sizes).keys()
+    both = dict(plan._sizes).keys() & dict(other._sizes).keys()
     if both:
         raise ValueError(
             f"the plans {plan.name} and {other.name} both have a mesh axis {min(both)!r}; rename one of them, as in "
@@ -321,7 +332,7 @@ def _check_product(plan: Plan, other: Any) -> None:
         )
     if plan.devices and other.devices and plan.devices != other.devices:
         raise ValueError(f"the plans {plan.name} and {other.name} have different devices; pass devices to one only.")
-    if plan.stages and other.stages:
+    if plan.pipeline and other.pipeline:
         raise ValueError("two pipelines cannot be multiplied; use one with as many stages as both.")
 
 

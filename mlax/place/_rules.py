@@ -1,8 +1,9 @@
 """Rules that give each leaf of a pytree its placement, by patterns over its path."""
 
+import abc
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -17,14 +18,25 @@ HOST_MEMORY = "pinned_host"  # JAX's name for host memory
 
 
 @frozen
+class ShapeSpec(abc.ABC):
+    """A spec that depends on the shape of the array: `resolve` returns the PartitionSpec."""
+
+    resolves_last: ClassVar[bool] = False  # after the other rules of the array, to avoid the axes that they shard
+
+    @abc.abstractmethod
+    def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, existing: PartitionSpec) -> PartitionSpec:
+        """The spec for an array of this shape, which other rules already shard by `existing`."""
+
+
+@frozen
 class Placement:
-    """How an array is sharded, in which memory, or on which single device.
+    """The sharding of an array over a mesh, or its single device, and its memory.
 
     `spec` is a PartitionSpec, or what `shard_last_axes` or `shard_largest_axis` set; None leaves it to another rule, or
     to the parameter that a slot belongs to.
     """
 
-    spec: "PartitionSpec | LastAxes | LargestAxis | None" = None
+    spec: PartitionSpec | ShapeSpec | None = None
     memory: Memory | None = None  # None: the device's
     device: Device | None = None
 
@@ -41,17 +53,16 @@ class Placement:
         spec = [str(self.spec)] * (self.spec is not None)
         memory = [f"in {self.memory} memory"] * (self.memory is not None)
         device = [f"on {self.device}"] * (self.device is not None)
-        return ", ".join(spec + memory + device) or "anywhere"
+        return ", ".join(spec + memory + device) or "unspecified"
 
 
 @frozen
-class LastAxes:
+class LastAxes(ShapeSpec):
     """A spec for the last axes of an array of any rank; see `shard_last_axes`."""
 
     axes: tuple[SpecEntry, ...]
 
-    def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
-        """The spec for an array of this shape."""
+    def resolve(self, shape, mesh, existing):
         if len(self.axes) > len(shape):
             raise ValueError(f"{self} names {len(self.axes)} axes, but the array has {len(shape)}")
         return PartitionSpec(*[None] * (len(shape) - len(self.axes)), *self.axes)
@@ -61,17 +72,17 @@ class LastAxes:
 
 
 @frozen
-class LargestAxis:
-    """A spec for the largest axis that a mesh axis divides; see `shard_largest_axis`."""
+class LargestAxis(ShapeSpec):
+    """A spec for the largest axis that a mesh axis divides, unsharded axes first; see `shard_largest_axis`."""
 
+    resolves_last = True
     axis: str
     min_size: int
 
-    def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
-        """The spec for an array of this shape that `taken` already shards; unsharded axes come first."""
+    def resolve(self, shape, mesh, existing):
         if math.prod(shape) < self.min_size:
             return PartitionSpec()
-        entries = [*taken, *[None] * (len(shape) - len(taken))]
+        entries = [*existing, *[None] * (len(shape) - len(existing))]
         sizes = [size // num_shards(entry, mesh) for size, entry in zip(shape, entries, strict=True)]
         divisible = [axis for axis, size in enumerate(sizes) if size and size % mesh[self.axis] == 0]
         if not divisible:
@@ -142,7 +153,7 @@ def as_placement(given: Any) -> Placement:
     match given:
         case Placement():
             return given
-        case PartitionSpec() | LastAxes() | LargestAxis():
+        case PartitionSpec() | ShapeSpec():
             return Placement(given)
         case jax.Device():
             return Placement(device=given)
@@ -154,10 +165,10 @@ def as_placement(given: Any) -> Placement:
 
 
 def merge_placements(placements: Iterable[Placement], path: str, leaf: Any, mesh: MeshSizes) -> Placement:
-    """One placement for a leaf, its spec resolved and merged axis by axis; explicit specs take precedence."""
+    """One placement for a leaf, its spec resolved and merged axis by axis; specs with `resolves_last` come last."""
     memory = device = None
     spec = PartitionSpec()
-    for placement in sorted(placements, key=lambda each: isinstance(each.spec, LargestAxis)):
+    for placement in sorted(placements, key=lambda each: isinstance(each.spec, ShapeSpec) and each.spec.resolves_last):
         memory, device = placement.memory or memory, placement.device or device
         try:
             spec = merge_specs(spec, _resolve_spec(placement, leaf.shape, mesh, spec))
@@ -205,9 +216,11 @@ def keep_memory_kind(placement: Placement, leaf: Any) -> Placement:
     return Placement(placement.spec, "host", placement.device) if stays else placement
 
 
-def _resolve_spec(placement: Placement, shape: tuple[int, ...], mesh: MeshSizes, taken: PartitionSpec) -> PartitionSpec:
-    if isinstance(placement.spec, LastAxes | LargestAxis):
-        return placement.spec.resolve(shape, mesh, taken)
+def _resolve_spec(
+    placement: Placement, shape: tuple[int, ...], mesh: MeshSizes, existing: PartitionSpec
+) -> PartitionSpec:
+    if isinstance(placement.spec, ShapeSpec):
+        return placement.spec.resolve(shape, mesh, existing)
     return placement.spec if placement.spec is not None else PartitionSpec()
 
 

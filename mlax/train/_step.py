@@ -45,7 +45,7 @@ def step(
     - `scaling`: loss scaling for float16, such as `train.DynamicLossScale()`.
     - `skip_nonfinite`: skip a step whose loss or gradient is not finite: only the counts of steps and of skipped steps
       change.
-    - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batches`.
+    - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batch_sharding`.
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
 
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
@@ -105,16 +105,16 @@ class Step:
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""
         rng = random.fold_in(state.rng, state.step)
-        stages = _pipeline_stages(self)
+        pipeline = _pipeline_with_backward(self)
         values, grads, non_trainables = gradients(
             self.objective,
             batch,
             state.trainables,
             state.non_trainables,
             rng,
-            accumulate=self.accumulate if stages is None else stages.microbatches,
+            accumulate=self.accumulate if pipeline is None else pipeline.microbatches,
             scale=None if self.scaling is None else state.scaling["scale"],
-            backward=None if stages is None else stages.backward,
+            backward=None if pipeline is None else pipeline.backward,
         )
         check_non_trainables(state.non_trainables, non_trainables)
         norm = global_norm(dict(leaves_with_paths(grads)))
@@ -160,10 +160,10 @@ def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
     return next((rate for rate in rates if rate is not None), None)
 
 
-def _pipeline_stages(step: Step) -> Any:
-    """The pipeline stages of the plan, if they schedule forward and backward passes themselves."""
-    stages = None if step.plan is None else step.plan.stages
-    return stages if stages is not None and stages.backward is not None else None
+def _pipeline_with_backward(step: Step) -> Any:
+    """The pipeline of the plan, if it computes its own backward pass."""
+    pipeline = None if step.plan is None else step.plan.pipeline
+    return pipeline if pipeline is not None and pipeline.backward is not None else None
 
 
 def _check_options(step: Step) -> None:
@@ -182,7 +182,7 @@ def _check_options(step: Step) -> None:
         raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicLossScale() or StaticLossScale().")
     if step.plan is not None and not isinstance(step.plan, Plan):
         raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan, as place.fsdp() returns.")
-    if step.accumulate > 1 and _pipeline_stages(step) is not None:
+    if step.accumulate > 1 and _pipeline_with_backward(step) is not None:
         raise ValueError("train.step: the plan's pipeline splits batches into microbatches; leave accumulate at 1.")
     if step.scaling is not None and not step.skip_nonfinite:
         raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")

@@ -120,7 +120,7 @@ def train_steps(task: Task, plan: Any = None, *, steps: int) -> Training:
     variables = task.model.init(rng, task.x) if plan is None else plan.init(task.model, rng, task.x)
     state = step.init(jax.random.key(0), *variables)
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
-    feed = train.Feed(task.arrays, 16, seed=0, sharding=None if plan is None else plan.batches)
+    feed = train.Feed(task.arrays, 16, seed=0, sharding=None if plan is None else plan.batch_sharding)
     losses = []
     with feed.stream(0, steps) as batches:
         for batch in batches:

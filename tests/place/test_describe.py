@@ -101,7 +101,7 @@ def test_the_error_of_a_plan_that_does_not_fit_says_what_to_change():
 def test_the_plot_is_a_png(tmp_path):
     task = gpt()
     plan = place.Plan({"data": 8}, slots=[("**", place.host)], batch=P("data"))
-    plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False, memory=2**30).draw(tmp_path / "plan.png")
+    plan.describe(task.model, task.x, optim.AdamW(1e-3), compile=False, memory=2**30).plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -153,7 +153,10 @@ def test_check_names_the_first_leaf_with_another_sharding_and_its_cost():
         "batch/label, float32[16, 4], is on 8 devices, as P(), but is planned on 8 devices, as P('data',): "
         "each use would copy 256 bytes."
     )
-    with pytest.raises(place.UnplannedTransfer, match=r"^image, .* is on the host, .* copy 4 KiB.* So are 1 more.$"):
+    with pytest.raises(
+        place.UnplannedTransfer,
+        match=r"^image, .* is on the host, .* copy 4 KiB.* 1 more array is not sharded as planned either.$",
+    ):
         place.check_shardings(numpy_batch(), whole())
     where = f"^an array, .* is on {jax.devices()[0]} in pinned_host memory, but"
     with pytest.raises(place.UnplannedTransfer, match=where):

@@ -158,7 +158,7 @@ def test_invalid_rules_are_errors(rules, error, words):
 
 def test_invalid_meshes_are_errors():
     with pytest.raises(
-        ValueError, match=re.escape("data 3 = 3 does not divide the 8 available devices; the divisors")
+        ValueError, match=re.escape("data 3 needs a multiple of 3 devices, but 8 are available; the product")
     ) as few:
         place.data(3).mesh  # noqa: B018
     assert "Use some of them by plan.over(jax.devices()[:3]), or simulate more" in str(few.value)
@@ -275,7 +275,7 @@ def test_many_steps_per_call_and_evaluation_follow_the_plan():
         objective_of(plan.parallelize(task.model, task.x)), optim.AdamW(1e-3), steps_per_call=2, plan=plan
     )
     state = step.init(jax.random.key(0), *plan.init(task.model, jax.random.key(1), task.x))
-    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
+    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batch_sharding)
     fitted = train.fit(step, state, feed, steps=4, evaluate=feed, show=False)
     assert fitted.step == 4 and np.isfinite(fitted.scores["loss"])
     leaf = fitted.state.trainables["embed"]["table"]
@@ -291,4 +291,10 @@ def test_a_step_warns_if_the_model_was_not_parallelized_for_its_plan(parallel):
     state = step.init(jax.random.key(0), *plan.init(model, jax.random.key(1), x))
     words = r"Plan\(fsdp: data all\) says how parts of a model are computed, .* call plan\.parallelize"
     with contextlib.nullcontext() if parallel else pytest.warns(UserWarning, match=words):
-        step(state, {"x": jax.device_put(x, plan.batches), "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batches)})
+        step(
+            state,
+            {
+                "x": jax.device_put(x, plan.batch_sharding),
+                "y": jax.device_put(jnp.ones(16, jnp.int32), plan.batch_sharding),
+            },
+        )

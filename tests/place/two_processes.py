@@ -31,7 +31,7 @@ def observe(name, folder):
     state = step.init(jax.random.key(0), trainables, non_trainables)
     here = sum(shard.data.nbytes for leaf in jax.tree.leaves(state.trainables) for shard in leaf.addressable_shards)
     described = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
-    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batches)
+    feed = train.Feed(task.arrays, 16, seed=0, sharding=plan.batch_sharding)
     losses = []
     with feed.stream(0, 3) as batches:
         for batch in batches:

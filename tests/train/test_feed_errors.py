@@ -115,7 +115,7 @@ def test_a_batch_that_does_not_divide_into_shards_is_an_error():
         train.Buckets([[1]], lengths=(4,), batch=2, sharding=sharding)
     with pytest.raises(ValueError, match="use batch=4 or 8"):
         train.IterableFeed([{"x": X}], sharding=sharding).example  # noqa: B018
-    with pytest.raises(TypeError, match=r"Feed: sharding is a place\.Plan, .*; pass plan\.batches\."):
+    with pytest.raises(TypeError, match=r"Feed: sharding is a place\.Plan, .*; pass plan\.batch_sharding\."):
         train.Feed({"x": X}, batch=4, sharding=place.data())
     with pytest.raises(TypeError, match=r"sharding is a P.* but .* write NamedSharding\(mesh"):
         train.Feed({"x": X}, batch=4, sharding=PartitionSpec("data"))

@@ -53,8 +53,8 @@ def one_forward_one_backward(
     shared = _shared_weights(split, weights, stacked, updated)
     constant = inputs.keys() - stacked.keys() - set(jax.tree.leaves(weights))
 
-    def run(number: jax.Array, own: Leaves, shared: ByIndex, constant: ByIndex, stacked: ByIndex) -> Any:
-        stage = Stage(split, rngs.shape[0], number[0], own, shared, constant, stacked)
+    def run(number: jax.Array, stage_weights: Leaves, shared: ByIndex, constant: ByIndex, stacked: ByIndex) -> Any:
+        stage = StageRuntime(split, rngs.shape[0], number[0], stage_weights, shared, constant, stacked)
         (grads, shared_grads), last = _run_schedule(stage, jax.tree.leaves(values), updated)
         return grads, lax.psum(shared_grads, axis), jax.tree.map(lambda leaf: leaf[None], last)
 
@@ -66,14 +66,14 @@ def one_forward_one_backward(
         axis_names={axis},
         check_vma=False,
     )
-    grads, shared_grads, of_each_stage = jax.jit(pipeline)(
+    grads, shared_grads, stage_results = jax.jit(pipeline)(
         jnp.arange(stages, dtype=np.int32),
         split.weights(inputs),
         {index: inputs[index] for index in shared},
         {index: inputs[index] for index in constant},
         stacked,
     )
-    sums, final_state = jax.tree.map(lambda leaf: leaf[stages - 1], of_each_stage)  # only the last stage has them
+    sums, final_state = jax.tree.map(lambda leaf: leaf[stages - 1], stage_results)  # only the last stage has them
     return (
         jax.tree.unflatten(jax.tree.structure(values), sums),
         _combine_gradients(split, weights, grads, shared_grads),
@@ -81,7 +81,7 @@ def one_forward_one_backward(
     )
 
 
-def _run_schedule(stage: "Stage", values: list[int], updated: dict[int, int]) -> Any:
+def _run_schedule(stage: "StageRuntime", values: list[int], updated: dict[int, int]) -> Any:
     """All ticks of a stage: its gradient sums, and, of the last stage, the sums of values and the state.
 
     In each tick a stage runs the forward pass of one microbatch and the backward pass of another. First the pipeline
@@ -100,17 +100,17 @@ def _run_schedule(stage: "Stage", values: list[int], updated: dict[int, int]) ->
         received, buffers, cotangents, grads, (sums, state) = carry
         y, buffers = stage.forward(time, received, buffers)
         results, shared_after, dy = stage.after(time, y, state)
-        dy = [jnp.where(stage.number == last, own, sent) for own, sent in zip(dy, cotangents, strict=True)]
-        dx, (own, shared_before) = stage.backward(time, buffers, dy)
-        grads = _accumulate(grads, (own, _accumulate(shared_before, shared_after)))
+        dy = [jnp.where(stage.number == last, mine, sent) for mine, sent in zip(dy, cotangents, strict=True)]
+        dx, (stage_grads, shared_before) = stage.backward(time, buffers, dy)
+        grads = _accumulate(grads, (stage_grads, _accumulate(shared_before, shared_after)))
         sums = _accumulate(sums, [results[index] for index in values])
         state = {index: results[result] for index, result in updated.items()}
         return (layer.send(y, 1), buffers, layer.send(dx, -1), grads, (sums, state)), None
 
     def drain(carry: Any, time: jax.Array) -> tuple[Any, None]:
         buffers, cotangents, grads = carry
-        dx, more = stage.backward(time, buffers, cotangents)
-        return (buffers, layer.send(dx, -1), _accumulate(grads, more)), None
+        dx, new_grads = stage.backward(time, buffers, cotangents)
+        return (buffers, layer.send(dx, -1), _accumulate(grads, new_grads)), None
 
     def ticks(start: int, number: int) -> jax.Array:
         return jnp.arange(start, start + number, dtype=np.int32)
@@ -118,16 +118,16 @@ def _run_schedule(stage: "Stage", values: list[int], updated: dict[int, int]) ->
     x = stage.first_input()
     (received, buffers), _ = lax.scan(fill, (x, stage.input_buffers(x)), ticks(0, last))
     cotangents = jax.tree.map(jnp.zeros_like, _inexact_leaves(x))
-    grads = _zero_sums((stage.own, stage.shared))
+    grads = _zero_sums((stage.weights, stage.shared))
     sums, state = _zero_sums([stage.split.avals[index] for index in values]), stage.initial_state(updated)
     carry = (received, buffers, cotangents, grads, (sums, state))
-    (_, buffers, cotangents, grads, of_last), _ = lax.scan(steady, carry, ticks(last, stage.microbatches))
+    (_, buffers, cotangents, grads, last_results), _ = lax.scan(steady, carry, ticks(last, stage.microbatches))
     (_, _, grads), _ = lax.scan(drain, (buffers, cotangents, grads), ticks(last + stage.microbatches, last))
-    return grads, of_last
+    return grads, last_results
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class StageRuntime:
     """A running stage: its number, which is traced, and its inputs.
 
     A microbatch is an index; one that is out of range does not exist, and its results are left out of every sum.
@@ -136,7 +136,7 @@ class Stage:
     split: SplitJaxpr
     microbatches: int
     number: jax.Array
-    own: Leaves  # this stage's slice of the pipeline's weights
+    weights: Leaves  # this stage's slice of the pipeline's weights
     shared: ByIndex  # trainables that are used before or after the pipeline
     constant: ByIndex  # other inputs that are the same for all microbatches
     stacked: ByIndex  # inputs with a leading axis of microbatches
@@ -163,14 +163,14 @@ class Stage:
         """The output for the microbatch of this tick, and the buffers with its input."""
         microbatch = time - self.number
         first = self.split.before(self._inputs(microbatch, self.shared))
-        x = [jnp.where(self.number == 0, own, sent) for own, sent in zip(first, received, strict=True)]
+        x = [jnp.where(self.number == 0, mine, sent) for mine, sent in zip(first, received, strict=True)]
         slot = microbatch % len(buffers[0])
         exists = self._exists(microbatch)
         buffers = [
             lax.dynamic_update_index_in_dim(buffer, jnp.where(exists, leaf, _index(buffer, slot)), slot, 0)
             for buffer, leaf in zip(buffers, x, strict=True)
         ]
-        return self._run(self.own, x, microbatch), buffers
+        return self._run(self.weights, x, microbatch), buffers
 
     def after(self, time: jax.Array, y: Leaves, state: ByIndex) -> tuple[Leaves, ByIndex, Leaves]:
         """The results of the loss for the last stage's output, and the gradients of the shared weights and of `y`."""
@@ -185,31 +185,33 @@ class Stage:
         return results, _zero_unless(self.number == self.last, shared), dy
 
     def backward(self, time: jax.Array, buffers: Leaves, dy: Leaves) -> tuple[Leaves, tuple[Leaves, ByIndex]]:
-        """The gradients for the microbatch of this tick: of its input, and of the own and the shared weights."""
+        """The gradients for the microbatch of this tick: of its input, and of this stage's and the shared weights."""
         microbatch = time - (np.int32(2 * self.last) - self.number)
         x = [_index(buffer, microbatch % len(buffer)) for buffer in buffers]
 
-        def run(own: Leaves, x_leaves: Leaves) -> Leaves:
-            return _inexact_leaves(self._run(own, _replace_inexact(x, x_leaves), microbatch))
+        def run(stage_weights: Leaves, x_leaves: Leaves) -> Leaves:
+            return _inexact_leaves(self._run(stage_weights, _replace_inexact(x, x_leaves), microbatch))
 
         def before(shared: ByIndex) -> Leaves:
             return _inexact_leaves(self.split.before(self._inputs(microbatch, shared)))
 
-        own, dx = jax.vjp(run, self.own, _inexact_leaves(x))[1](dy)
+        stage_grads, dx = jax.vjp(run, self.weights, _inexact_leaves(x))[1](dy)
         (shared,) = jax.vjp(before, self.shared)[1](dx)
         exists = self._exists(microbatch)
-        return dx, (_zero_unless(exists, own), _zero_unless(exists & (self.number == 0), shared))
+        return dx, (_zero_unless(exists, stage_grads), _zero_unless(exists & (self.number == 0), shared))
 
-    def _run(self, own: Leaves, x: Leaves, microbatch: jax.Array) -> Leaves:
+    def _run(self, stage_weights: Leaves, x: Leaves, microbatch: jax.Array) -> Leaves:
         key = self.split.key(self._inputs(microbatch, self.shared))
-        x, own, rng = jax.tree.unflatten(self.split.structure, [*x, *own, *key])
-        return jax.tree.leaves(self.split.layer.run_stage(self.number, x, own, rng, self.split.inference_mode))
+        x, stage_weights, rng = jax.tree.unflatten(self.split.structure, [*x, *stage_weights, *key])
+        return jax.tree.leaves(
+            self.split.layer.run_stage(self.number, x, stage_weights, rng, self.split.inference_mode)
+        )
 
     def _inputs(self, microbatch: jax.Array, shared: ByIndex, state: ByIndex | None = None) -> ByIndex:
         """The inputs of the loss for a microbatch, without the pipeline's weights."""
         clipped = jnp.clip(microbatch, 0, self.microbatches - 1)
-        own = {index: _index(leaf, clipped) for index, leaf in self.stacked.items()}
-        return {**self.constant, **shared, **own, **(state or {})}
+        microbatch_inputs = {index: _index(leaf, clipped) for index, leaf in self.stacked.items()}
+        return {**self.constant, **shared, **microbatch_inputs, **(state or {})}
 
     def _exists(self, microbatch: jax.Array) -> jax.Array:
         return (microbatch >= 0) & (microbatch < self.microbatches)
@@ -219,8 +221,8 @@ def _combine_gradients(split: SplitJaxpr, weights: Tree, grads: Leaves, shared_g
     """The gradients of all trainables from those of the pipeline's weights and those of the shared ones."""
     inputs, forwarded = split.inputs, split.weights.forwarded
     total = _zero_sums({index: inputs[index] for index in jax.tree.leaves(weights)})
-    own_grads = [(index, grads[position]) for position, index in forwarded.items()]
-    for index, grad in [*shared_grads.items(), *own_grads]:
+    stage_grads = [(index, grads[position]) for position, index in forwarded.items()]
+    for index, grad in [*shared_grads.items(), *stage_grads]:
         total[index] = _accumulate(total[index], grad)
     computed = [position for position in range(len(grads)) if position not in forwarded]
     if computed:  # from the trainables, by equations outside the pipeline
@@ -232,8 +234,8 @@ def _combine_gradients(split: SplitJaxpr, weights: Tree, grads: Leaves, shared_g
         read = {index: inputs[index] for index in split.weights.reads if index in total}
         outputs, pullback = jax.vjp(compute, read)
         cotangents = [grads[position].astype(out.dtype) for position, out in zip(computed, outputs, strict=True)]
-        (more,) = pullback(cotangents)
-        total = {**total, **_accumulate({index: total[index] for index in read}, more)}
+        (weight_grads,) = pullback(cotangents)
+        total = {**total, **_accumulate({index: total[index] for index in read}, weight_grads)}
     return jax.tree.map(lambda index: total[index], weights)
 
 
@@ -277,8 +279,8 @@ def _zero_sums(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), tree)
 
 
-def _accumulate(sums: Any, more: Any) -> Any:
-    return jax.tree.map(lambda total, one: total + one.astype(total.dtype), sums, more)
+def _accumulate(sums: Any, terms: Any) -> Any:
+    return jax.tree.map(lambda total, term: total + term.astype(total.dtype), sums, terms)
 
 
 def _inexact_leaves(leaves: Leaves) -> Leaves:

@@ -74,7 +74,9 @@ def check_sharding(value: Any, batch: int, owner: str) -> Sharding | None:
     if value is None or isinstance(value, jax.Device):
         return value and SingleDeviceSharding(value)
     if isinstance(value, Plan):
-        raise TypeError(f"{owner}: sharding is a place.Plan, but must be that of batches alone; pass plan.batches.")
+        raise TypeError(
+            f"{owner}: sharding is a place.Plan, but must be that of batches alone; pass plan.batch_sharding."
+        )
     if not isinstance(value, Sharding):
         raise TypeError(
             f"{owner}: sharding is a {type(value).__name__}, but must be a jax.sharding.Sharding; "

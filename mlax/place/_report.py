@@ -1,4 +1,4 @@
-"""Description: the memory and the transfers of a plan, as a table and as a picture."""
+"""Description: the memory and the transfers of a step under a plan, as a table and as a plot."""
 
 import collections
 import dataclasses
@@ -35,11 +35,11 @@ class LayerMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The memory of each device and the transfers of a step; `print` it, or `draw` it.
+    """The memory of each device and the transfers of a step; `print` it, or `plot` it.
 
-    All devices need the same number of bytes. `working` is what the compiled step needs besides its arguments:
-    gradients, activations and all-gathered weights while they are in use. The rows add up to more, as if all of that
-    existed at once.
+    All devices need the same number of bytes. `working` is the size of the compiled step's temporary buffers:
+    gradients, activations and all-gathered weights while they are in use. The rows are an upper bound: they assume that
+    all gradients and activations exist at once.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Description:
     transfers: Transfers | None
     memory: int | None
     device: str
-    stages: str = ""  # the pipeline in a sentence
+    pipeline: str = ""  # its stages, microbatches and bubble, in a sentence
 
     def bytes_of(self, kind: str, memory: str = "device") -> int:
         """The bytes of 'weights', 'slots', 'gradients' or 'activations' on each device, or in host memory for it."""
@@ -110,7 +110,7 @@ class Description:
         if self.working is not None:
             lines.append(f"working memory {format_bytes(self.working)}: gradients, activations, all-gathered weights")
         lines.append(f"needed         {format_bytes(self.needed)} on each device; {self._verdict()}")
-        lines += [self.stages] * bool(self.stages)
+        lines += [self.pipeline] * bool(self.pipeline)
         if self.transfers is not None:
             lines += ["", "transfers in a step", str(_group_by_part(self.transfers))]
         return "\n".join(lines)
@@ -130,9 +130,9 @@ class Description:
         share = f"{self.needed / self.memory:.0%} of {format_bytes(self.memory)}"
         return f"fits, {share}" if self.fits else f"DOES NOT FIT, {share}. {self._advice()}"
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw the memory that a device needs, by kind and by layer, and the memory that it has, to an image file."""
-        _draw(self, path)
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plot the memory that a device needs, by kind and by layer, and the memory that it has, to an image file."""
+        _plot(self, path)
 
 
 def group_rows(rows: tuple[LayerMemory, ...], limit: int = 24) -> list[LayerMemory]:
@@ -168,7 +168,7 @@ COLOURS = {"weights": "#0077BB", "slots": "#33BBEE", "gradients": "#EE7733", "ac
 WORKING = "#BBBBBB"
 
 
-def _draw(description: Description, path: str | os.PathLike[str]) -> None:
+def _plot(description: Description, path: str | os.PathLike[str]) -> None:
     """Bars of what each memory needs, above bars of the layers, the largest first."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MultipleLocator

@@ -1,4 +1,4 @@
-"""Plan.describe: the memory and the transfers of a plan, found by tracing and compiling for shapes."""
+"""Estimate the memory and the transfers of a step under a plan, by tracing and compiling it for shapes."""
 
 import collections
 import math
@@ -13,8 +13,8 @@ from mlax._jax import global_norm, layer_path
 from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
 from mlax.inspect import total_bytes, transfers
 from mlax.optim import Optimizer
-from mlax.place._description import Description, LayerMemory
-from mlax.place._pipeline import Stages, split_microbatches
+from mlax.place._pipeline import PipelineConfig, split_microbatches
+from mlax.place._report import Description, LayerMemory
 from mlax.place._rules import HOST_MEMORY, num_shards
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def describe(
     memory: int | None,
     compile: bool,
 ) -> Description:
-    """The description that `Plan.describe` returns."""
+    """The memory and the transfers of a training step, or of inference; see `Plan.describe`."""
     batch = _batch_shapes(x, batch)
     trainables, non_trainables = variables = variable_shapes(model, x)
     shardings = plan.variable_shardings(model, x)
@@ -67,7 +67,7 @@ def describe(
         transfers=None if compiled is None else transfers(compiled),
         memory=memory or total_bytes(device),
         device=device.device_kind,
-        stages="" if plan.stages is None else str(plan.stages),
+        pipeline="" if plan.pipeline is None else str(plan.pipeline),
     )
 
 
@@ -138,7 +138,7 @@ def _compile_step(
         if optimizer is None:
             y, new = model.fwd(batch, trainables, non_trainables, rng=rng, inference_mode=True)
             return trainables, new, None, y
-        (value, new), grads = _value_and_grad(plan.stages, loss)(trainables, non_trainables, batch, rng)
+        (value, new), grads = _value_and_grad(plan.pipeline, loss)(trainables, non_trainables, batch, rng)
         finite = jnp.isfinite(value) & jnp.isfinite(global_norm(flatten_paths(grads)))  # the guard of `train.step`
         trainables, slots = optimizer.update(grads, slots, trainables, apply_if=finite)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, non_trainables)
@@ -154,11 +154,11 @@ def _compile_step(
         return jitted.lower(*state, batch, _key_shape()).compile()
 
 
-def _value_and_grad(stages: Stages | None, loss: Callable[..., Any]) -> Callable[..., Any]:
+def _value_and_grad(pipeline: PipelineConfig | None, loss: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.value_and_grad` of the loss, by the schedule of the pipeline if that computes its own gradients."""
-    if stages is None or stages.backward is None:
+    if pipeline is None or pipeline.backward is None:
         return jax.value_and_grad(loss, has_aux=True)
-    backward, number = stages.backward, stages.microbatches
+    backward, number = pipeline.backward, pipeline.microbatches
 
     def microbatch_loss(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[Any, Any]:
         value, new = loss(trainables, non_trainables, part, rng)

@@ -1,4 +1,4 @@
-"""Stages: how a plan pipelines the Repeats of a model."""
+"""PipelineConfig: how a plan pipelines the Repeats of a model."""
 
 import functools
 from collections.abc import Callable
@@ -12,14 +12,14 @@ Schedule = Literal["gpipe", "1f1b"]
 
 
 @frozen
-class Stages:
-    """The number of stages of a pipeline, the number of microbatches, and the schedule.
+class PipelineConfig:
+    """How a plan pipelines the Repeats of a model: the number of stages and of microbatches, and the schedule.
 
     "gpipe" runs all forward passes and then all backward passes; "1f1b" runs the backward pass of each microbatch as
     soon as it can, so that only about as many are in flight as there are stages. Both have the same `bubble`.
     """
 
-    number: int
+    stages: int
     microbatches: int
     schedule: Schedule = "1f1b"
     axis: str = "stage"
@@ -27,21 +27,21 @@ class Stages:
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
-            raise ValueError(f"Stages: schedule is {self.schedule!r}, but must be one of {get_args(Schedule)}.")
+            raise ValueError(f"PipelineConfig: schedule is {self.schedule!r}, but must be one of {get_args(Schedule)}.")
 
     @property
     def bubble(self) -> float:
         """The fraction of its time for which a stage is idle, while the pipeline fills and drains."""
-        return bubble_fraction(self.number, self.microbatches)
+        return bubble_fraction(self.stages, self.microbatches)
 
     @property
     def backward(self) -> Callable[..., Any] | None:
         """The function that computes values and gradients over microbatches; None: JAX derives the backward pass."""
         return functools.partial(one_forward_one_backward, axis=self.axis) if self.schedule == "1f1b" else None
 
-    def pipeline(self, model: Layer) -> Layer:
+    def apply(self, model: Layer) -> Layer:
         """The model with its Repeats pipelined."""
-        return pipeline_repeats(model, self.number, microbatches=self.microbatches, axis=self.axis, at=self.at)
+        return pipeline_repeats(model, self.stages, microbatches=self.microbatches, axis=self.axis, at=self.at)
 
     def check_mesh(self, mesh: dict[str, int]) -> None:
         """Raise for two further mesh axes under 1F1B: XLA aborts on some of these programs."""
@@ -53,7 +53,7 @@ class Stages:
             )
 
     def __str__(self) -> str:
-        return f"{self.number} stages, {self.microbatches} microbatches ({self.schedule}): {self.bubble:.0%} bubble"
+        return f"{self.stages} stages, {self.microbatches} microbatches ({self.schedule}): {self.bubble:.0%} bubble"
 
 
 def pipeline_repeats(

@@ -1,0 +1,63 @@
+"""The axis of each variable that tensor parallelism and expert parallelism shard, derived from the model."""
+
+from typing import Any
+
+from mlax.core import Composite, Layer, Map, Recurrent, Wrapper, flatten_paths, part_inputs, parts_of, variable_shapes
+
+
+def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
+    """The axis of each variable, counted from the end, over which tensor parallelism shards it; others are left out.
+
+    Layers name it by `tensor_parallel_axes`. But where one linear map of a composite widens its input and a later one
+    takes that width, as in an MLP, the second is sharded along its inputs, and its partial sums are all-reduced:
+    Megatron's column and row parallelism. An axis that `number` does not divide is left out.
+    """
+    if (own := layer.tensor_parallel_axes(number)) is not None:
+        shapes = _variable_shapes(layer, x)
+        axes = {path: axis - len(shapes[path]) if axis >= 0 else axis for path, axis in own.items() if path in shapes}
+        return {path: axis for path, axis in axes.items() if shapes[path][axis] % number == 0}
+    if isinstance(layer, Map):
+        return tensor_axes(layer.layer, layer.slices(x)[1], number)
+    if isinstance(layer, Wrapper) and not isinstance(layer, Recurrent):
+        return tensor_axes(layer.layer, x, number)
+    if not isinstance(layer, Composite):
+        return {}
+    found: dict[str, int] = {}
+    expanded = None  # the width of the output of an earlier part that widened its input
+    layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
+    for name, part in parts_of(layer).items():
+        axes, shapes = tensor_axes(part, inputs[name], number), _variable_shapes(part, inputs[name])
+        if axes.get("kernel") == -1 and shapes["kernel"] == (expanded, *shapes["kernel"][1:]):
+            axes, expanded = {"kernel": -2}, None
+        elif width := _expanded_width(axes, shapes):
+            expanded = width
+        found |= {f"{name}/{path}": axis for path, axis in axes.items()}
+    return found
+
+
+def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
+    """The axis of experts, counted from the end, and the number of experts, of each variable that has such an axis."""
+    if isinstance(layer, Map) and layer.variables == 0:
+        return {path: (-len(shape), shape[0]) for path, shape in _variable_shapes(layer, x).items()}
+    if isinstance(layer, Wrapper):
+        return expert_axes(layer.layer, x)
+    if not isinstance(layer, Composite):
+        return {}
+    layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
+    return {
+        f"{name}/{path}": axis
+        for name, part in parts_of(layer).items()
+        for path, axis in expert_axes(part, inputs[name]).items()
+    }
+
+
+def _expanded_width(axes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> int | None:
+    """The output width of a part's linear maps, if all are sharded along their outputs and widen their inputs."""
+    kernels = [path for path in axes if path.split("/")[-1] == "kernel"]
+    widths = {shapes[path][-1] for path in kernels if axes[path] == -1 and shapes[path][-1] > shapes[path][-2]}
+    return widths.pop() if len(widths) == 1 and all(axes[path] == -1 for path in kernels) else None
+
+
+def _variable_shapes(layer: Layer, x: Any) -> dict[str, tuple[int, ...]]:
+    trainables, _ = variable_shapes(layer, x)
+    return {path: leaf.shape for path, leaf in flatten_paths(trainables).items()}
