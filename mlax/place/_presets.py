@@ -92,8 +92,8 @@ def pipeline(
 ) -> Plan:
     """Pipeline parallelism: the layers of every `Repeat`, or of those at the paths `at`, are distributed over stages.
 
-    A batch is split into `microbatches`, which go from stage to stage; see `PipelineConfig` for the schedules. Train the
-    model that `plan.parallelize` returns, in a step with this plan.
+    A batch is split into `microbatches`, which go from stage to stage; see `PipelineConfig` for the schedules. Train
+    the model that `plan.parallelize` returns, in a step with this plan.
     """
     config = PipelineConfig(number, microbatches, schedule, axis, at)
     paths = list(find_pipelines(config.apply(model)))
