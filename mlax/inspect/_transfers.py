@@ -9,17 +9,9 @@ import jax
 
 from mlax._jax import path_of, scopes_of_stack
 from mlax.inspect._flops import sub_jaxprs
-from mlax.inspect._hlo import (
-    TO_DEVICE,
-    TO_HOST,
-    Event,
-    Instruction,
-    Program,
-    instruction_events,
-    most_expensive,
-    parse_hlo,
-)
+from mlax.inspect._hlo import Instruction, Program, parse_hlo
 from mlax.inspect._memory import format_bytes
+from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
 
 
 class Transfer(NamedTuple):
@@ -38,7 +30,7 @@ class Transfers(NamedTuple):
 
     rows: tuple[Transfer, ...]
     totals: tuple[Transfer, ...]  # by kind and group; a collective of several layers counts once
-    events: tuple[Event, ...] = ()  # the single transfers that the rows and totals sum up
+    events: tuple[TransferEvent, ...] = ()  # the single transfers that the rows and totals sum up
 
     def __str__(self) -> str:
         if not self.rows:
@@ -82,7 +74,7 @@ def transfers(function: Any, *args: Any) -> Transfers:
     return summarize_events(events)
 
 
-def summarize_events(events: Iterable[Event]) -> Transfers:
+def summarize_events(events: Iterable[TransferEvent]) -> Transfers:
     """The rows and totals of these events, those that send the most bytes first."""
     rows: dict[Key, list[float]] = {}
     totals: dict[Key, list[float]] = {}
@@ -120,7 +112,7 @@ def _platform(compiled: Any) -> str:
     return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
 
 
-def program_events(program: Program, name: str, *, fused: bool = False) -> Iterator[Event]:
+def program_events(program: Program, name: str, *, fused: bool = False) -> Iterator[TransferEvent]:
     """The transfers of the computation of this name and of those that it calls."""
     computation = program.computations[name]
     for instruction in computation.instructions.values():
@@ -136,7 +128,7 @@ def program_events(program: Program, name: str, *, fused: bool = False) -> Itera
             yield from _called_events(program, instruction)
 
 
-def _called_events(program: Program, instruction: Instruction) -> Iterator[Event]:
+def _called_events(program: Program, instruction: Instruction) -> Iterator[TransferEvent]:
     for called in instruction.called:
         yield from program_events(program, called, fused=instruction.opcode == "fusion")
 
@@ -144,7 +136,7 @@ def _called_events(program: Program, instruction: Instruction) -> Iterator[Event
 Key = tuple[str, str, int]  # layer, kind and group
 
 
-def _add_event(table: dict[Key, list[float]], key: Key, event: Event, size: int) -> None:
+def _add_event(table: dict[Key, list[float]], key: Key, event: TransferEvent, size: int) -> None:
     row = table.setdefault(key, [0, 0, 0.0])
     row[0] += event.times
     row[1] += event.times * size
@@ -167,7 +159,7 @@ def _format_row(row: Transfer) -> tuple[str, ...]:
 Shards = tuple[int, ...]  # the number of shards of each axis of an array
 
 
-def jaxpr_transfers(jaxpr: Any, shardings: list[Any]) -> Iterator[Event]:
+def jaxpr_transfers(jaxpr: Any, shardings: list[Any]) -> Iterator[TransferEvent]:
     """The host-device copies of a traced function whose arguments have these shardings; None where unknown.
 
     The shards of an argument, and of a slice of it, are known; an array whose shards are not known counts in full.
@@ -181,7 +173,7 @@ def jaxpr_transfers(jaxpr: Any, shardings: list[Any]) -> Iterator[Event]:
     yield from _walk_jaxpr(jaxpr, shards, (), 1)
 
 
-def _walk_jaxpr(jaxpr: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
+def _walk_jaxpr(jaxpr: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[TransferEvent]:
     for equation in jaxpr.eqns:
         inner_scopes = (*scopes, *equation.source_info.name_stack.stack)
         if equation.primitive.name == "device_put":
@@ -211,7 +203,9 @@ def _known_shards(variable: Any, shards: dict[Any, Shards]) -> Shards | None:
     return None if hasattr(variable, "val") else shards.get(variable)  # literals are not hashable
 
 
-def _equation_copies(equation: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int) -> Iterator[Event]:
+def _equation_copies(
+    equation: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], times: int
+) -> Iterator[TransferEvent]:
     """The copies of a `device_put` equation that cross between host and device memory."""
     path = path_of(scopes_of_stack(scopes))
     for source, result, target in zip(equation.invars, equation.outvars, equation.params["devices"], strict=True):
@@ -220,7 +214,7 @@ def _equation_copies(equation: Any, shards: dict[Any, Shards], scopes: tuple[Any
             has_sharding = hasattr(target, "shard_shape")
             known = _shards(target, result.aval.shape) if has_sharding else _known_shards(source, shards)
             size = result.aval.size * result.aval.dtype.itemsize // math.prod(known or ())
-            yield Event(TO_HOST if to_host else TO_DEVICE, 1, ((path, size),), 1.0, times)
+            yield TransferEvent(TO_HOST if to_host else TO_DEVICE, 1, ((path, size),), 1.0, times)
 
 
 def _shards(sharding: Any, shape: tuple[int, ...]) -> Shards:

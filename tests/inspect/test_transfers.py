@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import nn, optim, train
 from mlax.inspect import (
-    Event,
+    TransferEvent,
     format_bytes,
     instruction_events,
     parse_hlo,
@@ -226,7 +226,7 @@ def test_the_table_has_a_line_for_each_row_and_total():
 
 
 def test_the_table_mentions_shared_transfers_only_where_there_are_any():
-    alone = Event("all-reduce", 8, (("up", 64),), 1.75)
+    alone = TransferEvent("all-reduce", 8, (("up", 64),), 1.75)
     assert str(summarize_events([alone])).splitlines()[-1].startswith("total")
     shared = alone._replace(bytes_by_layer=(("up", 64), ("down", 64)))
     assert str(summarize_events([alone, shared])).splitlines()[-1].startswith("A collective of several layers")
