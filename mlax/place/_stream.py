@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import partition_inexact, slice_to_device, to_host, to_memory_of, write_slice
+from mlax._jax import is_typed_key, partition_inexact, slice_to_device, to_host, to_memory_of, write_slice
 from mlax.core import Repeat, Tree, Wrapper, frozen, init_stacked, short_repr, signature
 
 
@@ -150,8 +150,7 @@ def _fetch(stacks: Tree, index: Any) -> Tree:
 
 def _empty_stack(times: int, leaf: jax.Array) -> jax.Array:
     """A stack of `times` arrays to write to; keys have no zeros, so theirs holds copies."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jnp.broadcast_to(leaf if is_key else jnp.zeros_like(leaf), (times, *leaf.shape))
+    return jnp.broadcast_to(leaf if is_typed_key(leaf) else jnp.zeros_like(leaf), (times, *leaf.shape))
 
 
 def _add_axis(tree: Any) -> Any:
