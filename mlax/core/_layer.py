@@ -87,7 +87,9 @@ class Layer(abc.ABC):
         check_shapes(self, wanted[0], trainables)
 
     def __str__(self) -> str:
-        return "\n".join(type(self).tree_lines(self))  # unbound: it may not be hashable yet
+        if not hasattr(self, "_hash"):  # its fields are still being checked, and its parts are not known yet
+            return repr(self)
+        return "\n".join(self.tree_lines())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # what a notebook shows

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, replace
+from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, replace, short_repr
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
 
@@ -56,8 +56,8 @@ class LoRA(Wrapper):
         d, f = x.shape[-1], self.layer.features
         if self.rank > min(d, f):
             raise ValueError(
-                f"{self}: the rank {self.rank} is above the largest rank of a {d} x {f} matrix; pass at most "
-                f"{min(d, f)}, or train the kernel itself."
+                f"{short_repr(self)}: the rank {self.rank} is above the largest rank of a {d} x {f} matrix; "
+                f"pass at most {min(d, f)}, or train the kernel itself."
             )
         dtype = self.param_dtype or x.dtype
         lora = {
@@ -85,7 +85,9 @@ def merge_lora(model: Layer, trainables: Tree) -> Tree:
     """
     found = {path: lora for path, layer in {"": model, **layers(model)}.items() if (lora := _lora_of(layer))}
     if not found:
-        raise ValueError(f"merge_lora: there is no LoRA in {model}; pass the model with LoRA in place of Linears.")
+        raise ValueError(
+            f"merge_lora: there is no LoRA in {short_repr(model)}; pass the model with LoRA in place of Linears."
+        )
     for path, lora in found.items():
         leaves = get(trainables, path) if path else trainables
         update = jnp.matmul(leaves["lora"]["down"], leaves["lora"]["up"], precision="highest")  # (..., d, f)

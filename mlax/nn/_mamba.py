@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen
+from mlax.core import Composite, DType, Initializer, Layer, Ones, Sub, Uniform, Zeros, frozen, short_repr
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
 
@@ -61,7 +61,7 @@ class Mamba(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:
         if x.ndim != 3:
-            raise ValueError(f"{self}: the input has the shape {x.shape}, but must be (b, t, d).")
+            raise ValueError(f"{short_repr(self)}: the input has the shape {x.shape}, but must be (b, t, d).")
         rank = self._rank()
         x, gate = jnp.split(sub.expand(x), 2, axis=-1)  # each (b, t, c)
         x = jax.nn.silu(sub.filter(x))

@@ -10,7 +10,7 @@ from jax.lax import PrecisionLike
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun
+from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun, short_repr
 from mlax.dtypes import cast
 
 
@@ -65,8 +65,8 @@ class MoE(Composite):
     def wire(self, sub: Sub, x: Any) -> Any:
         if x.ndim < 3:
             raise ValueError(
-                f"{self}: the input has the shape {x.shape}, but must be (b, ..., d), with tokens to route between the "
-                "first axis and the last; x[None] routes all rows together."
+                f"{short_repr(self)}: the input has the shape {x.shape}, but must be (b, ..., d), with tokens to "
+                "route between the first axis and the last; x[None] routes all rows together."
             )
         b, t, d = x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]
         tokens = x.reshape(b, t, d)
@@ -82,8 +82,8 @@ class MoE(Composite):
         expert_out = sub.experts(expert_in)  # (b, experts, size, f)
         if expert_out.shape[:-1] != expert_in.shape[:-1]:
             raise ValueError(
-                f"{self}: the experts map {expert_in.shape} to {expert_out.shape}, where the second axis is the "
-                "experts; they may change only the last axis."
+                f"{short_repr(self)}: the experts map {expert_in.shape} to {expert_out.shape}, where the second axis is "
+                "the experts; they may change only the last axis."
             )
         expert_out = expert_out.reshape(b, self.experts * size, expert_out.shape[-1])
         y = ops.combine(expert_out, slot, cast(routes.gate, x.dtype))
@@ -113,6 +113,6 @@ class Router(Layer):
         x = cast(x, self.accum_dtype)
         if self.noise and not inference_mode:
             if rng is None:
-                raise ValueError(f"{self}: noise needs a key; pass rng=, or inference_mode=True.")
+                raise ValueError(f"{short_repr(self)}: noise needs a key; pass rng=, or inference_mode=True.")
             x = ops.jitter(x, rng, self.noise)
         return ops.linear(x, cast(trainables["kernel"], x.dtype), precision=self.precision), non_trainables
