@@ -26,7 +26,7 @@ class Initializer(abc.ABC):
 
 @frozen
 class Constant(Initializer):
-    """A constant."""
+    """Initialize with one value."""
 
     value: float
 
@@ -36,7 +36,7 @@ class Constant(Initializer):
 
 @frozen
 class Zeros(Initializer):
-    """Zeros."""
+    """Initialize with zeros."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return constant(0.0, rng, shape, dtype)
@@ -44,7 +44,7 @@ class Zeros(Initializer):
 
 @frozen
 class Ones(Initializer):
-    """Ones."""
+    """Initialize with ones."""
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return constant(1.0, rng, shape, dtype)
@@ -52,7 +52,7 @@ class Ones(Initializer):
 
 @frozen
 class Normal(Initializer):
-    """Samples of the normal distribution with mean 0 and standard deviation `std`."""
+    """Initialize from the normal distribution with mean 0 and standard deviation `std`."""
 
     std: float = 0.01
 
@@ -62,7 +62,7 @@ class Normal(Initializer):
 
 @frozen
 class TruncatedNormal(Initializer):
-    """Samples of the normal distribution with mean 0 and standard deviation `std`, truncated at two deviations."""
+    """Initialize from the normal distribution with mean 0 and standard deviation `std`, truncated at two deviations."""
 
     std: float = 0.01
 
@@ -72,7 +72,7 @@ class TruncatedNormal(Initializer):
 
 @frozen
 class Uniform(Initializer):
-    """Samples of the uniform distribution from -`limit` to `limit`."""
+    """Initialize from the uniform distribution from -`limit` to `limit`."""
 
     limit: float = 0.01
 
@@ -139,7 +139,7 @@ def glorot(distribution: Literal["normal", "truncated", "uniform"] = "uniform") 
 
 @frozen
 class Orthogonal(Initializer):
-    """A random matrix with orthonormal rows or columns, whichever are fewer, times `scale`; outputs by all other axes.
+    """Initialize with orthonormal rows or columns, whichever are fewer, times `scale`; outputs by all other axes.
 
     Sampled and factored in float32 or wider, since there is no narrower QR. https://arxiv.org/abs/1312.6120
     """
@@ -162,7 +162,7 @@ class Orthogonal(Initializer):
 
 @frozen
 class Identity(Initializer):
-    """The identity matrix times `scale`, at the center of the window if there is one."""
+    """Initialize with the identity matrix times `scale`, at the center of the window if there is one."""
 
     scale: float = 1.0
 

@@ -23,9 +23,9 @@ Mode = Literal["scan", "remat", "unroll"]
 
 @frozen
 class Wrapper(Layer):
-    """A layer that changes how another layer is computed, but not its variables: write `fwd`.
+    """A layer that changes how another layer is computed: write `fwd`.
 
-    Variables: those of `layer`, under the same paths, so wrapping a part never moves a variable.
+    Variables: those of `layer`, under the same paths, unless a subclass writes `init` too.
     """
 
     layer: Layer
@@ -46,7 +46,7 @@ class Wrapper(Layer):
 
 @frozen
 class Remat(Wrapper):
-    """Recompute the activations of `layer` in the backward pass instead of storing them, by `jax.checkpoint`.
+    """Gradient checkpointing (rematerialization) of `layer`, by `jax.checkpoint`: activations are recomputed.
 
     `policy`, one of `jax.checkpoint_policies`, selects residuals to store nevertheless; None stores the inputs only.
     `prevent_cse=False` is right inside a scan, where XLA cannot merge the recomputation with the forward pass.

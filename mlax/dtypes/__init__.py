@@ -1,4 +1,4 @@
-"""The dtype guarantee: mixed precision as the only place that casts, and an audit that proves it."""
+"""The dtype guarantee: mixed precision at declared boundaries, and an audit of every operation's dtype."""
 
 from mlax.dtypes._audit import DtypeError, DtypeViolation, audit, check
 from mlax.dtypes._mixed import Mixed, cast, mixed_bfloat16, mixed_float16

@@ -1,4 +1,4 @@
-"""Mixed precision: the one place where dtypes change."""
+"""Mixed precision: casts of inputs, trainables and outputs at the boundary of a layer."""
 
 from dataclasses import KW_ONLY
 from typing import Any

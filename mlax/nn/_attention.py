@@ -24,7 +24,7 @@ MULTI_HEAD_INPUTS = ("x", "source", "segments", "source_segments", "lengths", "p
 
 @frozen
 class Attention(Layer):
-    """Attend from queries to keys and values, as `ops.attention` does: MultiHeadAttention without its projections.
+    """Scaled dot-product attention, as `ops.attention`: MultiHeadAttention without its projections.
 
     A dict of query (b, t, h, k), key and value (b, s, g, k) to (b, t, h, k), in their dtype. It may also hold
     segments (b, t) and source_segments (b, s), lengths (b,), query_positions (t,) with key_positions (s,), mask and
@@ -107,7 +107,7 @@ class Attention(Layer):
 
 @frozen
 class MultiHeadAttention(Composite):
-    """Attend from each token to the others, or to those of a source, with several heads: (b, t, d) to (b, t, features).
+    """Multi-head attention, to the input itself or to a source: (b, t, d) to (b, t, features).
 
     The input is x (b, t, d); or a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of
     - x; source: as above;

@@ -54,7 +54,7 @@ class _Convolution(Layer):
 
 @frozen
 class Conv(_Convolution):
-    """Multiply each window of the spatial axes by a learned kernel and add a learned vector.
+    """Convolution over the spatial axes with a learned kernel, plus a learned bias.
 
     (b, *spatial, c) to (b, *spatial, features), in the dtype of the input, with as many spatial axes as the input has.
     `window`, `strides` and `dilation` are one size for all spatial axes, or one for each.
@@ -98,7 +98,7 @@ class Conv(_Convolution):
 
 @frozen
 class ConvTranspose(_Convolution):
-    """Sum one learned window for each position of the input, `strides` apart, and add a learned vector.
+    """Transposed convolution: the sum of one learned window for each position of the input, plus a learned bias.
 
     (b, *spatial, c) to (b, *larger, features), in the dtype of the input. n positions, windows that span k positions
     and a stride s give (n - 1) s + k - padding + output_padding positions: `padding` is how many are cropped, before

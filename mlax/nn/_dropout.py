@@ -37,7 +37,7 @@ class _RandomDrop(Layer):
 
 @frozen
 class Dropout(_RandomDrop):
-    """Set each element to 0 with probability `rate` and divide the others by `1 - rate`.
+    """Dropout: set each element to 0 with probability `rate` and divide the others by `1 - rate`.
 
     Shape and dtype of the input. The identity in inference mode and at rate 0. https://arxiv.org/abs/1207.0580
     """
@@ -48,7 +48,7 @@ class Dropout(_RandomDrop):
 
 @frozen
 class ChannelDropout(_RandomDrop):
-    """Set each channel of each example to 0 with probability `rate` and divide the others by `1 - rate`.
+    """Channel dropout: set each channel of each example to 0 with probability `rate`, divide the others by `1 - rate`.
 
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. The identity in inference mode and at
     rate 0. For inputs whose neighbors are correlated, such as images. https://arxiv.org/abs/1411.4280, section 3.2.
@@ -67,7 +67,7 @@ class ChannelDropout(_RandomDrop):
 
 @frozen
 class PathDropout(_RandomDrop):
-    """Set each example to 0 with probability `rate` and divide the others by `1 - rate`.
+    """Stochastic depth: set each example to 0 with probability `rate` and divide the others by `1 - rate`.
 
     (b, ...), of any rank; shape and dtype of the input. The identity in inference mode and at rate 0. As the last part
     of a residual block it is stochastic depth, https://arxiv.org/abs/1603.09382, with the factor of equation 5 moved
@@ -85,7 +85,7 @@ class PathDropout(_RandomDrop):
 
 @frozen
 class AlphaDropout(_RandomDrop):
-    """Set each element to the negative limit of SELU with probability `rate`, then scale and shift all of them.
+    """Alpha dropout: set elements to the negative limit of SELU with probability `rate`, then scale and shift all.
 
     Inputs of mean 0 and variance 1, such as the outputs of SELU, keep both. Shape and dtype of the input. The identity
     in inference mode and at rate 0. https://arxiv.org/abs/1706.02515, section 3.

@@ -16,7 +16,7 @@ from mlax.nn._variables import broadcast_shape
 
 @frozen
 class Linear(Layer):
-    """Multiply the last axis by a learned matrix and add a learned vector.
+    """A linear (dense) layer over the last axis: `x @ kernel + bias`.
 
     (..., d) to (..., features), in the dtype of the input; d is read at `init`.
     Trainables: kernel (d, features); bias (features,) unless `bias=False`.
@@ -91,7 +91,7 @@ class Scaler(Layer):
 
 @frozen
 class Embed(Layer):
-    """Look up a learned vector for each integer: (...) integers to (..., width), in the table's dtype.
+    """An embedding table, looked up by integers: (...) integers to (..., width), in the table's dtype.
 
     Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN.
     """
@@ -117,7 +117,7 @@ class Embed(Layer):
 
 @frozen
 class MLP(Composite):
-    """Apply one Linear for each of `widths`, with `activation` between them and none after the last.
+    """A multilayer perceptron: one Linear for each of `widths`, with `activation` between them and none after the last.
 
     (..., d) to (..., widths[-1]), in the dtype of the input. Parts: linear_0, linear_1 and so on, each a Linear; set
     their other fields by surgery, as in `mlax.override(mlp, nn.Linear, kernel_init=mlax.he())`.
@@ -144,7 +144,7 @@ class MLP(Composite):
 
 @frozen
 class GLU(Composite):
-    """Multiply a Linear of the input by the activation of another, the gate.
+    """A gated linear unit: a Linear of the input times the activation of another, the gate.
 
     (..., d) to (..., features), in the dtype of the input. Parts: gate and value, each a Linear. By activation this is
     GLU (`jax.nn.sigmoid`), SwiGLU (`jax.nn.silu`), GeGLU (`jax.nn.gelu`), ReGLU (`jax.nn.relu`) or the bilinear layer

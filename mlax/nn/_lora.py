@@ -14,18 +14,17 @@ from mlax.nn._linear import Linear
 
 @frozen
 class LoRA(Wrapper):
-    """Add `alpha / rank * x @ down @ up` to the output of a Linear: `x @ (kernel + alpha / rank * down @ up) + bias`.
+    """Low-rank adaptation (LoRA) of a Linear: `x @ (kernel + alpha / rank * down @ up) + bias`.
 
     Shapes and dtype as in the Linear. Trainables: those of the Linear, under the same paths and with the same initial
     values as without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up
     (rank, features), initially zero. To train only these:
 
         model = mlax.replace(model, "blocks/attend/query", nn.LoRA(mlax.get(model, "blocks/attend/query"), rank=8))
-        frozen, live = mlax.freeze(model.init(rng, x)[0], "**/lora/*")
-        frozen = pretrained
+        lora = mlax.select(model.init(rng, x)[0], "**/lora/*")
 
-    and take gradients with respect to `live` of a loss of `mlax.merge(live, frozen)`; `nn.merge_lora` then gives the
-    trainables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
+    and take gradients with respect to `lora` of a loss of `mlax.merge(lora, pretrained)`; `nn.merge_lora` then gives
+    the trainables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
     """
 
     layer: Linear

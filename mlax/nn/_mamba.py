@@ -16,7 +16,7 @@ from mlax.nn._linear import Linear
 
 @frozen
 class Mamba(Composite):
-    """Mix the time steps of a sequence by a gated linear recurrence whose coefficients depend on the input.
+    """Mamba, a state-space model: a gated linear recurrence over time whose coefficients depend on the input.
 
     (b, t, d) to (b, t, width), in the dtype of the input; causal. With c = expansion * width: a projection to c
     channels and c gates, a causal depthwise convolution over `window` time steps, silu, the selective scan with

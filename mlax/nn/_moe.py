@@ -16,7 +16,7 @@ from mlax.dtypes import cast
 
 @frozen
 class MoE(Composite):
-    """Route each token to the `k` of `experts` that a router chooses, and sum their outputs, weighted by their gates.
+    """Mixture of experts: each token goes to the `k` experts that a router chooses; their outputs are summed by gates.
 
     (b, ..., d) to ((b, ..., f), {"balance": (b,), "z": (b,)}): the output, and the router's two losses, to be added to
     the training loss with small factors such as 0.01 and 0.001. The tokens of one row of the batch, over all axes
@@ -82,8 +82,8 @@ class MoE(Composite):
         expert_out = sub.experts(expert_in)  # (b, experts, size, f)
         if expert_out.shape[:-1] != expert_in.shape[:-1]:
             raise ValueError(
-                f"{short_repr(self)}: the experts map {expert_in.shape} to {expert_out.shape}, where the second axis is "
-                "the experts; they may change only the last axis."
+                f"{short_repr(self)}: the experts map {expert_in.shape} to {expert_out.shape}, where the second axis "
+                "is the experts; they may change only the last axis."
             )
         expert_out = expert_out.reshape(b, self.experts * size, expert_out.shape[-1])
         y = ops.combine(expert_out, slot, cast(routes.gate, x.dtype))

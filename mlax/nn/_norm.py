@@ -16,7 +16,7 @@ from mlax.nn._variables import broadcast_shape, check_state_dtype, num_channels
 
 @frozen
 class BatchNorm(Layer):
-    """Normalize each channel over the batch and all other axes, then scale and shift by learned vectors.
+    """Batch normalization: normalize each channel over all other axes, then scale and shift by learned vectors.
 
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. Inference uses running statistics,
     and `frozen=True` uses them in training too. https://arxiv.org/abs/1502.03167, algorithms 1 and 2.
@@ -94,7 +94,7 @@ class BatchNorm(Layer):
 
 @frozen
 class LayerNorm(Layer):
-    """Subtract the mean over `axes`, divide by the standard deviation, then scale and shift by learned arrays.
+    """Layer normalization: subtract the mean over `axes`, divide by the standard deviation, then scale and shift.
 
     Shape and dtype of the input. Trainables: scale and shift, of the input's sizes along `axes`, unless
     `scale=False` or `shift=False`. https://arxiv.org/abs/1607.06450, equation 4.
@@ -123,7 +123,7 @@ class LayerNorm(Layer):
 
 @frozen
 class RMSNorm(Layer):
-    """Divide by the root of the mean square over `axes`, then scale by a learned array.
+    """RMS normalization: divide by the root of the mean square over `axes`, then scale by a learned array.
 
     Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`.
     https://arxiv.org/abs/1910.07467, equation 4.
@@ -153,7 +153,7 @@ class RMSNorm(Layer):
 
 @frozen
 class GroupNorm(Layer):
-    """Normalize over all axes but the batch and within `groups` of contiguous channels, then scale and shift.
+    """Group normalization: normalize each example over `groups` of contiguous channels, then scale and shift.
 
     (b, ..., c), of any rank, with the channels along `axis`; shape and dtype of the input. Trainables: scale and
     shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1803.08494, equation 7.
@@ -193,7 +193,7 @@ class GroupNorm(Layer):
 
 @frozen
 class InstanceNorm(Layer):
-    """Normalize each channel of each example over all other axes, then scale and shift.
+    """Instance normalization: normalize each channel of each example over all other axes, then scale and shift.
 
     (b, ..., c), of rank 3 or more, with the channels along `axis`; shape and dtype of the input. Trainables: scale
     and shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1607.08022, equation 2.

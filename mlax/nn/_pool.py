@@ -30,7 +30,7 @@ class _WindowPool(Layer):
 
 @frozen
 class MaxPool(_WindowPool):
-    """Take the maximum of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+    """Max pooling over windows: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
 
     `strides` are the window's sizes unless given; `padding`, `dilation` and `layout` are as in `Conv`; `ceil=True` lets
     the last window extend beyond the end of the input, if it starts before it. A window of nothing but padding is an
@@ -43,7 +43,7 @@ class MaxPool(_WindowPool):
 
 @frozen
 class SumPool(_WindowPool):
-    """Take the sum of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+    """Sum pooling over windows: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
 
     `strides`, `padding`, `dilation`, `ceil` and `layout` are as in `MaxPool`.
     """
@@ -59,7 +59,7 @@ class SumPool(_WindowPool):
 
 @frozen
 class MeanPool(_WindowPool):
-    """Take the mean of each window: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
+    """Average pooling over windows: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
 
     The mean is over the elements of the input, or over the padding too with `count_padding=True`, as is PyTorch's
     default. Positions beyond the padding (by `ceil`) never count. `strides`, `padding`, `dilation`, `ceil` and `layout`
@@ -79,7 +79,7 @@ class MeanPool(_WindowPool):
 
 @frozen
 class Pool(Layer):
-    """Reduce the elements of each window, in order, by any associative function: `Pool(jnp.logaddexp, -math.inf, 2)`.
+    """Pooling over windows by any associative function, in order: `Pool(jnp.logaddexp, -math.inf, 2)`.
 
     `combine(a, b)` is elementwise on whole arrays, and `start` is its identity, `combine(start, a) == a`; the padding
     holds it. (b, *spatial, c) to (b, *windows, c), in the dtype of the input. `strides`, `padding`, `dilation`, `ceil`
@@ -106,7 +106,7 @@ class Pool(Layer):
 
 @frozen
 class GlobalPool(Layer):
-    """Take the mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the dtype of the input.
+    """Global pooling, the mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the input's dtype.
 
     With `keep_axes=True` the spatial axes remain, of size 1. The gradient of the maximum goes to the first of equals.
     """
@@ -133,7 +133,7 @@ class GlobalPool(Layer):
 
 @frozen
 class AdaptivePool(Layer):
-    """Take the mean, maximum or sum of each of `size` bins: (b, *spatial, c) to (b, *size, c).
+    """Adaptive pooling, the mean, maximum or sum of each of `size` bins: (b, *spatial, c) to (b, *size, c).
 
     In the dtype of the input. `size` is one for all spatial axes or one for each, None for an axis to leave as it is.
     Bin i of m over n positions is PyTorch's, from floor(i n / m) up to ceil((i + 1) n / m): bins overlap where m does

@@ -16,10 +16,10 @@ from mlax.dtypes import cast
 
 @frozen
 class LearnedPositions(Layer):
-    """Add a learned vector for each position: (b, t, d) to (b, t, d), in the dtype of the input.
+    """Learned position embeddings, added to the input: (b, t, d) to (b, t, d), in the dtype of the input.
 
-    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). A position that
-    is not below `length` is an error where it is known while tracing, and otherwise gives NaN.
+    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). An input
+    longer than `length` is an error, and a position past it gives NaN.
     Trainables: table (length, d). With `decoding`, non-trainables: count (), the tokens so far, from which the next
     call continues.
     """
@@ -45,7 +45,7 @@ class LearnedPositions(Layer):
 
 @frozen
 class SinusoidalPositions(Layer):
-    """Add sines and cosines of each position: (b, t, d) to (b, t, d), in the dtype of the input.
+    """Sinusoidal position embeddings, added to the input: (b, t, d) to (b, t, d), in the dtype of the input.
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t).
     With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
@@ -79,7 +79,7 @@ class RotaryScaling(abc.ABC):
 
 @frozen
 class LinearScaling(RotaryScaling):
-    """All frequencies divided by `factor`. https://arxiv.org/abs/2306.15595, equation 4."""
+    """Linear scaling of rotary frequencies, all divided by `factor`. https://arxiv.org/abs/2306.15595, equation 4."""
 
     factor: float
 
@@ -89,7 +89,10 @@ class LinearScaling(RotaryScaling):
 
 @frozen
 class NTKScaling(RotaryScaling):
-    """A larger base, so that only the lowest frequency is divided by `factor`. https://arxiv.org/abs/2309.00071."""
+    """NTK-aware scaling of rotary frequencies by a larger base: the highest stays, the lowest is divided by `factor`.
+
+    https://arxiv.org/abs/2309.00071.
+    """
 
     factor: float
 
@@ -99,7 +102,7 @@ class NTKScaling(RotaryScaling):
 
 @frozen
 class Llama3Scaling(RotaryScaling):
-    """Low frequencies divided by `factor`, high ones unchanged, as in Llama 3.1, whose values are the defaults.
+    """Llama 3.1's scaling of rotary frequencies: low ones are divided by `factor`, high ones stay.
 
     A frequency is low with fewer than `low` periods in `length` positions, and high with more than `high`.
     https://arxiv.org/abs/2407.21783
@@ -118,9 +121,10 @@ class Llama3Scaling(RotaryScaling):
 
 @frozen
 class Rotary(Layer):
-    """Rotate pairs of features by angles proportional to the position: (b, t, h, k) to the same, in its dtype.
+    """Rotary position embeddings (RoPE): rotate pairs of features by angles proportional to the position.
 
-    Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). The first `width`
+    (b, t, h, k) to the same, in the dtype of the input. Positions are 0, 1, 2, ...; the input may also be a pair of it
+    and its positions, (t,) or (b, t). The first `width`
     features, all unless given, are rotated. `interleaved` pairs neighbors, as GPT-J does, and otherwise halves, as
     Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
     """
@@ -163,7 +167,7 @@ class Rotary(Layer):
 
 @frozen
 class RelativeBias(Layer):
-    """Look up a learned bias for the distance between each query and key: T5's relative positions.
+    """Relative position bias, as in T5: a learned bias for the distance between each query and key.
 
     A pair of positions, integers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.

@@ -31,7 +31,7 @@ from mlax.ops import Sizes
 
 @frozen
 class RNNCell(CompositeCell):
-    """`h' = activation(input(x) + recurrent(h))`, and `y = h'`.
+    """A simple (Elman) RNN cell: `h' = activation(input(x) + recurrent(h))`, and `y = h'`.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x.
     Parts: input, a Linear (d, features); recurrent, a Linear (features, features) without a bias.
@@ -241,7 +241,7 @@ class LSTMCell(CompositeCell):
 
 @frozen
 class ConvLSTMCell(CompositeCell):
-    """An LSTM with convolutions in place of products: h and c have spatial axes.
+    """A convolutional LSTM cell: an LSTM with convolutions in place of products, so h and c have spatial axes.
 
     ((h, c), x) to ((h, c), y): x (b, *spatial, channels), the others (b, *spatial, features), in the dtype of x, with
     as many spatial axes as x has, padded so that they keep their sizes. Parts: input, a Conv to 4 features for i, f, u
@@ -285,7 +285,7 @@ class ConvLSTMCell(CompositeCell):
 
 @frozen
 class Bidirectional(Composite):
-    """The outputs of `forward` and of `backward`, which read x from opposite ends, concatenated on the last axis.
+    """A bidirectional recurrent layer: `forward` and `backward` read x from opposite ends; outputs are concatenated.
 
     x (b, t, ...) to y (b, t, ..., forward's width + backward's), in the dtype of x. `backward` is a `Recurrent`
     with `reverse=True`. Both take the carry, or the lengths, or neither: the input is then like theirs, (x, lengths)
@@ -314,7 +314,7 @@ class Bidirectional(Composite):
 
 @frozen
 class Stacked(Composite):
-    """Apply each layer to the output of the one below it, and pass the carries and lengths to those that take them.
+    """A stack of recurrent layers, which passes carries and lengths to the layers that take them.
 
     x (b, t, ...) to the output of the last layer. With `lengths=True` the input is (x, lengths); with `carry=True` it
     is (carries, x) or (carries, x, lengths), a tuple with one carry for each recurrent layer, and the output

@@ -16,7 +16,7 @@ from mlax.nn._variables import check_state_dtype
 
 @frozen
 class WeightNorm(Wrapper):
-    """Compute `layer` with each kernel made from two variables, `magnitude * direction / norm(direction)`.
+    """Weight normalization: each kernel of `layer` is `magnitude * direction / norm(direction)`.
 
     The norm is over all axes but `axis`, the kernel's axis of outputs: -1 for Linear, 0 for Conv. Trainables: those of
     `layer`, with `kernel/direction`, of the kernel's shape, and `kernel/magnitude`, of its size along `axis` and 1
@@ -58,7 +58,7 @@ class WeightNorm(Wrapper):
 
 @frozen
 class SpectralNorm(Wrapper):
-    """Compute `layer` with each kernel divided by its largest singular value, as estimated by power iteration.
+    """Spectral normalization: each kernel of `layer` is divided by its largest singular value, by power iteration.
 
     The matrix has the kernel's axis of outputs, `axis`, as its rows and all others flattened: -1 for Linear, 0 for
     Conv. Each training step first runs `iterations`, and `init` runs `first_iterations`; gradients treat the singular

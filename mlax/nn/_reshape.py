@@ -66,7 +66,7 @@ class Reshape(Layer):
 
 @frozen
 class Patches(Layer):
-    """Copy the elements of each window into one vector of features.
+    """Extract patches: the elements of each window as one vector of features.
 
     (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. `strides` are the window's sizes unless
     given. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so that a `Linear` on
