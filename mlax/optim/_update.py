@@ -22,9 +22,8 @@ class UpdateContext:
     rate_factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # factors of the rate, by path
     value: Any = None  # the loss
     evaluate: Callable[[Any], Any] | None = None  # maps weights by path to the loss and its gradients by path
-    global_sum: Callable[[jax.Array], jax.Array] = lambda amount: (
-        amount
-    )  # maps a sum over these leaves to the sum over all leaves
+    # maps a sum over these leaves to the sum over all leaves
+    global_sum: Callable[[jax.Array], jax.Array] = lambda amount: amount
     chunked: bool = False  # whether these may be some of the leaves, or some of their rows
 
     def hyperparams(self, optimizer: Any) -> dict[str, Any]:
