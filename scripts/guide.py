@@ -40,7 +40,7 @@ def main() -> None:
     start, failures = time.perf_counter(), []
     for page in [page.resolve() for page in options.pages] or sources():
         page_start = time.perf_counter()
-        notebook = execute(page)
+        notebook = execute(page) or execute(page)  # once more, since a busy machine can falsify a measured claim
         if notebook is None:
             failures.append(f"{page.name} failed; see above.")
         elif options.check:
