@@ -55,7 +55,8 @@ def power_iteration(
 ) -> tuple[Float[Array, " o"], Float[Array, " i"]]:
     """Improved estimates of the singular vectors of the largest singular value, in the dtype of the vectors.
 
-    The matrix is that of `spectral_norm`. There is no gradient. https://arxiv.org/abs/1802.05957, algorithm 1.
+    `kernel` is reshaped to a matrix as in `spectral_norm`, and gradients are stopped. Algorithm 1 of
+    https://arxiv.org/abs/1802.05957.
     """
     matrix = lax.stop_gradient(_as_matrix(lax.convert_element_type(kernel, left.dtype), axis))
 
