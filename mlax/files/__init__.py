@@ -1,14 +1,19 @@
 """Pytrees of arrays in safetensors files, validated when read and written crash-safely."""
 
+from mlax.files._io import NO_LOCKS_ERRNOS as NO_LOCKS_ERRNOS
 from mlax.files._io import InvalidFile, NotEnoughSpace
 from mlax.files._io import atomic_write as atomic_write
+from mlax.files._io import check_space as check_space
 from mlax.files._io import free_disk_bytes as free_disk_bytes
 from mlax.files._io import fsync_folder as fsync_folder
 from mlax.files._io import is_count as is_count
+from mlax.files._io import lock_file as lock_file
 from mlax.files._io import make_folder as make_folder
+from mlax.files._io import open_regular as open_regular
 from mlax.files._io import parse_json as parse_json
 from mlax.files._io import require_space as require_space
 from mlax.files._io import safe_open as safe_open
+from mlax.files._io import translate_no_space as translate_no_space
 from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
 from mlax.files._safetensors import SAFETENSORS_DTYPE_NAMES as SAFETENSORS_DTYPE_NAMES

@@ -13,11 +13,20 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-# Non-blocking: opening a FIFO would otherwise wait for a writer.
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+# Non-blocking: opening a FIFO would otherwise wait for the other end.
+_SAFE_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 _WRITE_BYTES = 1 << 26  # per call: the kernel writes at most 2 GiB, and other threads should get their turn
-_FILE_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device"}
+_FILE_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_NOT_REGULAR_ERRNOS = {errno.ELOOP, errno.ENXIO, errno.EISDIR}  # of opening a link, a FIFO or a socket, a folder
+NO_LOCKS_ERRNOS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # A string, terminated or not; possessive quantifiers, so that no input makes it backtrack.
@@ -51,14 +60,48 @@ def safe_open(path: str, within: str | None = None) -> Iterator[tuple[BinaryIO, 
     real, home = os.path.realpath(path), os.path.realpath(within or os.path.dirname(os.path.abspath(path)))
     if os.path.commonpath([real, home]) != home:
         raise InvalidFile(f"{path}: it is a link that leads out of {home}, to {real}; pass that path if you trust it.")
-    descriptor = os.open(real, _READ_FLAGS)
+    with open(open_regular(real, os.O_RDONLY, name=path), "rb") as file:
+        yield file, os.fstat(file.fileno()).st_size
+
+
+def open_regular(path: str, flags: int, *, name: str | None = None) -> int:
+    """Open a regular file as `os.open` does; links, FIFOs, devices and folders raise InvalidFile, which says `name`."""
+    name = name or path
+    try:
+        descriptor = os.open(path, flags | _SAFE_FLAGS, 0o666)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR_ERRNOS and os.path.lexists(path):
+            raise InvalidFile(f"{name}: it is {_file_kind(os.lstat(path))}, not a regular file.") from None
+        raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        kind = _FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise InvalidFile(f"{path}: it is {kind}, not a regular file.")
-    with open(descriptor, "rb") as file:
-        yield file, status.st_size
+        raise InvalidFile(f"{name}: it is {_file_kind(status)}, not a regular file.")
+    return descriptor
+
+
+def _file_kind(status: os.stat_result) -> str:
+    return _FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+def lock_file(path: str) -> int | None:
+    """Lock a file, created if missing: its descriptor, which unlocks it when closed, or None if it is locked already.
+
+    A file system without locks raises OSError, one of `NO_LOCKS_ERRNOS`.
+    """
+    import fcntl  # only Unix has it
+
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        error.filename = error.filename or path
+        raise
+    return descriptor
 
 
 def parse_json(data: bytes, path: str, *, depth: int) -> dict[str, Any]:
@@ -156,8 +199,20 @@ def remove_on_error(path: str) -> Iterator[str]:
 @contextlib.contextmanager
 def require_space(path: str, needed: int) -> Iterator[None]:
     """Raise NotEnoughSpace if `needed` bytes are not free, or if the body runs out of space."""
+    check_space(path, needed)
+    with translate_no_space(path, needed):
+        yield
+
+
+def check_space(path: str, needed: int) -> None:
+    """Raise NotEnoughSpace if `needed` bytes are not free."""
     if needed > (free := free_disk_bytes(path)):
         raise NotEnoughSpace(path, needed, free)
+
+
+@contextlib.contextmanager
+def translate_no_space(path: str, needed: int) -> Iterator[None]:
+    """Raise NotEnoughSpace if the body, which needs `needed` bytes, runs out of space."""
     try:
         yield
     except NotEnoughSpace:

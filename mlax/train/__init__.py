@@ -9,6 +9,8 @@ from mlax.train._evaluation import Evaluation
 from mlax.train._fit import Fitted, fit
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
+from mlax.train._metrics import MetricsLog as MetricsLog
+from mlax.train._metrics import truncate_log as truncate_log
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._objective import gradients as gradients

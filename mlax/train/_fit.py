@@ -191,7 +191,10 @@ def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any)
         raise TypeError(f"fit: state is a {type(state).__name__}; make it by step.init(rng, *model.init(...)).")
     for name, value in (("feed", feed), ("evaluate", evaluate)):
         if not hasattr(value, "stream") and not (name == "evaluate" and value is None):
-            raise TypeError(f"fit: {name} is a {type(value).__name__}, but must be a feed, such as train.Feed.")
+            raise TypeError(
+                f"fit: {name} is a {type(value).__name__}, but must be a feed: train.Feed(arrays, batch), or "
+                "train.IterableFeed(make) for batches from an iterator, where make() returns the iterator."
+            )
     if best is not None and (evaluate is None or not isinstance(best, Maximize | Minimize)):
         raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
 

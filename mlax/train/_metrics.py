@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from jax import lax
 
 from mlax._jax import at_least_float32, widest_dtype
 from mlax.core import NoMatch
+from mlax.files import InvalidFile, open_regular
 from mlax.train._curves import read_records
 
 Record = dict[str, Any]
@@ -127,7 +129,7 @@ class MetricsLog:
             return
         try:
             _append_or_undo(self.path, "\n".join(self._lines) + "\n")
-        except OSError as error:
+        except (OSError, InvalidFile) as error:
             if not self._warned:
                 print(f"{self.path}: {error}; its lines are kept until they can be written", file=sys.stderr)
             self._warned = True
@@ -142,8 +144,9 @@ class MetricsLog:
 
 def truncate_log(path: Path, step: int) -> None:
     """Drop the records after the step that training resumes from: those steps run again."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
+    os.close(open_regular(str(path), os.O_RDONLY))  # refuses a link or a device
     records = read_records(path)
     kept = [record for record in records if record["step"] <= step]
     if len(kept) < len(records) or not path.read_bytes().endswith(b"\n"):  # the last line may be incomplete
@@ -153,8 +156,9 @@ def truncate_log(path: Path, step: int) -> None:
 
 
 def _append_or_undo(path: Path, text: str) -> None:
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+    descriptor = open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(descriptor, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
         try:
             if file.write(text.encode()) < len(text.encode()):
                 raise OSError(f"no space for {len(text)} bytes")

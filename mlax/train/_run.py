@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.util
 import itertools
 import json
@@ -39,7 +38,7 @@ class RunFolder:
     def __init__(self, folder: str | os.PathLike[str] | None):
         self.root = None if folder is None else Path(folder)
         self.is_main = jax.process_index() == 0  # only this process writes
-        self._lock: Any = None
+        self._lock: int | None = None  # a descriptor
         self._plotting: subprocess.Popen[bytes] | None = None
         self._plotted_at = time.monotonic()
 
@@ -51,20 +50,23 @@ class RunFolder:
         if self.root is None or not self.is_main:
             return self
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.root / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+            self._lock = files.lock_file(str(self.root / "lock"))
+        except OSError as error:
+            if error.errno not in files.NO_LOCKS_ERRNOS:
+                raise
+            print(f"{self.root} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
+            return self
+        if self._lock is None:
             raise RuntimeError(
                 f"another process is training in {self.root}; wait for it, stop it, or choose another folder."
-            ) from None
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop_plotting()
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration."""
