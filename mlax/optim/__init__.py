@@ -2,22 +2,27 @@
 
 from mlax.optim._adafactor import Adafactor
 from mlax.optim._adam import LAMB, AdaBelief, Adam, AdamW, AdEMAMix, AMSGrad, NAdam, RAdam
+from mlax.optim._adam_variants import ADOPT, Adamax, Adan, NAdamW, Yogi
 from mlax.optim._averaging import Average, Lookahead
 from mlax.optim._base import Leafwise, Optimizer
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
+from mlax.optim._galore import GaLore
 from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates
 from mlax.optim._hyperparams import Beta, NonNegative, Rate
 from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
 from mlax.optim._hyperparams import hyperparams_at as hyperparams_at
 from mlax.optim._lbfgs import LBFGS
 from mlax.optim._muon import Muon
+from mlax.optim._noise import GradientNoise
 from mlax.optim._optax import FromOptax, from_optax, to_optax
 from mlax.optim._packing import Packing
+from mlax.optim._prodigy import Prodigy
 from mlax.optim._rounding import KahanSummation, MasterWeights, Rounding, RoundToNearest, StochasticRounding
 from mlax.optim._rounding import hash_bits as hash_bits
 from mlax.optim._rounding import stochastic_round as stochastic_round
 from mlax.optim._schedule_free import ScheduleFree
 from mlax.optim._sgd import LARS, SGD, Adadelta, Adagrad, Lion, RMSProp
+from mlax.optim._sign import Rprop, SignSGD
 from mlax.optim._slots import OptimizerState, Slot
 from mlax.optim._soap import SOAP
 from mlax.optim._sophia import SophiaG
@@ -27,6 +32,7 @@ from mlax.optim.schedules import __all__ as _schedules
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     *_schedules,
+    "ADOPT",
     "AMSGrad",
     "Accumulate",
     "AdEMAMix",
@@ -36,6 +42,8 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
+    "Adan",
     "Average",
     "Beta",
     "ClipAdaptive",
@@ -45,6 +53,8 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Decay",
     "Freeze",
     "FromOptax",
+    "GaLore",
+    "GradientNoise",
     "Groups",
     "KahanSummation",
     "LAMB",
@@ -57,26 +67,31 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "MasterWeights",
     "Muon",
     "NAdam",
+    "NAdamW",
     "NonNegative",
     "Optimizer",
     "OptimizerState",
     "OptimizerWrapper",
     "Packing",
     "Plateau",
+    "Prodigy",
     "RAdam",
     "RMSProp",
     "Rate",
     "Rates",
     "RoundToNearest",
     "Rounding",
+    "Rprop",
     "SAM",
     "SGD",
     "SOAP",
     "ScheduleFree",
+    "SignSGD",
     "SkipNonFinite",
     "Slot",
     "SophiaG",
     "StochasticRounding",
+    "Yogi",
     "from_optax",
     "to_optax",
 ]

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from mlax._jax import at_least_float32
 from mlax.core import matches
 from mlax.optim.schedules._base import Schedule
+from mlax.optim.schedules._curves import FunctionSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +61,15 @@ class Hyperparams:
         """The number of this update, counted from 1, in at least float32."""
         return (self.step + 1).astype(at_least_float32(self.dtype))
 
-    def bias_correction(self, beta: Any) -> jax.Array:
-        """`1 / (1 - beta ** t)`, the factor that removes the bias of a moving average that started at zero."""
+    def bias_correction(self, beta: Any, ahead: int = 0) -> jax.Array:
+        """`1 / (1 - beta ** t)`, the factor that removes the bias of a moving average that started at zero.
+
+        With `ahead`, the one of so many updates later.
+        """
         if isinstance(beta, int | float):
-            weight = -jnp.expm1(self.t * math.log(beta)) if beta > 0 else jnp.ones_like(self.t)
+            weight = -jnp.expm1((self.t + ahead) * math.log(beta)) if beta > 0 else jnp.ones_like(self.t)
         else:
-            weight = -jnp.expm1(self.t * jnp.log(beta.astype(self.t.dtype)))
+            weight = -jnp.expm1((self.t + ahead) * jnp.log(beta.astype(self.t.dtype)))
         return (1 / weight).astype(self.dtype)
 
     def add_decay(self, step: jax.Array, w: jax.Array) -> jax.Array:
@@ -104,12 +108,15 @@ def check_hyperparams(optimizer: Any) -> None:
     """Check the hyperparameters of a new optimizer against their ranges."""
     for name, allowed in hyperparam_ranges(type(optimizer)).items():
         value = getattr(optimizer, name)
+        if callable(value) and not isinstance(value, type | Schedule):
+            object.__setattr__(optimizer, name, FunctionSchedule(value))
+            continue
         if value is None or isinstance(value, Schedule):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            hint = "; for a function of the step, subclass optim.Schedule" if callable(value) else ""
             raise TypeError(
-                f"{type(optimizer).__name__}: {name} is {value!r}, but must be a number or a schedule{hint}."
+                f"{type(optimizer).__name__}: {name} is {value!r}, but must be a number, a schedule or a function of "
+                "the step."
             )
         _check_range(optimizer, name, float(value), allowed)
 

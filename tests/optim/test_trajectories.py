@@ -40,6 +40,8 @@ BY_TORCH = {
     "adamw": optim.AdamW(0.01, decay=0.1, decayed=ALL),
     "nadam": optim.NAdam(0.01),
     "radam": optim.RAdam(0.01),
+    "adamax": optim.Adamax(0.01),
+    "rprop": optim.Rprop(start=0.01),
     "adafactor": optim.Adafactor(),
     "adafactor_decay": optim.Adafactor(0.3, decay=0.1, decayed=ALL),
     "l2": optim.Decay(optim.Adam(0.01), 0.1, decayed=ALL, coupled=True),
@@ -54,6 +56,8 @@ BY_DEFINITION = {
     "adafactor": (optim.Adafactor(0.3, power=0.5, clip=2.0), {"rate": 0.3, "power": 0.5, "clip": 2.0}),
     "soap": (optim.SOAP(0.01, decay=0.0), {"rate": 0.01, "decay": 0.0}),
     "ademamix": (optim.AdEMAMix(0.01, decay=0.1, decayed=ALL), {"rate": 0.01, "decay": 0.1}),
+    "yogi": (optim.Yogi(0.01), {"rate": 0.01}),
+    "adan": (optim.Adan(0.01, decay=0.1, decayed=ALL), {"rate": 0.01, "decay": 0.1}),
 }
 
 BY_OPTAX = {
@@ -67,6 +71,18 @@ BY_OPTAX = {
     "lamb": (optim.LAMB(0.01, decay=0.1, decayed=ALL), optax.lamb(0.01, weight_decay=0.1)),
     "lars": (optim.LARS(1.0, decay=0.0, decayed=ALL), optax.lars(1.0, weight_decay=0.0)),
     "ademamix": (optim.AdEMAMix(0.01), optax.contrib.ademamix(0.01)),
+    "adamax": (optim.Adamax(0.01), optax.adamax(0.01)),
+    "nadamw": (optim.NAdamW(0.01, decay=0.1, decayed=ALL), optax.nadamw(0.01, weight_decay=0.1)),
+    "adopt": (optim.ADOPT(0.01), optax.contrib.adopt(0.01)),
+    "sign_sgd": (optim.SignSGD(0.01), optax.sign_sgd(0.01)),
+    "prodigy": (
+        optim.Prodigy(decay=0.1, decayed=ALL, start=1e-2),
+        optax.contrib.prodigy(1.0, weight_decay=0.1, estim_lr0=1e-2),
+    ),
+    "prodigy_safeguard": (
+        optim.Prodigy(0.5, start=1e-2, safeguard_warmup=True),
+        optax.contrib.prodigy(0.5, estim_lr0=1e-2, safeguard_warmup=True),
+    ),
     "clip_global": (
         optim.ClipGlobalNorm(optim.Adam(0.01), 1.0),
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)),
@@ -114,6 +130,19 @@ def test_trajectories_agree_with_optax(case):
 def test_ademamix_warms_up_its_slow_average():
     path = trajectory(optim.AdEMAMix(0.01, warmup=30))
     assert_follows(path, stack_steps(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
+
+
+def test_galore_projects_matrices_and_updates_the_rest_as_adamw():
+    names = {"tall/kernel": "dense/kernel", "tall/bias": "dense/bias", "wide/kernel": "dense/kernel"}
+    weights, *grads = (
+        {name: step[leaf].T if name == "wide/kernel" else step[leaf] for name, leaf in names.items()}
+        for step in (WEIGHTS, *GRADS)
+    )
+    kernels = {name: leaf for name, leaf in weights.items() if name.endswith("kernel")}
+    reference = definitions.galore(kernels, grads, rate=0.02, rank=2, every=20)
+    rest = definitions.adamw({"tall/bias": weights["tall/bias"]}, grads, rate=0.02)
+    path = trajectory(optim.GaLore(0.02, decay=0.0, rank=2, every=20), "float64", weights, grads)
+    assert_follows(path, stack_steps(reference) | stack_steps(rest), 1e-9)
 
 
 def test_soap_refreshes_its_bases_every_few_steps():

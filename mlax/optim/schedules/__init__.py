@@ -5,9 +5,12 @@ from mlax.optim.schedules._composed import JoinedSchedules, ScaledSchedule, Warm
 from mlax.optim.schedules._curves import (
     ConstantSchedule,
     Cosine,
+    Cyclic,
     Exponential,
+    FunctionSchedule,
     LinearSchedule,
     PiecewiseConstant,
+    PiecewiseLinear,
     Polynomial,
 )
 from mlax.optim.schedules._warmup import InverseSqrt, OneCycle, Warmup, WarmupCosine, WarmupStableDecay
@@ -15,12 +18,15 @@ from mlax.optim.schedules._warmup import InverseSqrt, OneCycle, Warmup, WarmupCo
 __all__ = [
     "ConstantSchedule",
     "Cosine",
+    "Cyclic",
     "Exponential",
+    "FunctionSchedule",
     "InverseSqrt",
     "JoinedSchedules",
     "LinearSchedule",
     "OneCycle",
     "PiecewiseConstant",
+    "PiecewiseLinear",
     "Polynomial",
     "ScaledSchedule",
     "Schedule",

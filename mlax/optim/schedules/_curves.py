@@ -1,4 +1,4 @@
-"""Schedules of one formula: ConstantSchedule, LinearSchedule, Polynomial, Cosine, Exponential, PiecewiseConstant."""
+"""Schedules of one formula: constant, linear, polynomial, cosine, exponential, piecewise, and any function."""
 
 import dataclasses
 import itertools
@@ -246,3 +246,135 @@ class PiecewiseConstant(Schedule):
         """The value from each breakpoint on."""
         factors = (factor for _, factor in self.drops)
         return list(itertools.accumulate(factors, lambda value, factor: value * factor, initial=self.start))[1:]
+
+
+@frozen
+class PiecewiseLinear(Schedule):
+    """Straight lines between points, each a step and a value: `points=((0, 0.0), (1_000, 3e-4), (10_000, 0.0))`.
+
+    Before the first point it has the value of the first, and after the last that of the last.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        pairs = isinstance(self.points, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.points)
+        if not pairs or not self.points:
+            raise ValueError(
+                f"PiecewiseLinear: points is {self.points!r}, but must be pairs of a step and a value; "
+                "pass a tuple of tuples such as ((0, 0.0), (1_000, 3e-4), (10_000, 0.0))."
+            )
+        for point in self.points:
+            if not (is_step_count(point[0], 0) and is_finite(point[1])):
+                raise ValueError(
+                    f"PiecewiseLinear: one of the points is {point!r}, but must be a step from 0 on and a finite "
+                    "value; pass a pair such as (1_000, 3e-4)."
+                )
+        steps = [step for step, _ in self.points]
+        if any(after <= before for before, after in itertools.pairwise(steps)):
+            raise ValueError(f"PiecewiseLinear: the points are at {tuple(steps)}, but must ascend; sort them.")
+
+    @property
+    def length(self) -> int:
+        return self.points[-1][0]
+
+    @property
+    def breakpoints(self) -> tuple[int, ...]:
+        return tuple(step for step, _ in self.points if step)
+
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, points=tuple((step * times, value) for step, value in self.points))
+
+    def at(self, step):
+        value = jnp.full(step.shape, self.points[0][1], jnp.float32)
+        for (start, before), (end, after) in itertools.pairwise(self.points):
+            value = jnp.where(step >= start, interpolate(before, after, step - start, end - step), value)
+        return value
+
+
+@frozen
+class Cyclic(Schedule):
+    """Triangles between `low` and `high`: `rise` steps up, `fall` steps down, again and again.
+
+    `fall=None` is `rise`. After each cycle the height above `low` is multiplied by `factor`: PyTorch's CyclicLR, where
+    0.5 is the mode triangular2. https://arxiv.org/abs/1506.01186
+    """
+
+    low: float
+    high: float
+    rise: int
+    fall: int | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_finite(self, "low", "high")
+        check_steps(self, "rise", *(() if self.fall is None else ("fall",)))
+        check_positive(self, "factor")
+        if self.factor > 1:
+            raise ValueError(f"Cyclic: factor is {self.factor}, so it grows without bound; pass at most 1.")
+
+    @property
+    def length(self) -> None:
+        return None
+
+    @property
+    def breakpoints(self) -> tuple[int, ...]:
+        return (self.rise, self._period)
+
+    def lengthen(self, times: int) -> Self:
+        return dataclasses.replace(self, rise=self.rise * times, fall=None if self.fall is None else self.fall * times)
+
+    def at(self, step):
+        cycle, elapsed = step // self._period, step % self._period
+        rise = interpolate(0.0, 1.0, elapsed, self.rise - elapsed)
+        fall = interpolate(1.0, 0.0, elapsed - self.rise, self._period - elapsed)
+        height = jnp.where(elapsed <= self.rise, rise, fall) * float(self.factor) ** cycle.astype(jnp.float32)
+        return self.low + (self.high - self.low) * height
+
+    @property
+    def _period(self) -> int:
+        return self.rise + (self.rise if self.fall is None else self.fall)
+
+
+@frozen
+class FunctionSchedule(Schedule):
+    """A plain function of the step, one of Optax's schedules for example.
+
+    A hyperparameter that is given a function wraps it: `optim.Adam(lambda step: 1e-3 / (step + 1))`. The function
+    takes an int32 array and returns an array of its shape, or a number. Two descriptions are equal, and share one
+    compilation, if their functions are the same object.
+    """
+
+    function: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, type | Schedule) or not callable(self.function):
+            raise TypeError(f"FunctionSchedule: {self.function!r} is not a function of the step; pass one.")
+
+    @property
+    def length(self) -> None:
+        return None
+
+    def lengthen(self, times: int) -> Schedule:
+        return FunctionSchedule(_Stretched(self.function, times))
+
+    def at(self, step):
+        with jax.numpy_dtype_promotion("standard"):  # Optax's schedules combine int32 and float32
+            value = jnp.asarray(self.function(step))
+        if value.shape not in ((), step.shape) or not jnp.issubdtype(value.dtype, jnp.number):
+            raise TypeError(
+                f"{self}: it returned {value.dtype}{list(value.shape)} for a step of shape {step.shape}, but must "
+                "return a number; compute it from the step with jax.numpy."
+            )
+        return jnp.broadcast_to(value.astype(jnp.float32), step.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stretched:
+    """A function of the step, `times` times as long."""
+
+    function: Callable[[Any], Any]
+    times: int
+
+    def __call__(self, step: Any) -> Any:
+        return self.function(step // self.times)

@@ -135,3 +135,29 @@ def ademamix(w, grads, *, rate, b1=0.9, b2=0.999, b3=0.9999, alpha=5.0, warmup=0
         u = (fast / (1 - b1**t) + part * alpha * slow) / (np.sqrt(v / (1 - b2**t)) + eps)
         w = w - rate * (u + decay * w)
         yield w
+
+
+@each_leaf
+def yogi(w, grads, *, rate, b1=0.9, b2=0.999, eps=1e-3, start=1e-6):
+    """Algorithm 2 of Zaheer et al., Adaptive Methods for Nonconvex Optimization, with Adam's bias correction."""
+    m, v = 0.0, start
+    for t, g in enumerate(grads, 1):
+        m = b1 * m + (1 - b1) * g
+        v = v - (1 - b2) * np.sign(v - g**2) * g**2
+        w = w - rate * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+        yield w
+
+
+@each_leaf
+def adan(w, grads, *, rate, b1=0.98, b2=0.92, b3=0.99, eps=1e-8, decay=0.02):
+    """Algorithm 1 of https://arxiv.org/abs/2208.06677, with the bias correction of the authors' code."""
+    m = v = n = 0.0
+    previous = grads[0]
+    for t, g in enumerate(grads, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * (g - previous)
+        n = b3 * n + (1 - b3) * (g + b2 * (g - previous)) ** 2
+        u = (m / (1 - b1**t) + b2 * v / (1 - b2**t)) / (np.sqrt(n / (1 - b3**t)) + eps)
+        w = (w - rate * u) / (1 + rate * decay)
+        previous = g
+        yield w

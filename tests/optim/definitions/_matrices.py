@@ -61,6 +61,22 @@ def soap(w, grads, *, rate, b1=0.95, b2=0.95, eps=1e-8, decay=0.01, every=10):
             in_right = np.linalg.qr(right @ in_right[:, by_right])[0]
 
 
+@each_leaf
+def galore(w, grads, *, rate, rank, every, b1=0.9, b2=0.999, eps=1e-8, scale=0.25):
+    """Algorithm 2 of https://arxiv.org/abs/2403.03507, for a matrix projected along its shorter side."""
+    m = v = 0.0
+    for t, g in enumerate(grads, 1):
+        x = g if g.shape[0] <= g.shape[1] else g.T
+        if (t - 1) % every == 0:
+            projection = np.linalg.svd(x, full_matrices=False)[0][:, :rank]
+        r = projection.T @ x
+        m = b1 * m + (1 - b1) * r
+        v = b2 * v + (1 - b2) * r**2
+        step = projection @ (m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))
+        w = w - rate * scale * (step if g.shape[0] <= g.shape[1] else step.T)
+        yield w
+
+
 def lbfgs_direction(g, steps, changes):
     """Algorithm 7.4 of Nocedal and Wright, Numerical Optimization (2006), started from equation 7.20.
 

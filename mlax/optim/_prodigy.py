@@ -1,0 +1,100 @@
+"""Prodigy: AdamW that estimates its learning rate."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlax._jax import tree_vdot, widest_dtype
+from mlax.core import frozen
+from mlax.optim._base import Leafwise, LeavesByPath
+from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average
+from mlax.optim._update import UpdateContext
+
+
+@frozen
+class Prodigy(Leafwise):
+    """AdamW with a learning rate of `rate * distance`, where `distance` estimates how far the solution is.
+
+    Leave `rate` at 1, or make it a schedule from 1 to 0. The estimate starts at `start`, never decreases, and is scaled
+    by `factor`. Algorithm 4 of https://arxiv.org/abs/2306.06101, with the bias correction of the authors' code; with
+    `safeguard_warmup` the rate does not enter the denominator of the estimate. `decayed` as in `AdamW`.
+    Slots: mean, square, gathered, origin. Scalars: distance; numerator, of the estimate.
+    """
+
+    elementwise = True  # except for two sums, which go through `context.global_sum`
+    rate: Rate = 1.0
+    b1: Beta = 0.9
+    b2: Beta = 0.999
+    b3: Beta | None = None  # None: the square root of b2
+    eps: NonNegative = 1e-8
+    decay: NonNegative = 0.0
+    decayed: Patterns | None = None
+    start: float = 1e-6
+    factor: NonNegative = 1.0
+    safeguard_warmup: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.start > 0:
+            raise ValueError(
+                f"Prodigy: start is {self.start!r}, but must be above 0; pass one such as 1e-6."
+            )
+
+    def leaf_slots(self, path, w):
+        wide = Slot(wide=True)
+        return {"mean": Slot(), "square": wide, "gathered": wide, "origin": Slot(copy=True, wide=True)}
+
+    def scalars(self):
+        return {"distance": float(self.start), "numerator": 0.0}
+
+    def update_leaves(self, context, grads, weights, slots):
+        now = Hyperparams(context.step, context.hyperparams(self), dtype=widest_dtype(g.dtype for g in grads.values()))
+        estimate = self._estimate(now, context, grads, weights, slots)
+        return super().update_leaves(context, grads, weights, {**slots, **estimate})
+
+    def shared_values(self, now, scalars):
+        return {"distance": scalars["distance"][1], "before": scalars["distance"][0], "numerator": scalars["numerator"]}
+
+    def leaf_update(self, now, g, w, slots):
+        size = self._step_size(now, now.before)
+        scaled = now.before * g
+        mean = moving_average(slots["mean"], scaled, now.b1)
+        square = moving_average(slots["square"], scaled * scaled, now.b2)
+        step = mean / (lax.sqrt(square) + now.distance * now.eps)
+        gathered = self._gather(now, now.before, g, slots["gathered"])
+        new = {"mean": mean, "square": square, "gathered": gathered, "origin": slots["origin"]}
+        return w - size * now.add_decay(step, w), new
+
+    def _estimate(
+        self, now: Hyperparams, context: UpdateContext, grads: LeavesByPath, weights: LeavesByPath, slots: Any
+    ) -> dict[str, jax.Array]:
+        """The new numerator; and the distance before this update and after it, stacked."""
+        distance = slots["distance"]
+        moved = {path: slots["origin"][path] - w for path, w in weights.items() if path in grads}
+        size = jnp.zeros((), now.dtype)
+        for path, g in grads.items():
+            here = dataclasses.replace(now, dtype=g.dtype, rate_factor=context.rate_factors.get(path))
+            gathered = self._gather(here, distance.astype(g.dtype), g, slots["gathered"][path])
+            size = size + jnp.sum(lax.abs(gathered).astype(now.dtype))
+        product, size = context.global_sum(jnp.stack([tree_vdot(grads, moved).astype(now.dtype), size]))
+        weight = distance / self.start * self._step_size(now, distance)
+        numerator = self._b3(now) * slots["numerator"] + weight * product
+        known = size > 0
+        ratio = jnp.where(known, now.factor * numerator / jnp.where(known, size, jnp.ones_like(size)), 0.0)
+        return {"numerator": numerator, "distance": jnp.stack([distance, jnp.maximum(distance, ratio)])}
+
+    def _gather(self, now: Hyperparams, distance: jax.Array, g: jax.Array, gathered: jax.Array) -> jax.Array:
+        """The decayed sum of the scaled gradients, whose 1-norm is the denominator of the estimate."""
+        size = distance if self.safeguard_warmup else self._step_size(now, distance)
+        return self._b3(now) * gathered + size * distance / self.start * g
+
+    def _step_size(self, now: Hyperparams, distance: jax.Array) -> jax.Array:
+        return distance * now.rate * now.bias_correction(now.b1) * lax.rsqrt(now.bias_correction(now.b2))
+
+    def _b3(self, now: Hyperparams) -> Any:
+        return now.b2**0.5 if self.b3 is None else now.b3
