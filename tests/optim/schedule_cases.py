@@ -11,12 +11,15 @@ from mlax.optim import schedules
 from mlax.optim.schedules import (
     ConstantSchedule,
     Cosine,
+    Cyclic,
     Exponential,
+    FunctionSchedule,
     InverseSqrt,
     JoinedSchedules,
     LinearSchedule,
     OneCycle,
     PiecewiseConstant,
+    PiecewiseLinear,
     Polynomial,
     ScaledSchedule,
     WarmRestarts,
@@ -60,6 +63,15 @@ def again(step):
     return 0.5**time * (1 - np.minimum(step - 25 * time, 25) / 25)
 
 
+def triangles(step):
+    cycle, elapsed = np.divmod(step, 30)
+    return 0.1 + 0.4 * 0.5**cycle * np.where(elapsed <= 10, elapsed / 10, (30 - elapsed) / 20)
+
+
+def hyperbola(step):
+    return 0.1 / (step + 1)
+
+
 CASES = {
     "constant": Case(lambda: ConstantSchedule(0.1), 0, {0: 0.1, 7: 0.1}, optax.constant_schedule(0.1)),
     "linear": Case(lambda: LinearSchedule(0.3, 0.1, 49), 49, {0: 0.3, 49: 0.1}, optax.linear_schedule(0.3, 0.1, 49)),
@@ -94,6 +106,17 @@ CASES = {
         {0: 0.1, 29: 0.1, 30: 0.1 * 0.1, 59: 0.1 * 0.1, 60: 0.1 * 0.1 * 0.5},
         optax.piecewise_constant_schedule(0.1, {30: 0.1, 60: 0.5}),
     ),
+    "straight lines": Case(
+        lambda: PiecewiseLinear(((10, 0.1), (30, 0.3), (90, 0.0))),
+        90,
+        {0: 0.1, 10: 0.1, 30: 0.3, 90: 0.0},
+        lambda step: np.interp(step, [10, 30, 90], [0.1, 0.3, 0.0]),
+    ),
+    "cyclic": Case(lambda: Cyclic(0.1, 0.5, 10, 20, factor=0.5), None, {0: 0.1, 30: 0.1}, triangles),
+    "cyclic of one height": Case(
+        lambda: Cyclic(0.0, 1.0, 7), None, {0: 0.0, 7: 1.0, 14: 0.0}, lambda step: 1 - abs(step % 14 - 7) / 7
+    ),
+    "function": Case(lambda: FunctionSchedule(hyperbola), None, {0: 0.1}, hyperbola),
     "warmup cosine": Case(
         lambda: WarmupCosine(3e-4, warmup=10, total=100, start=1e-5, end=2e-5),
         100,

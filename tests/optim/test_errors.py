@@ -99,10 +99,10 @@ MISTAKES = {
         TypeError,
         ["`rate` is an array", "plain Python values"],
     ),
-    "a rate that is a function": (
-        lambda: optim.SGD(lambda step: 0.1 / (step + 1)),
+    "a rate that is a class": (
+        lambda: optim.SGD(optim.Cosine),
         TypeError,
-        ["a number or a schedule; for a function of the step, subclass optim.Schedule."],
+        ["a number, a schedule or a function of the step."],
     ),
     "a rate that is True": (lambda: optim.SGD(True), TypeError, ["rate is True", "a number or a schedule"]),
     "an infinite rate in update": (updated(rate=jnp.inf), ValueError, ["Adam: rate is inf", "finite"]),
