@@ -93,7 +93,7 @@ MISTAKES = {
     "a rate that is infinite": (lambda: optim.Adam(float("inf")), ValueError, ["Adam: rate is inf", "finite"]),
     "a rate that is NaN": (lambda: optim.SGD(float("nan")), ValueError, ["SGD: rate is nan", "finite"]),
     "a negative rate": (lambda: optim.SGD(-0.1), ValueError, ["rate is -0.1", "at least 0"]),
-    "a rate that is a word": (lambda: optim.SGD("fast"), TypeError, ["rate is 'fast'", "a number or a schedule"]),
+    "a rate that is a word": (lambda: optim.SGD("fast"), TypeError, ["rate is 'fast'", "a number, a schedule or a function"]),
     "a rate that is an array": (
         lambda: optim.SGD(jnp.ones(())),
         TypeError,
@@ -104,7 +104,7 @@ MISTAKES = {
         TypeError,
         ["a number, a schedule or a function of the step."],
     ),
-    "a rate that is True": (lambda: optim.SGD(True), TypeError, ["rate is True", "a number or a schedule"]),
+    "a rate that is True": (lambda: optim.SGD(True), TypeError, ["rate is True", "a number, a schedule or a function"]),
     "an infinite rate in update": (updated(rate=jnp.inf), ValueError, ["Adam: rate is inf", "finite"]),
     "a negative rate in update": (updated(rate=-1.0), ValueError, ["rate is -1", "at least 0"]),
     "several rates in update": (updated(rate=jnp.ones(3)), ValueError, ["rate has shape (3,)", "scalar"]),
