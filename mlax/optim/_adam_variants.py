@@ -38,7 +38,7 @@ class Yogi(Adam):
     """
 
     eps: NonNegative = 1e-3
-    start: NonNegative = 1e-6
+    start: float = 1e-6
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(start=self.start, wide=True)}

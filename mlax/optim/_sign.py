@@ -44,7 +44,7 @@ class Rprop(Leafwise):
 
     elementwise = True
     rate: Rate = 1.0
-    start: NonNegative = 0.01
+    start: float = 0.01
     shrink: UnitInterval = 0.5
     grow: NonNegative = 1.2
     min_size: NonNegative = 1e-6
