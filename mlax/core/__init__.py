@@ -9,6 +9,7 @@ from mlax.core._composite import (
     check_layer,
     part_inputs,
     parts_of,
+    split_parts,
 )
 from mlax.core._errors import (
     error_scope,

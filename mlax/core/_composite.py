@@ -1,28 +1,41 @@
 """Composite: a layer made of parts; the author writes the parts and how they are wired."""
 
 import abc
+import ast
 import collections
 import dataclasses
 import difflib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 from jax.core import Tracer
 
 from mlax._jax import abstract_key, name_hash, named_key
 from mlax.core._checks import check_is_dict
-from mlax.core._errors import error_scope, short_repr, signature
+from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import fields_of, frozen, with_fields
-from mlax.core._layer import Layer, Tree, cached_by_shape, header, jitted_init, shape_dtypes
+from mlax.core._layer import (
+    CalledDescription,
+    Layer,
+    Tree,
+    cached_by_shape,
+    has_layers,
+    header,
+    jitted_init,
+    shape_dtypes,
+)
+from mlax.core._paths import unflatten_paths
 
 
 class Sub:
     """The parts of a composite, bound to their variables for one call of `wire`: `sub.name(x)` or `sub["name"](x)`.
 
-    Each call passes a part its variables and its key, and collects its new state.
+    Each call passes a part its variables and its key, and collects its new state. A tuple or dict of layers is
+    indexed, `sub.layers[0](x)`, and iterated over, `for layer in sub.layers`.
     """
 
     def __init__(self, composite: "Composite", call: Callable[[str, Layer, Any], Any], inference_mode: bool):
@@ -31,34 +44,69 @@ class Sub:
         self._call = call  # of (name, part, x)
         self.inference_mode = inference_mode
 
-    def __getitem__(self, name: str) -> Callable[[Any], Any]:
-        if name not in self._parts:
-            close = difflib.get_close_matches(name, self._parts, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            names = ", ".join(self._parts) or "none"
-            raise AttributeError(f"{short_repr(self._composite)} has no part {name!r}; its parts are {names}.{hint}")
-        return functools.partial(self._call, name, self._parts[name])
+    def __getitem__(self, name: str) -> Any:
+        if name in self._parts:
+            return functools.partial(self._call, name, self._parts[name])
+        if any(part.startswith(f"{name}/") for part in self._parts):
+            return _SubGroup(self, name)
+        close = difflib.get_close_matches(name, self._parts, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        names = ", ".join(self._parts) or "none"
+        raise AttributeError(f"{short_repr(self._composite)} has no part {name!r}; its parts are {names}.{hint}")
 
-    def __getattr__(self, name: str) -> Callable[[Any], Any]:
+    def __getattr__(self, name: str) -> Any:
         return self[name]
 
     def __iter__(self) -> Iterator[Callable[[Any], Any]]:
         return (self[name] for name in self._parts)
 
 
+class _SubGroup:
+    """The bound parts of one tuple or dict of layers, in order."""
+
+    def __init__(self, sub: Sub, path: str):
+        below = [name.removeprefix(f"{path}/") for name in sub._parts if name.startswith(f"{path}/")]
+        self._sub = sub
+        self._path = path
+        self._keys = list(dict.fromkeys(name.partition("/")[0] for name in below))
+
+    def __getitem__(self, key: int | str) -> Any:
+        name = self._keys[key] if isinstance(key, int) and -len(self._keys) <= key < 0 else str(key)
+        if name not in self._keys:
+            raise LookupError(f"there is no part {self._path}/{name}; {self._path} holds {', '.join(self._keys)}.")
+        return self._sub[f"{self._path}/{name}"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[key] for key in self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __call__(self, x: Any) -> Any:
+        raise TypeError(
+            f"sub.{self._path} is a group of {len(self._keys)} parts; call one of them, as "
+            f"sub.{_access(f'{self._path}/{self._keys[0]}')}(x)."
+        )
+
+
 @frozen
 class Composite(Layer):
     """A layer that owns layers: write `wire`, and `parts` unless they are simply the layer-valued fields.
 
+    A field may be a tuple or a dict of layers: the layers of `blocks: tuple[Layer, ...]` are the parts blocks/0,
+    blocks/1 and so on, which `wire` calls as `sub.blocks[0](x)`.
     Variables: one entry for each part that has any, under the part's name. `edits` holds the parts that
     surgery has put in place of the author's.
     """
 
+    has_dict_fields: ClassVar[bool] = True
+
     edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)
 
-    def parts(self) -> Mapping[str, Layer]:
-        """The parts by name."""
-        return {name: value for name, value in fields_of(self).items() if isinstance(value, Layer)}
+    def parts(self) -> Mapping[str, Any]:
+        """The parts by name: layers, or tuples and dicts of layers."""
+        fields = {name: value for name, value in fields_of(self).items() if name != "edits"}
+        return {name: value for name, value in fields.items() if has_layers(value)}
 
     @abc.abstractmethod
     def wire(self, sub: Sub, x: Any) -> Any:
@@ -70,8 +118,13 @@ class Composite(Layer):
 
     def with_parts(self, parts: Mapping[str, Layer]) -> Self:
         """The same composite with these parts in place of its own of the same names."""
-        own = {name: part for name, part in parts.items() if isinstance(fields_of(self).get(name), Layer)}
-        edits = {**dict(self.edits), **{name: part for name, part in parts.items() if name not in own}}
+        own, edits = Composite.parts(self), dict(self.edits)
+        for path, part in parts.items():
+            name, *keys = path.split("/")
+            if (name, *keys) in dict(_walk_parts((), own)):
+                own = {**own, name: _replace_part(own[name], keys, part)}
+            else:
+                edits[path] = part
         return with_fields(self, **own, edits=tuple(edits.items()))
 
     def init(self, rng, x):
@@ -83,24 +136,23 @@ class Composite(Layer):
                 traced = isinstance(rng, Tracer)
                 made = jitted_init(part, inputs[name])(key) if traced else part.init(key, inputs[name])
                 trainables[name], non_trainables[name] = made
-        return _drop_empty(trainables), _drop_empty(non_trainables)
+        return join_parts(trainables), join_parts(non_trainables)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        state = dict(non_trainables or {})
+        own, state = (split_parts(self, tree) for tree in (trainables, non_trainables))
         calls = collections.Counter[str]()
 
         def call(name: str, part: Layer, x: Any) -> Any:
             with error_scope(name, x):
                 calls[name] += 1
                 key = None if rng is None else named_key(rng, name if calls[name] == 1 else f"{name}#{calls[name]}")
-                own = (trainables or {}).get(name)
-                y, new = part.fwd(x, own, state.get(name), rng=key, inference_mode=inference_mode)
+                y, new = part.fwd(x, own.get(name), state.get(name), rng=key, inference_mode=inference_mode)
                 if new is not None:
                     state[name] = new
                 return y
 
         composite = self.infer_sizes(x)
-        return composite.wire(Sub(composite, call, inference_mode), x), _drop_empty(state)
+        return _call_wire(composite, Sub(composite, call, inference_mode), x), join_parts(state)
 
     def tree_lines(self) -> list[str]:
         lines = [header(self)]
@@ -112,7 +164,7 @@ class Composite(Layer):
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
             check_is_dict(self, what, tree)
-            extra = [name for name in tree or {} if name not in parts_of(self)]
+            extra = list(_unowned(tree, "", parts_of(self)))
             if extra:
                 raise ValueError(
                     f"{short_repr(self)}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
@@ -143,7 +195,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
                 fwd = jax.jit(part.fwd, static_argnames="inference_mode")
                 return fwd(x, *made, rng=rng, inference_mode=inference_mode)[0]
 
-        composite.wire(Sub(composite, call, inference_mode), x)
+        _call_wire(composite, Sub(composite, call, inference_mode), x)
 
     for inference_mode in (True, False):  # training may need what is not bound yet, such as a mesh axis name
         if len(inputs) < len(parts_of(composite)):
@@ -152,22 +204,30 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     if unused:
         raise ValueError(
             f"{short_repr(composite)}: wire never calls {', '.join(map(repr, unused))}; call it as "
-            f"sub.{unused[0]}(x), or leave it out of the parts."
+            f"sub.{_access(unused[0])}(x), or leave it out of the parts."
         )
     return inputs
 
 
 @functools.lru_cache(maxsize=4096)
 def parts_of(composite: Composite) -> Mapping[str, Layer]:
-    """The parts of a composite, edits included, checked once for each distinct description."""
-    parts = {**composite.parts(), **dict(composite.edits)}
-    for name, part in parts.items():
-        if not name.isidentifier() or name.startswith("_") or name == "inference_mode":
+    """The parts of a composite by path, edits included, checked once for each distinct description."""
+    _check_distinct_keys(composite)
+    own = composite.parts()
+    if not isinstance(own, Mapping):
+        raise TypeError(
+            f"{short_repr(composite)}: parts returned a {type(own).__name__}, but must return a dict of layers by name."
+        )
+    found = dict(_walk_parts((), own))
+    for name, *keys in found:
+        if not _is_part_name(name) or not all(key and "/" not in key for key in keys):
             raise ValueError(
-                f"{short_repr(composite)}: {name!r} cannot name a part; use an identifier without a leading "
-                "underscore, other than inference_mode, since `wire` calls it as sub.name."
+                f"{short_repr(composite)}: {'/'.join((name, *keys))!r} cannot name a part; use an identifier without a "
+                "leading underscore, other than inference_mode, since `wire` calls it as sub.name."
             )
-        check_layer(short_repr(composite), f"part {name!r}", part)
+    parts = {**{"/".join(keys): part for keys, part in found.items()}, **dict(composite.edits)}
+    for path, part in parts.items():
+        check_layer(short_repr(composite), f"part {path!r}", part)
     hashes = {name_hash(name): name for name in parts}
     for name in parts:
         if hashes[name_hash(name)] != name:  # by which `named_key` derives their keys
@@ -178,22 +238,111 @@ def parts_of(composite: Composite) -> Mapping[str, Layer]:
     return parts
 
 
+def split_parts(composite: Composite, tree: Tree) -> dict[str, Tree]:
+    """The variables of each part that has any, by the part's path."""
+    found: dict[str, Tree] = {}
+    for path in parts_of(composite):
+        node = tree
+        for name in path.split("/"):
+            node = node.get(name) if isinstance(node, dict) else None
+        if node is not None:
+            found[path] = node
+    return found
+
+
+def join_parts(variables: Mapping[str, Tree]) -> Tree:
+    """The inverse of `split_parts`: nested dicts, or None if there are no variables."""
+    return unflatten_paths((path, tree) for path, tree in variables.items() if tree is not None)
+
+
 def check_layer(owner: str, what: str, part: Any) -> None:
     """Raise a TypeError unless `part` is a layer, and say how to make one of it."""
-    if isinstance(part, Layer):
+    if not isinstance(part, Layer):
+        raise TypeError(wrong_instance_message(owner, what, part, Layer))
+
+
+def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
+    """The output of `wire`, which must be an output alone, from parts called through `sub`."""
+    try:
+        y = composite.wire(sub, x)
+    except CalledDescription as error:
+        own = [keys for keys, part in _walk_parts((), Composite.parts(composite)) if part is error.layer]
+        if own:
+            part = _access("/".join(own[0]))
+            raise TypeError(
+                f"{type(composite).__name__}: wire calls self.{part}(x), which is a description; write sub.{part}(x)."
+            ) from None
+        raise
+    except AttributeError as error:
+        if error.obj is composite and error.name in parts_of(composite):
+            name = type(composite).__name__
+            raise AttributeError(f"{name}: wire reads self.{error.name}; write sub.{error.name}(x).") from None
+        raise
+    if y is None or (isinstance(y, tuple) and len(y) == 2 and y[1] is None):
+        advice = "`sub` collects the state, so return y alone" if y is not None else "return the output"
+        raise TypeError(f"{short_repr(composite)}: wire returned {signature(y)}; {advice}.")
+    return y
+
+
+def _walk_parts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names, part) of each layer in nested tuples and dicts, and of what should be one, such as a function."""
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    else:
+        if isinstance(value, Layer) or callable(value) or len(path) == 1:
+            yield path, value
         return
-    name = getattr(part, "__name__", None)
-    got, advice = f"a {type(part).__name__}", "pass a layer."
-    if isinstance(part, type) and issubclass(part, Layer):
-        given = "..." if any(each.default is each.empty for each in inspect.signature(part).parameters.values()) else ""
-        got, advice = f"the class {name}", f"did you mean {name}({given})?"
-    elif callable(part):
-        got, advice = f"the function {name}" if name else got, f"wrap it: mlax.F({name or '...'})."
-    elif isinstance(part, list | tuple | dict):
-        stars = "**" if isinstance(part, dict) else "*"
-        advice = f"pass the layers themselves: mlax.Series({stars}layers)."
-    raise TypeError(f"{owner}: {what} is {got}, which is not a layer; {advice}")
+    for name, below in items:
+        yield from _walk_parts((*path, str(name)), below)
 
 
-def _drop_empty(variables: dict[str, Tree]) -> Tree:
-    return {name: tree for name, tree in variables.items() if tree is not None} or None
+def _is_part_name(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and name != "inference_mode"
+
+
+def _replace_part(value: Any, keys: list[str], part: Layer) -> Any:
+    """Nested tuples and dicts with `part` at the path `keys`."""
+    if not keys:
+        return part
+    name, *rest = keys
+    if isinstance(value, Mapping):
+        return {**value, name: _replace_part(value[name], rest, part)}
+    return tuple(_replace_part(below, rest, part) if str(i) == name else below for i, below in enumerate(value))
+
+
+def _access(path: str) -> str:
+    """How `wire` reads the part at a path: `layers[0]` for `layers/0`."""
+    name, *keys = path.split("/")
+    return name + "".join(f"[{key if key.isdigit() else repr(key)}]" for key in keys)
+
+
+def _unowned(tree: Tree, path: str, parts: Mapping[str, Layer]) -> Iterator[str]:
+    """The paths of a variable tree that lead to no part."""
+    for name, below in (tree or {}).items():
+        where = f"{path}/{name}" if path else name
+        if where in parts:
+            continue
+        if isinstance(below, dict) and any(part.startswith(f"{where}/") for part in parts):
+            yield from _unowned(below, where, parts)
+        else:
+            yield where
+
+
+def _check_distinct_keys(composite: Composite) -> None:
+    names = _repeated_keys(type(composite).parts)
+    if names:
+        raise ValueError(f"{short_repr(composite)}: `parts` has two entries {names[0]!r}; rename one.")
+
+
+@functools.cache
+def _repeated_keys(parts: Callable[..., Any]) -> list[str]:
+    """The keys that a dict in the source of `parts` holds twice, of which Python would silently drop the first."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(parts)))
+    except (OSError, SyntaxError, TypeError):  # without source, as in an interactive session
+        return []
+    dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    keys = [[key.value for key in node.keys if isinstance(key, ast.Constant)] for node in dicts]
+    return [str(key) for each in keys for key, times in collections.Counter(each).items() if times > 1]

@@ -52,6 +52,26 @@ def signature(x: Any) -> str:
     return repr(x) if x is None or isinstance(x, bool | int | float) else f"a {type(x).__name__}"
 
 
+def wrong_instance_message(owner: str, what: str, value: Any, wanted: type) -> str:
+    """The message for a value that is not an instance of the description class wanted, with what to write instead."""
+    name, kind = getattr(value, "__name__", None), "layer" if wanted.__name__ == "Layer" else wanted.__name__
+    article = "an" if kind[0] in "AEIOU" else "a"
+    got, advice = f"a {type(value).__name__}", f"pass {'a layer' if kind == 'layer' else f'{article} mlax {kind}'}."
+    if isinstance(value, type) and hasattr(value, "__dataclass_fields__"):
+        parameters = inspect.signature(value).parameters.values()
+        given = "..." if any(each.default is each.empty for each in parameters) else ""
+        got, advice = f"the class {name}", f"did you mean {name}({given})?"
+    elif hasattr(type(value), "__dataclass_fields__"):
+        got = short_repr(value)
+    elif callable(value):
+        got = f"the function {name}" if name else got
+        advice = f"wrap it: mlax.F({name or '...'})." if kind == "layer" else advice
+    elif isinstance(value, list | tuple | dict) and kind == "layer":
+        stars = "**" if isinstance(value, dict) else "*"
+        advice = f"pass the layers themselves: mlax.Series({stars}layers)."
+    return f"{owner}: {what} is {got}, which is not {article} {kind}; {advice}"
+
+
 _FIELDS_ELSEWHERE = {  # a field's name in other libraries: its name here
     "betas": "b1, b2",
     "dim": "width",

@@ -1,17 +1,20 @@
 """frozen: make a class a description, a frozen dataclass of hashable values that compares by value."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._errors import constructor_error, unknown_field_message
+from mlax.core._errors import constructor_error, unknown_field_message, wrong_instance_message
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
@@ -85,6 +88,28 @@ def check_sizes(description: Any) -> None:
             _check_size(description, name, getattr(description, name))
 
 
+class FrozenDict(Mapping[str, Any]):
+    """A dict of descriptions as the value of a field: immutable and hashable, in the order given."""
+
+    def __init__(self, items: Mapping[str, Any]):
+        self._items = dict(items)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
 class _SharedMethod:
     """A method whose bound method is the same object for all equal descriptions.
 
@@ -108,6 +133,7 @@ def _bound(function: Callable[..., Any], description: Any) -> types.MethodType:
 def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(post_init)
     def checked(self: Any) -> None:
+        _freeze_dicts(self)
         _comparison_values(self)
         post_init(self)
 
@@ -115,6 +141,7 @@ def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], No
 
 
 def _finalize(self: Any) -> None:
+    _freeze_dicts(self)
     _comparison_values(self)
     for name, kind, default in _checked_fields(type(self)):
         value = getattr(self, name)
@@ -126,6 +153,8 @@ def _finalize(self: Any) -> None:
         elif kind is not DType and not _is_instance(kind, value) and value is not default:
             wanted = {bool: "True or False", int: "an integer"}.get(kind) or f"a tuple, such as ({value!r},)"
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
+    for name, kind, default in _description_fields(type(self)):
+        _check_instance(self, name, kind, default)
     object.__setattr__(self, "_key", _comparison_values(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
 
@@ -143,6 +172,34 @@ def _checked_type(annotation: Any) -> Any:
     if any(annotation is kind for kind in (DType, Size, bool, int)):
         return annotation
     return tuple if getattr(annotation, "__origin__", None) is tuple else None
+
+
+@functools.cache
+def _description_fields(cls: type) -> list[tuple[str, type, Any]]:
+    """(name, class, default) of the fields that must hold a description, or a tuple of them."""
+    annotations: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        with contextlib.suppress(Exception):  # a name that only the function around the class knows
+            annotations |= inspect.get_annotations(base, eval_str=True)
+    kinds = [(field.name, _description_type(annotations.get(field.name)), field.default) for field in fields(cls)]
+    return [(name, kind, default) for name, kind, default in kinds if kind is not None]
+
+
+def _description_type(annotation: Any) -> type | None:
+    """The class of descriptions in `C`, `C | None` or `tuple[C, ...]`; None for any other annotation."""
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        inner = [each for each in get_args(annotation) if each not in (types.NoneType, Ellipsis)]
+        annotation = inner[0] if len(inner) == 1 else None
+    return annotation if isinstance(annotation, type) and hasattr(annotation, "__dataclass_fields__") else None
+
+
+def _check_instance(self: Any, name: str, kind: type, default: Any) -> None:
+    value = getattr(self, name)
+    if value is None or value is default:
+        return
+    for each in value if isinstance(value, tuple) else (value,):
+        if not isinstance(each, kind):
+            raise TypeError(wrong_instance_message(type(self).__name__, f"field `{name}`", each, kind))
 
 
 def _is_instance(kind: type, value: Any) -> bool:
@@ -165,6 +222,13 @@ def _dtype_name(self: Any, name: str, value: Any) -> str:
         ) from None
 
 
+def _freeze_dicts(self: Any) -> None:
+    """Make a dict of descriptions immutable, in a class that allows one."""
+    for name, value in fields_of(self).items() if getattr(self, "has_dict_fields", False) else ():
+        if isinstance(value, dict) and all(hasattr(each, "_hash") for each in value.values()):
+            object.__setattr__(self, name, FrozenDict(value))
+
+
 def _comparison_values(self: Any) -> tuple[Any, ...]:
     return tuple(_comparison_value(self, name, value) for name, value in fields_of(self).items())
 
@@ -173,6 +237,8 @@ def _comparison_value(self: Any, name: str, value: Any) -> Any:
     """The value by which a field is compared; raises for what a description cannot hold."""
     if isinstance(value, tuple):
         return type(value), tuple(_comparison_value(self, name, item) for item in value)
+    if isinstance(value, FrozenDict):
+        return FrozenDict, tuple((key, _comparison_value(self, name, item)) for key, item in value.items())
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"{type(self).__name__}: field `{name}` is an array ({type(value).__name__}), but a description "
@@ -183,7 +249,8 @@ def _comparison_value(self: Any, name: str, value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        advice = {list: "pass a tuple", dict: "pass a tuple of pairs", set: "pass a frozenset"}
+        pairs = "a dict may hold layers only" if getattr(self, "has_dict_fields", False) else "pass a tuple of pairs"
+        advice = {list: "pass a tuple", dict: pairs, set: "pass a frozenset"}
         raise TypeError(
             f"{type(self).__name__}: field `{name}` is a {type(value).__name__}, which is not hashable; "
             f"{advice.get(type(value), 'pass a hashable value')}."

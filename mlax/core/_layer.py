@@ -26,6 +26,19 @@ from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._frozen import call_repr, check_sizes, frozen, repr_arguments
 
 T = TypeVar("T")
+
+
+class CalledDescription(TypeError):
+    """The error of calling a layer."""
+
+    def __init__(self, layer: Any):
+        super().__init__(
+            f"{short_repr(layer)} is a description and cannot be called; write y, non_trainables = "
+            "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
+        )
+        self.layer = layer
+
+
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
 
 
@@ -70,10 +83,7 @@ class Layer(abc.ABC):
     if not TYPE_CHECKING:  # so that a type checker reports the call too
 
         def __call__(self, *args, **kwargs):
-            raise TypeError(
-                f"{short_repr(self)} is a description and cannot be called; write y, non_trainables = "
-                "model.fwd(x, trainables, non_trainables), or, for a part inside wire, sub.name(x)."
-            )
+            raise CalledDescription(self)
 
     def tensor_parallel_axes(self, number: int) -> Mapping[str, int] | None:
         """The axis of each trainable, by path, to shard over `number` devices; None: as its parts are sharded."""
@@ -101,7 +111,7 @@ class Layer(abc.ABC):
 
 def header(layer: Layer) -> str:
     """The repr of a layer without the layers in its fields."""
-    arguments = [(prefix, value) for prefix, value in repr_arguments(layer) if not _has_layers(value)]
+    arguments = [(prefix, value) for prefix, value in repr_arguments(layer) if not has_layers(value)]
     return call_repr(type(layer).__name__, arguments)
 
 
@@ -213,5 +223,8 @@ def _check_pair(layer: Layer, method: str, wanted: str, out: Any) -> tuple[Any, 
     return out
 
 
-def _has_layers(value: Any) -> bool:
-    return isinstance(value, Layer) or (isinstance(value, tuple) and any(map(_has_layers, value)))
+def has_layers(value: Any) -> bool:
+    """Whether a field is a layer, or a tuple or dict that holds one."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return isinstance(value, Layer) or (isinstance(value, tuple) and any(map(has_layers, value)))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mlax._jax import Apply, Function, ScanStep, add_feedback, batched_grad_scan, named_key, shard_like, time_vmap
-from mlax.core._composite import Composite, Sub
+from mlax.core._composite import Composite, Sub, split_parts
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, shape_dtypes
@@ -102,7 +102,8 @@ class Recurrent(Wrapper):
             valid = lax.broadcasted_iota(lengths.dtype, (times, *lengths.shape), 0) < lengths  # (t, b)
         if isinstance(self.layer, CompositeCell) and non_trainables is None:
             self.layer.check_variables((carry, x), trainables, None)
-            carry, y = self._scan_parts(self.layer, carry, x, trainables or {}, keys, valid, inference_mode)
+            weights = split_parts(self.layer, trainables)
+            carry, y = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
         else:
             init = (carry, non_trainables)
             (carry, non_trainables), y = self._scan_cell(init, x, trainables, keys, valid, inference_mode)

@@ -28,6 +28,7 @@ from mlax.core import (
     parts_of,
     replace_leaves,
     shape_dtypes,
+    split_parts,
     unflatten_paths,
 )
 from mlax.place._rules import host, memory_kind
@@ -104,9 +105,10 @@ def _collect_parts(
         yield from _collect_parts(layer.layer, (*names, ()), (*times, size), inner, shardings)
     elif isinstance(layer, Composite) and type(layer).init is Composite.init:
         layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
+        own = [split_parts(layer, tree) for tree in shardings]
         for name, part in parts_of(layer).items():
-            own = (shardings[0] or {}).get(name), (shardings[1] or {}).get(name)
-            yield from _collect_parts(part, (*names[:-1], (*names[-1], name)), times, inputs[name], own)
+            each = own[0].get(name), own[1].get(name)
+            yield from _collect_parts(part, (*names[:-1], (*names[-1], name)), times, inputs[name], each)
     elif leaves := jax.tree.leaves(shardings):
         shapes, input_structure = jax.tree.flatten(shape_dtypes(x))
         inputs = tuple((leaf.shape, leaf.dtype) for leaf in shapes)

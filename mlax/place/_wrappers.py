@@ -27,6 +27,7 @@ from mlax.core import (
     replace,
     short_repr,
     signature,
+    split_parts,
     unflatten_paths,
     with_fields,
 )
@@ -200,8 +201,8 @@ def all_gather_weights(layer: Layer, shardings: Tree, axes: tuple[str, ...], sta
     if isinstance(layer, Wrapper):
         return with_fields(layer, layer=all_gather_weights(layer.layer, shardings, axes, stacked))
     if isinstance(layer, Composite) and type(layer).init is Composite.init:
-        parts = parts_of(layer)
-        new = {name: all_gather_weights(part, shardings.get(name), axes, stacked) for name, part in parts.items()}
+        parts, own = parts_of(layer), split_parts(layer, shardings)
+        new = {name: all_gather_weights(part, own.get(name), axes, stacked) for name, part in parts.items()}
         return layer.with_parts({name: part for name, part in new.items() if part != parts[name]})
     return _wrap_layer(layer, shardings, axes, stacked)
 

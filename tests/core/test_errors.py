@@ -404,7 +404,7 @@ def test_the_error_of_calling_a_layer_says_what_to_call():
             return self.dense(x)
 
     text, _ = raised(TypeError, Calls().init, RNG, X)
-    assert text.endswith("for a part inside wire, sub.name(x).")
+    assert text == "Calls: wire calls self.dense(x), which is a description; write sub.dense(x)."
 
 
 def test_a_layer_where_a_function_is_needed_is_an_error():
