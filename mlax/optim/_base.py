@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mlax._jax import is_on_host, to_device, widest_dtype
+from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
 from mlax.core import DType, Tree, frozen, matches, short_repr
 from mlax.optim._hyperparams import (
     Hyperparams,
@@ -90,6 +90,10 @@ class Optimizer(abc.ABC):
         """Whether a leaf in host memory can be updated some rows at a time, instead of fetched whole."""
         return self.elementwise and all(inner.is_chunkable(path) for inner in self.inner_optimizers())
 
+    def is_frozen(self, path: str) -> bool:
+        """Whether the leaf never changes: it needs no gradient, has no slots, and is not passed to `update_leaves`."""
+        return False
+
     def eval_weights(self, path: str, w: jax.Array, slots: LeavesByPath, step: jax.Array) -> jax.Array:
         """The weights of a leaf to evaluate with, from the trained ones and its slots."""
         return w
@@ -120,29 +124,32 @@ class Optimizer(abc.ABC):
         *,
         value: Any = None,
         loss: Callable[[Any], Any] | None = None,
+        loss_scale: jax.Array | None = None,
         apply_if: jax.Array | None = None,
         **overrides: Any,
     ) -> tuple[Any, OptimizerState]:
-        """The new trainables and the new state.
+        """The new trainables and the new state. Gradients of frozen leaves may be left out, or be None.
 
         `overrides` replace hyperparameters, such as `rate=0.1`, and may be arrays: new values do not recompile.
-        `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. If `apply_if`, a
-        () bool, is False, nothing changes.
+        `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. Those multiply
+        `loss` by `loss_scale` before they differentiate it, and divide its gradients by it: in float16 they might
+        underflow otherwise. If `apply_if`, a () bool, is False, nothing changes.
 
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is `stacked`.
         """
         tree = flatten_trainables(self, trainables)
-        flat_grads = tree.flatten_gradients(grads)
+        live = [path for path in tree.by_path if not self.is_frozen(path)]
+        flat_grads = tree.flatten_gradients(grads, live)
         layout = slot_layout(self, tree)
         slots = layout.flatten_slots(state)
         _check_overrides(self, overrides)
-        context = UpdateContext(state.step, overrides, value=value, evaluate=_loss_and_grad(layout, loss))
+        context = UpdateContext(state.step, overrides, value=value, evaluate=_loss_and_grad(layout, loss, loss_scale))
         update = Update(self, layout, context, {name: getattr(state, name) for name in layout.scalars}, apply_if)
-        arrays = LeafArrays(flat_grads, tree.by_path, layout.drop_empty(slots))
+        arrays = LeafArrays(flat_grads, subset(tree.by_path, live), layout.drop_empty(slots))
         new, scalars = apply_offloaded(update, arrays) if arrays.any_on_host() else update.apply(arrays)
         new_slots = {name: tree.unflatten({**slots[name], **new.slots[name]}) for name in layout.names}
-        return tree.unflatten(new.weights), state._replace(**new_slots, **scalars)
+        return tree.unflatten({**tree.by_path, **new.weights}), state._replace(**new_slots, **scalars)
 
     def eval_trainables(self, state: OptimizerState, trainables: Tree) -> Any:
         """The weights to evaluate with: an average, if the optimizer or one inside has one, else the trainables."""
@@ -152,6 +159,8 @@ class Optimizer(abc.ABC):
         upcast = layout.upcast_slots(stored)
         new = dict(tree.by_path)
         for path, leaf in tree.by_path.items():
+            if self.is_frozen(path):
+                continue
             w = layout.leaves[path].read(leaf, _slots_at(stored, path))
             shown = self.eval_weights(path, w, _slots_at(upcast, path), state.step)
             if shown is not w:
@@ -280,16 +289,28 @@ def _stack_slot(slot: Slot) -> Slot:
     return slot._replace(axes=(0, *(None if axis is None else axis + 1 for axis in slot.axes)))
 
 
-def _loss_and_grad(layout: SlotLayout, loss: Callable[[Any], Any] | None) -> Callable[[LeavesByPath], Any] | None:
-    """The loss and its gradient as a function of weights by path, in the compute dtype."""
+def _loss_and_grad(
+    layout: SlotLayout, loss: Callable[[Any], Any] | None, scale: jax.Array | None
+) -> Callable[[LeavesByPath], Any] | None:
+    """The loss as a function of some weights by path, with its gradient with respect to these in the compute dtype."""
     if loss is None:
         return None
     tree = layout.tree
 
+    def scaled_loss(weights: LeavesByPath) -> tuple[jax.Array, jax.Array]:
+        value = loss(tree.unflatten({**tree.by_path, **weights}))
+        return value if scale is None else value * scale.astype(value.dtype), value
+
+    def unscale(path: str, g: jax.Array) -> jax.Array:
+        if scale is None:
+            return layout.leaves[path].upcast(g)
+        wide = at_least_float32(g.dtype)
+        return layout.leaves[path].upcast(g.astype(wide) / scale.astype(wide))
+
     def evaluate(weights: LeavesByPath) -> tuple[jax.Array, dict[str, jax.Array]]:
-        cast = {path: w.astype(tree.by_path[path].dtype) for path, w in weights.items()}
-        value, grads = jax.value_and_grad(loss)(tree.unflatten({**tree.by_path, **cast}))
-        return value, {path: layout.leaves[path].upcast(g) for path, g in tree.flatten_gradients(grads).items()}
+        cast = {path: cast_like(w, tree.by_path[path]) for path, w in weights.items()}
+        (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(cast)
+        return value, {path: unscale(path, g) for path, g in grads.items()}
 
     return evaluate
 

@@ -9,7 +9,6 @@ import numpy as np
 from mlax.core import NoMatch, frozen, matches
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Patterns
-from mlax.optim._rounding import LeafPolicy
 from mlax.optim._wrappers import OptimizerWrapper
 
 
@@ -68,6 +67,9 @@ class Groups(Optimizer):
                     new_slots[names.get(name, name)] = slot
         return StepResult(new, new_slots)
 
+    def is_frozen(self, path):
+        return self._optimizer_of(path).is_frozen(path)
+
     def is_chunkable(self, path):
         return self._optimizer_of(path).is_chunkable(path)
 
@@ -102,7 +104,11 @@ class Groups(Optimizer):
 
 @frozen
 class Freeze(OptimizerWrapper):
-    """Leave the leaves that match `frozen` bitwise unchanged, and store no slots for them."""
+    """Leave the leaves that match `frozen` bitwise unchanged.
+
+    They have no slots, their gradients count in no norm, and `update` does not need these: differentiate the others
+    only, as `train.step` does.
+    """
 
     frozen: Patterns = ()
 
@@ -111,21 +117,8 @@ class Freeze(OptimizerWrapper):
     def patterns(self):
         return (*self.frozen, *self.optimizer.patterns())
 
-    def slots(self, path, w):
-        return {} if self._is_frozen(path) else super().slots(path, w)
-
-    def policy(self, path):
-        return LeafPolicy() if self._is_frozen(path) else super().policy(path)
-
-    def eval_weights(self, path, w, slots, step):
-        return w if self._is_frozen(path) else super().eval_weights(path, w, slots, step)
-
-    def update_leaves(self, context, grads, weights, slots):
-        trained = [path for path in grads if not self._is_frozen(path)]
-        return self.optimizer.update_leaves(context, subset(grads, trained), subset(weights, trained), slots)
-
-    def _is_frozen(self, path: str) -> bool:
-        return any(matches(pattern, path) for pattern in self.frozen)
+    def is_frozen(self, path):
+        return any(matches(pattern, path) for pattern in self.frozen) or super().is_frozen(path)
 
 
 @frozen

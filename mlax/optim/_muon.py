@@ -44,6 +44,9 @@ class Muon(Leafwise):
     def policy(self, path):
         return super().policy(path) if self._is_matrix(path) else self.rest.policy(path)
 
+    def is_frozen(self, path):
+        return not self._is_matrix(path) and self.rest.is_frozen(path)
+
     def slots(self, path, w):
         return super().slots(path, w) if self._is_matrix(path) else self.rest.slots(path, w)
 

@@ -38,10 +38,10 @@ class FromOptax(Optimizer):
             state = self._to_named(tree, jax.tree.map(jnp.asarray, self.transformation.init(_upcast(trainables))))
         return self._map_state(tree, state, trainables, _shard_like)
 
-    def update(self, grads, state, trainables, *, value=None, loss=None, apply_if=None, **overrides):
+    def update(self, grads, state, trainables, *, value=None, loss=None, loss_scale=None, apply_if=None, **overrides):
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
-        tree.flatten_gradients(grads)
+        tree.flatten_gradients(grads, tree.by_path)
         if overrides:
             raise TypeError(
                 f"FromOptax: update has no hyperparameters such as {min(overrides)!r}; use optax.inject_hyperparams."
@@ -51,7 +51,7 @@ class FromOptax(Optimizer):
             inner = self._from_named(tree, before, state)
             grads, weights = _upcast(grads), _upcast(trainables)
             extra = {} if value is None else {"value": value, "grad": grads}
-            extra |= {} if loss is None else {"value_fn": loss}
+            extra |= {} if loss is None else {"value_fn": _scale_cotangents(loss, loss_scale)}
             updates, inner = _with_extra_args(self.transformation).update(grads, inner, weights, **extra)
             new = jax.tree.map(lambda new, u, w: cast_like(new + u.astype(new.dtype), w), weights, updates, trainables)
             after = self._to_named(tree, inner)
@@ -178,6 +178,23 @@ def _upcast(tree: Tree) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
     return jax.tree.map(upcast, tree)
+
+
+def _scale_cotangents(loss: Callable[[Any], Any], scale: jax.Array | None) -> Callable[[Any], Any]:
+    """The loss, whose backward pass runs on cotangents times `scale`, and divides the gradients by it in float32."""
+    if scale is None:
+        return loss
+
+    @jax.custom_vjp
+    def scaled(weights: Any) -> Any:
+        return loss(weights)
+
+    def backward(pullback: Any, cotangent: jax.Array) -> tuple[Any]:
+        (grads,) = pullback(cotangent * scale.astype(cotangent.dtype))
+        return (jax.tree.map(lambda g: g / scale.astype(g.dtype), grads),)
+
+    scaled.defvjp(lambda weights: jax.vjp(loss, weights), backward)
+    return scaled
 
 
 def _with_extra_args(transformation: Any) -> Any:

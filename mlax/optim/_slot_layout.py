@@ -138,6 +138,9 @@ def slot_layout(optimizer: Any, tree: FlatTree) -> SlotLayout:
     leaves: dict[str, LeafLayout] = {}
     rounding_names: set[str] = set()
     for path, w in tree.by_path.items():
+        if optimizer.is_frozen(path):
+            leaves[path] = LeafLayout(path, w, LeafPolicy(), {})
+            continue
         leaf = LeafLayout(path, w, optimizer.policy(path), dict(optimizer.slots(path, w)))
         if not isinstance(leaf.policy.rounding, RoundToNearest) and leaf.is_rounded:
             extra = leaf.policy.rounding.slots()

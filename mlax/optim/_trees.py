@@ -1,6 +1,7 @@
 """Trainables by path, and arithmetic on their leaves."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -37,17 +38,19 @@ class FlatTree:
             self._raise_structure_error(name, dict(leaves_with_paths(tree, _is_spec)))
         return dict(zip(self.by_path, leaves, strict=True))
 
-    def flatten_gradients(self, grads: Any) -> dict[str, jax.Array]:
-        """The gradients by path; each must match its parameter."""
-        by_path = self.flatten_like(grads, "gradients")
-        for path, g in by_path.items():
-            w, dtype = self.by_path[path], jnp.result_type(g)
+    def flatten_gradients(self, grads: Any, live: Collection[str]) -> dict[str, jax.Array]:
+        """The gradients of the live leaves by path; each must match its parameter. Those of others may be left out."""
+        by_path = dict(leaves_with_paths(grads))
+        if len(live) == len(self.by_path) or by_path.keys() != set(live):
+            by_path = self.flatten_like(grads, "gradients")
+        for path in live:
+            g, w, dtype = by_path[path], self.by_path[path], jnp.result_type(by_path[path])
             if jnp.shape(g) != w.shape or (dtype != w.dtype and dtype != at_least_float32(w.dtype)):
                 raise ValueError(
                     f"{self.owner}: the gradient at {path!r} is {signature(g)}, but the parameter is {signature(w)}; "
                     f"pass gradients of that shape, in its dtype or in {at_least_float32(w.dtype)}."
                 )
-        return {path: jnp.asarray(g) for path, g in by_path.items()}
+        return {path: jnp.asarray(by_path[path]) for path in live}
 
     def _raise_structure_error(self, name: str, by_path: dict[str, Any]) -> None:
         missing, extra = self.by_path.keys() - by_path.keys(), by_path.keys() - self.by_path.keys()

@@ -50,6 +50,9 @@ class OptimizerWrapper(Optimizer):
     def patterns(self):
         return self.optimizer.patterns()
 
+    def is_frozen(self, path):
+        return self.optimizer.is_frozen(path)
+
     def update_leaves(self, context, grads, weights, slots):
         return self.optimizer.update_leaves(context, grads, weights, slots)
 

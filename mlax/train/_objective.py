@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     """The mean values of an objective over a batch, the gradient of its mean loss, and its new non_trainables."""
 
     values: dict[str, jax.Array]  # the mean of each value, () float32 or wider
-    grads: Tree  # of the mean loss
+    grads: Tree  # of the mean loss; None for frozen leaves
     non_trainables: Tree
 
 
@@ -36,29 +36,32 @@ def gradients(
     accumulate: int = 1,
     scale: jax.Array | None = None,
     backward: Backward | None = None,
+    is_frozen: Callable[[str], bool] = lambda path: False,
 ) -> Gradients:
     """The mean of each value and the gradient of the mean loss, over `accumulate` microbatches.
 
     Microbatches are weighted by their masks, so that the gradient equals the whole batch's. Gradients are accumulated
     in float32, or in the weights' own dtype if that is wider. With a `scale`, the loss is multiplied by it and the
-    gradients are divided by it. `backward` replaces the loop over microbatches, as a pipeline does.
+    gradients are divided by it. `backward` replaces the loop over microbatches, as a pipeline does. Leaves whose path
+    `is_frozen` are not differentiated.
     """
     total = batch_weight(batch)
+    live, merge_frozen = _split_frozen(trainables, is_frozen)
 
-    def loss(trainables: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
-        values, new = unpack_output(objective(microbatch, trainables, non_trainables, rng=rng))
+    def loss(live: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
+        values, new = unpack_output(objective(microbatch, merge_frozen(live), non_trainables, rng=rng))
         means = {name: mean_contribution(name, value, microbatch, total, accumulate) for name, value in values.items()}
         scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
         return scaled, (means, new)
 
     if backward is not None:
         microbatches = split_microbatches(batch, accumulate, "microbatches")
-        found = Gradients(*backward(loss, trainables, microbatches, non_trainables, random.split(rng, accumulate)))
+        found = Gradients(*backward(loss, live, microbatches, non_trainables, random.split(rng, accumulate)))
     elif accumulate > 1:
         microbatches = split_microbatches(batch, accumulate, "accumulate")
-        found = _accumulate(loss, trainables, microbatches, non_trainables, random.split(rng, accumulate))
+        found = _accumulate(loss, live, microbatches, non_trainables, random.split(rng, accumulate))
     else:
-        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(trainables, batch, non_trainables, rng)
+        (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(live, batch, non_trainables, rng)
         found = Gradients(means, grads, new)
     return found if scale is None else found._replace(grads=_unscale(found.grads, scale))
 
@@ -79,6 +82,19 @@ def _accumulate(loss: Any, trainables: Tree, microbatches: Any, non_trainables: 
 
     ((values, grads), non_trainables), _ = lax.scan(add, ((values, grads), non_trainables), (microbatches, rngs))
     return Gradients(values, grads, non_trainables)
+
+
+def _split_frozen(trainables: Tree, is_frozen: Callable[[str], bool]) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The trainables with None for frozen leaves, and the function that fills these in again."""
+    leaves, structure = jax.tree.flatten(trainables)
+    frozen = [is_frozen(path) for path, _ in leaves_with_paths(trainables)]
+    live = structure.unflatten([None if skip else leaf for leaf, skip in zip(leaves, frozen, strict=True)])
+
+    def merge_frozen(live: Tree) -> Tree:
+        trained = iter(jax.tree.leaves(live))
+        return structure.unflatten([leaf if skip else next(trained) for leaf, skip in zip(leaves, frozen, strict=True)])
+
+    return live, merge_frozen
 
 
 def _unscale(grads: Tree, scale: jax.Array) -> Tree:

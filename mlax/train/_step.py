@@ -106,6 +106,7 @@ class Step:
         """One step as a pure function, neither compiled nor donating."""
         rng = random.fold_in(state.rng, state.step)
         pipeline = _pipeline_with_backward(self)
+        scale = None if self.scaling is None else state.scaling["scale"]
         values, grads, non_trainables = gradients(
             self.objective,
             batch,
@@ -113,8 +114,9 @@ class Step:
             state.non_trainables,
             rng,
             accumulate=self.accumulate if pipeline is None else pipeline.microbatches,
-            scale=None if self.scaling is None else state.scaling["scale"],
+            scale=scale,
             backward=None if pipeline is None else pipeline.backward,
+            is_frozen=self.optimizer.is_frozen,
         )
         check_non_trainables(state.non_trainables, non_trainables)
         norm = global_norm(dict(leaves_with_paths(grads)))
@@ -125,6 +127,7 @@ class Step:
             state.trainables,
             value=values["loss"],
             loss=loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
+            loss_scale=scale,
             apply_if=finite,
         )
         new = state._replace(step=state.step + 1, trainables=trainables, optimizer=optimizer)
@@ -142,7 +145,7 @@ class Step:
         metrics["skipped"] = ~finite
         if self.scaling is not None:
             new = new._replace(scaling=self.scaling.update(state.scaling, finite))
-            metrics["scale"] = state.scaling["scale"]
+            metrics["scale"] = scale
         return new, Metrics.pack(metrics)
 
     def _scan(self, state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import dtypes, nn, optim, place
+from mlax import dtypes, inspect, nn, optim, place
+from mlax.core import flatten_paths
 from mlax.place import find_pipelines
 from mlax.train import gradients
 from tests.arrays import normal
@@ -379,3 +380,20 @@ class TestOneForwardOneBackwardRefuses:
         trainables, _ = model.init(jax.random.key(0), data["x"])
         with pytest.raises(ValueError, match="no mesh with the axis 'stage' is set"):
             found(model, "1f1b")(data, trainables, None, jax.random.key(1))
+
+
+@pytest.mark.parametrize("schedule", [RARELY("gpipe"), "1f1b"])
+def test_frozen_weights_in_and_around_a_pipeline_are_not_differentiated(schedule):
+    model, x = transformer(4), batch(transformer())
+    trainables, _ = model.init(jax.random.key(0), x["x"])
+    frozen = {path for path in flatten_paths(trainables) if "kernel" in path or "table" in path}
+    wanted = jax.jit(found(model, "parts"))(x, trainables, None, jax.random.key(1))
+    with jax.set_mesh(mesh(2)):
+        whole = found(staged(model, 2), schedule)
+        live = functools.partial(whole, is_frozen=frozen.__contains__)
+        got = jax.jit(live)(x, trainables, None, jax.random.key(1))
+        costs = [inspect.flops(jax.make_jaxpr(each)(x, trainables, None, jax.random.key(1))) for each in (live, whole)]
+    assert flatten_paths(got.grads).keys() == flatten_paths(trainables).keys() - frozen
+    live_grads = {path: g for path, g in flatten_paths(wanted.grads).items() if path not in frozen}
+    assert_close(flatten_paths(got.grads), live_grads)
+    assert costs[0] < 0.8 * costs[1]

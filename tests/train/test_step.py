@@ -191,6 +191,27 @@ def test_loss_scaling_keeps_float16_gradients_from_underflowing():
     np.testing.assert_allclose(moved[train.StaticLossScale(2.0**12)], 1, rtol=0.05)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [optim.SAM(optim.SGD(1e9)), optim.LBFGS(1e9, max_search_steps=20), optim.Freeze(optim.SAM(optim.SGD(1e9)), "v")],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_optimizers_that_evaluate_the_loss_again_scale_it_too(optimizer, accumulate):
+    def tiny(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        error = (trainables["w"] - trainables["v"]).astype(jnp.float32) * batch["x"]
+        return error * error / 2, non_trainables  # its gradient is below 1e-8, zero in float16
+
+    moved = {}
+    for dtype in (jnp.float16, jnp.float32):
+        step = train.step(tiny, optimizer, scaling=train.StaticLossScale(2.0**12), accumulate=accumulate)
+        trainables = {"w": jnp.full((), 2, dtype), "v": jnp.ones((), dtype)}
+        state, metrics = step(step.init(jax.random.key(0), trainables), {"x": jnp.full((4,), 3e-5)})
+        moved[dtype] = float(state.trainables["w"]) - 2
+        assert float(metrics["gradient_norm"]) > 0
+    assert moved[jnp.float32] < -0.2
+    np.testing.assert_allclose(moved[jnp.float16], moved[jnp.float32], rtol=0.1)
+
+
 def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_finite_steps():
     step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(scale=8.0, every=3))
     state = init_state(step)

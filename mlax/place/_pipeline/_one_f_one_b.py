@@ -51,10 +51,15 @@ def one_forward_one_backward(
     updated = _updated_state(split, state, new_state)
     stacked = dict(zip(jax.tree.leaves((part, rng)), jax.tree.leaves((parts, rngs)), strict=True))
     shared = _shared_weights(split, weights, stacked, updated)
-    constant = inputs.keys() - stacked.keys() - set(jax.tree.leaves(weights))
+    trained = set(jax.tree.leaves(weights))
+    stage_weights = split.weights(inputs)
+    frozen = {position for position, index in split.weights.forwarded.items() if index not in trained}
+    live = tuple(position for position in range(len(stage_weights)) if position not in frozen)
+    # without frozen weights of the pipeline, of which each stage only needs its slice
+    constant = {*split.key.reads, *split.before.reads, *split.after.reads, *updated} - stacked.keys() - trained
 
     def run(number: jax.Array, stage_weights: Leaves, shared: ByIndex, constant: ByIndex, stacked: ByIndex) -> Any:
-        stage = StageRuntime(split, rngs.shape[0], number[0], stage_weights, shared, constant, stacked)
+        stage = StageRuntime(split, rngs.shape[0], number[0], stage_weights, live, shared, constant, stacked)
         (grads, shared_grads), last = _run_schedule(stage, jax.tree.leaves(values), updated)
         return grads, lax.psum(shared_grads, axis), jax.tree.map(lambda leaf: leaf[None], last)
 
@@ -68,7 +73,7 @@ def one_forward_one_backward(
     )
     grads, shared_grads, stage_results = jax.jit(pipeline)(
         jnp.arange(stages, dtype=np.int32),
-        split.weights(inputs),
+        stage_weights,
         {index: inputs[index] for index in shared},
         {index: inputs[index] for index in constant},
         stacked,
@@ -118,7 +123,7 @@ def _run_schedule(stage: "StageRuntime", values: list[int], updated: dict[int, i
     x = stage.first_input()
     (received, buffers), _ = lax.scan(fill, (x, stage.input_buffers(x)), ticks(0, last))
     cotangents = jax.tree.map(jnp.zeros_like, _inexact_leaves(x))
-    grads = _zero_sums((stage.weights, stage.shared))
+    grads = _zero_sums((stage.live_weights(), stage.shared))
     sums, state = _zero_sums([stage.split.avals[index] for index in values]), stage.initial_state(updated)
     carry = (received, buffers, cotangents, grads, (sums, state))
     (_, buffers, cotangents, grads, last_results), _ = lax.scan(steady, carry, ticks(last, stage.microbatches))
@@ -137,6 +142,7 @@ class StageRuntime:
     microbatches: int
     number: jax.Array
     weights: Leaves  # this stage's slice of the pipeline's weights
+    live: tuple[int, ...]  # the positions of those that are differentiated
     shared: ByIndex  # trainables that are used before or after the pipeline
     constant: ByIndex  # other inputs that are the same for all microbatches
     stacked: ByIndex  # inputs with a leading axis of microbatches
@@ -145,6 +151,10 @@ class StageRuntime:
     def last(self) -> int:
         """The number of the last stage."""
         return self.split.layer.stages - 1
+
+    def live_weights(self) -> ByIndex:
+        """This stage's weights that are differentiated, by position."""
+        return {position: self.weights[position] for position in self.live}
 
     def first_input(self) -> Leaves:
         """The input of the first stage for the first microbatch."""
@@ -184,18 +194,19 @@ class StageRuntime:
         shared, dy = pullback(jnp.ones_like(loss))
         return results, _zero_unless(self.number == self.last, shared), dy
 
-    def backward(self, time: jax.Array, buffers: Leaves, dy: Leaves) -> tuple[Leaves, tuple[Leaves, ByIndex]]:
+    def backward(self, time: jax.Array, buffers: Leaves, dy: Leaves) -> tuple[Leaves, tuple[ByIndex, ByIndex]]:
         """The gradients for the microbatch of this tick: of its input, and of this stage's and the shared weights."""
         microbatch = time - (np.int32(2 * self.last) - self.number)
         x = [_index(buffer, microbatch % len(buffer)) for buffer in buffers]
 
-        def run(stage_weights: Leaves, x_leaves: Leaves) -> Leaves:
+        def run(live_weights: ByIndex, x_leaves: Leaves) -> Leaves:
+            stage_weights = [live_weights.get(position, leaf) for position, leaf in enumerate(self.weights)]
             return _inexact_leaves(self._run(stage_weights, _replace_inexact(x, x_leaves), microbatch))
 
         def before(shared: ByIndex) -> Leaves:
             return _inexact_leaves(self.split.before(self._inputs(microbatch, shared)))
 
-        stage_grads, dx = jax.vjp(run, self.weights, _inexact_leaves(x))[1](dy)
+        stage_grads, dx = jax.vjp(run, self.live_weights(), _inexact_leaves(x))[1](dy)
         (shared,) = jax.vjp(before, self.shared)[1](dx)
         exists = self._exists(microbatch)
         return dx, (_zero_unless(exists, stage_grads), _zero_unless(exists & (self.number == 0), shared))
@@ -217,14 +228,14 @@ class StageRuntime:
         return (microbatch >= 0) & (microbatch < self.microbatches)
 
 
-def _combine_gradients(split: SplitJaxpr, weights: Tree, grads: Leaves, shared_grads: ByIndex) -> Tree:
-    """The gradients of all trainables from those of the pipeline's weights and those of the shared ones."""
+def _combine_gradients(split: SplitJaxpr, weights: Tree, grads: ByIndex, shared_grads: ByIndex) -> Tree:
+    """The gradients of all trainables from those of the pipeline's weights, by position, and of the shared ones."""
     inputs, forwarded = split.inputs, split.weights.forwarded
     total = _zero_sums({index: inputs[index] for index in jax.tree.leaves(weights)})
-    stage_grads = [(index, grads[position]) for position, index in forwarded.items()]
+    stage_grads = [(index, grads[position]) for position, index in forwarded.items() if position in grads]
     for index, grad in [*shared_grads.items(), *stage_grads]:
         total[index] = _accumulate(total[index], grad)
-    computed = [position for position in range(len(grads)) if position not in forwarded]
+    computed = [position for position in grads if position not in forwarded]
     if computed:  # from the trainables, by equations outside the pipeline
 
         def compute(leaves: ByIndex) -> Leaves:
