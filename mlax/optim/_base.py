@@ -99,8 +99,10 @@ class Optimizer(abc.ABC):
         return w
 
     def init(self, trainables: Tree) -> OptimizerState:
-        """The initial state, sharded like the trainables, and in the same memory."""
+        """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""
         tree = flatten_trainables(self, trainables)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values()):
+            return jax.eval_shape(self.init, trainables)
         layout = slot_layout(self, tree)
         _check_devices(tree)
         # scalars on the devices of the weights, or `update` would recompile after its first step

@@ -1,6 +1,9 @@
 """from_optax and to_optax: an Optax transformation as an mlax optimizer, and the reverse."""
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -9,7 +12,8 @@ import jax.numpy as jnp
 from mlax._jax import at_least_float32, is_on_host
 from mlax.core import Tree, frozen
 from mlax.optim._base import Optimizer
-from mlax.optim._slots import OptimizerState, Slot, make_state
+from mlax.optim._hyperparams import hyperparam_ranges
+from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 
 if TYPE_CHECKING:
@@ -17,11 +21,30 @@ if TYPE_CHECKING:
 
 
 @frozen
+class OptaxCall:
+    """A call of a function that returns an Optax transformation."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return ", ".join([name, *map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs)])
+
+
+@functools.lru_cache(maxsize=256)
+def _call(call: OptaxCall) -> Any:
+    return call.function(*call.args, **dict(call.kwargs))
+
+
+@frozen
 class FromOptax(Optimizer):
     """An Optax transformation as an optimizer: its state has named slots, and every leaf keeps its dtype and sharding.
 
     Each part of its state with the tree structure of the trainables is a slot, under Optax's name (`mu`, `nu`); the
-    others are scalars. Weights narrower than float32 are passed to it in float32, and so are its slots.
+    leaves that `optax.masked` leaves out of it have shape (0,). The other parts are scalars. Weights narrower than
+    float32 are passed to Optax in float32, and so are its slots.
     """
 
     nesting_error: ClassVar[str] = (
@@ -29,13 +52,29 @@ class FromOptax(Optimizer):
         "from_optax(optax.chain(optax.clip_by_global_norm(1.0), ...))."
     )
 
-    transformation: Any
+    transformation: Any  # an Optax transformation, or the call that makes it
+
+    def __repr__(self) -> str:
+        call = self.transformation
+        return f"from_optax({call!r})" if isinstance(call, OptaxCall) else "from_optax(an Optax transformation)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self.transformation, OptaxCall):
+            return self.__reduce__()
+        raise pickle.PicklingError(
+            "from_optax: an Optax transformation consists of closures, which cannot be pickled; pass the function and "
+            "its arguments, from_optax(optax.adam, 1e-3), or a function of a module that returns the transformation."
+        )
 
     def init(self, trainables):
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
+        if _is_abstract(tree):
+            return jax.eval_shape(self.init, trainables)
         with jax.numpy_dtype_promotion("standard"):
-            state = self._to_named(tree, jax.tree.map(jnp.asarray, self.transformation.init(_upcast(trainables))))
+            inner = self._transformation.init(_upcast(trainables))
+        _refuse_lookahead(inner)
+        state = self._to_named(tree, inner, jax.tree.map(jnp.asarray, inner))
         return self._map_state(tree, state, trainables, _shard_like)
 
     def update(self, grads, state, trainables, *, value=None, loss=None, loss_scale=None, apply_if=None, **overrides):
@@ -47,14 +86,13 @@ class FromOptax(Optimizer):
                 f"FromOptax: update has no hyperparameters such as {min(overrides)!r}; use optax.inject_hyperparams."
             )
         with jax.numpy_dtype_promotion("standard"):
-            before = jax.eval_shape(self.transformation.init, _upcast(trainables))
-            inner = self._from_named(tree, before, state)
+            template = self._template(trainables)
+            inner = self._from_named(tree, template, state)
             grads, weights = _upcast(grads), _upcast(trainables)
-            extra = {} if value is None else {"value": value, "grad": grads}
-            extra |= {} if loss is None else {"value_fn": _scale_cotangents(loss, loss_scale)}
-            updates, inner = _with_extra_args(self.transformation).update(grads, inner, weights, **extra)
+            extra = _extra_args(self._transformation, grads, value, loss, loss_scale)
+            updates, inner = self._transformation.update(grads, inner, weights, **extra)
             new = jax.tree.map(lambda new, u, w: cast_like(new + u.astype(new.dtype), w), weights, updates, trainables)
-            after = self._to_named(tree, inner)
+            after = self._to_named(tree, template, inner)
         cast = {name: jax.tree.map(cast_like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]}
         after = after._replace(**cast, step=state.step + 1)
         if apply_if is None:
@@ -65,12 +103,13 @@ class FromOptax(Optimizer):
         if trainables is None:
             raise ValueError("FromOptax: Optax's state depends on the parameters; call partition(specs, trainables).")
         tree = flatten_trainables(self, trainables)
-        state = self._to_named(tree, jax.eval_shape(self.transformation.init, _upcast(trainables)))
+        template = self._template(trainables)
+        state = self._to_named(tree, template, template)
         return self._map_state(tree, state, specs, lambda leaf, spec, alike: spec if alike else Slot(()).sharding(spec))
 
     def describe(self, trainables):
-        tree = flatten_trainables(self, trainables)
-        state = self._to_named(tree, jax.eval_shape(self.transformation.init, _upcast(trainables)))
+        tree, template = flatten_trainables(self, trainables), self._template(trainables)
+        state = self._to_named(tree, template, template)
         sizes = {
             name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(field))
             for name, field in {**state._asdict(), "the state": state}.items()
@@ -78,6 +117,14 @@ class FromOptax(Optimizer):
         return "\n".join([str(self), *(f"{name}: {size:,} bytes" for name, size in sizes.items())])
 
     def eval_trainables(self, state, trainables):
+        import optax.contrib
+
+        tree = flatten_trainables(self, trainables)
+        inner = self._from_named(tree, self._template(trainables), state)
+        for node in _nodes(inner, optax.contrib.ScheduleFreeState):
+            with jax.numpy_dtype_promotion("standard"):
+                average = optax.contrib.schedule_free_eval_params(node, _upcast(trainables))
+            return jax.tree.map(cast_like, average, trainables)
         return trainables
 
     def slots(self, path, w):
@@ -88,6 +135,18 @@ class FromOptax(Optimizer):
 
     def policy(self, path):
         raise TypeError(f"FromOptax {self.nesting_error}")
+
+    @property
+    def _transformation(self) -> Any:
+        import optax
+
+        made = _call(self.transformation) if isinstance(self.transformation, OptaxCall) else self.transformation
+        return optax.with_extra_args_support(made)
+
+    def _template(self, trainables: Tree) -> Any:
+        """The shapes of Optax's state."""
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.eval_shape(self._transformation.init, _upcast(trainables))
 
     def _map_state(
         self, tree: FlatTree, state: OptimizerState, like: Tree, function: Callable[[Any, Any, bool], Any]
@@ -100,7 +159,7 @@ class FromOptax(Optimizer):
         first = next(iter(by_path.values()), jnp.zeros(()))
 
         def map_field(field: Any) -> Any:
-            if not _is_slot(tree, field):
+            if jax.tree.structure(field) != tree.structure:
                 return jax.tree.map(lambda leaf: function(leaf, first, False), field)
             slot = tree.flatten_like(field, "slot")
             return tree.unflatten(
@@ -109,50 +168,152 @@ class FromOptax(Optimizer):
 
         return type(state)(*map(map_field, state))  # pyright: ignore[reportReturnType]
 
-    def _to_named(self, tree: FlatTree, inner: Any) -> OptimizerState:
+    def _to_named(self, tree: FlatTree, template: Any, inner: Any) -> OptimizerState:
         """The parts of Optax's state by name, after `step`, which counts updates whatever Optax counts."""
-        parts, _ = jax.tree_util.tree_flatten_with_path(inner, is_leaf=lambda node: _is_slot(tree, node))
+        parts, structure = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda node: _is_slot(tree, node))
         fields: dict[str, Any] = {"step": jnp.zeros((), jnp.int32)}
-        for keys, field in parts:
+        for (keys, shapes), field in zip(parts, structure.flatten_up_to(inner), strict=True):
             name = jax.tree_util.keystr(keys[-1:], simple=True) if keys else "state"
             name = name if name.isidentifier() else f"part_{name}"
-            fields[_unused_name(name, fields)] = field
+            fields[_unused_name(name, fields)] = _fill_masked(tree, field) if _is_slot(tree, shapes) else field
         return make_state(fields)
 
-    def _from_named(self, tree: FlatTree, like: Any, state: OptimizerState) -> Any:
-        """Optax's state with the structure of `like`."""
-        structure = jax.tree.structure(like, is_leaf=lambda node: _is_slot(tree, node))
-        if len(state) != structure.num_leaves + 1:
+    def _from_named(self, tree: FlatTree, template: Any, state: OptimizerState) -> Any:
+        """Optax's state with the structure of `template`."""
+        parts, structure = jax.tree.flatten(template, is_leaf=lambda node: _is_slot(tree, node))
+        if len(state) != len(parts) + 1:
             raise ValueError(f"{self}: the state is of another optimizer; create it with `init` of the same optimizer.")
-        return structure.unflatten(state[1:])
+        return structure.unflatten(
+            _mask_like(shapes, field) if _is_slot(tree, shapes) else field
+            for shapes, field in zip(parts, state[1:], strict=True)
+        )
 
 
-def from_optax(transformation: "optax.GradientTransformation") -> FromOptax:
-    """The optimizer that runs an Optax transformation, with its own learning rate: `from_optax(optax.adam(1e-3))`."""
-    return FromOptax(transformation)
+def from_optax(transformation: Any, *args: Any, **kwargs: Any) -> FromOptax:
+    """The optimizer that runs an Optax transformation, with its own learning rate: `from_optax(optax.adam(1e-3))`.
+
+    Given a function and its arguments, `from_optax(optax.adam, 1e-3)`, it can be pickled, and equal ones are equal.
+    """
+    if hasattr(transformation, "init") and hasattr(transformation, "update"):
+        if args or kwargs:
+            raise TypeError("from_optax: arguments belong to a function that returns a transformation, not to one.")
+        return FromOptax(transformation)
+    if not callable(transformation):
+        raise TypeError(
+            f"from_optax: {transformation!r} is neither an Optax transformation nor a function that returns one; pass "
+            "optax.adam(1e-3), for example."
+        )
+    return FromOptax(OptaxCall(transformation, args, tuple(sorted(kwargs.items()))))
 
 
-def to_optax(optimizer: Optimizer) -> "optax.GradientTransformationExtraArgs":
+def to_optax(optimizer: Optimizer, **hyperparams: Any) -> "optax.GradientTransformationExtraArgs":
     """The Optax transformation that runs an mlax optimizer: its updates are the new weights minus the old.
 
-    Adding them to narrow weights rounds once more; use `optimizer.update` itself where that matters.
+    `hyperparams`, numbers or arrays, replace those of the optimizer, so that Optax can store them in its state:
+    `optax.inject_hyperparams(lambda rate: optim.to_optax(optim.AdamW(1e-3), rate=rate))(rate=1e-3)`. Extra arguments
+    of `update` that the optimizer does not use are ignored, as by Optax. `optax.tree.map_params`, which calls `init`
+    with a placeholder, is answered from the last call of `init`. Adding the updates to narrow weights rounds once more;
+    use `optimizer.update` itself where that matters.
     """
     import optax
 
+    known = {"value", "loss", *_hyperparam_names(optimizer)}
+    slots: dict[str, bool] = {}  # the fields of the last state, and whether each is a slot
+
     def init(params: Tree) -> Any:
-        return optimizer.init(params)
+        if not isinstance(params, dict | list | tuple | None) and not jax.tree.leaves(params):
+            if not slots:
+                raise TypeError(f"to_optax({optimizer}): its slots depend on the weights; call init(params) first.")
+            return make_state({name: params if is_slot else jnp.zeros(()) for name, is_slot in slots.items()})
+        state = optimizer.init(params)
+        slots.clear()
+        slots.update(
+            (name, jax.tree.structure(field) == jax.tree.structure(params)) for name, field in state._asdict().items()
+        )
+        return state
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError(f"{optimizer}: needs the weights; call update(grads, state, params).")
-        new, state = optimizer.update(updates, state, params, **_rename_extra_args(extra))
+        extra = {name: value for name, value in _rename_extra_args(extra).items() if name in known}
+        new, state = optimizer.update(updates, state, params, **{**hyperparams, **extra})
         return jax.tree.map(lambda a, b: a - b, new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
+def _hyperparam_names(optimizer: Optimizer) -> set[str]:
+    inner = (name for each in optimizer.inner_optimizers() for name in _hyperparam_names(each))
+    return {*hyperparam_ranges(type(optimizer)), *inner}
+
+
 def _is_slot(tree: FlatTree, field: Any) -> bool:
-    return jax.tree.structure(field) == tree.structure
+    """Whether a part of Optax's state has the tree structure of the trainables, except for masked subtrees."""
+    leaves, structure = jax.tree.flatten(field, is_leaf=_is_masked)
+    if not any(not _is_masked(leaf) for leaf in leaves):
+        return False
+    try:
+        parameters = structure.flatten_up_to(tree.unflatten(dict.fromkeys(tree.by_path, 0)))
+    except (ValueError, TypeError):
+        return False
+    return all(_is_masked(leaf) or parameter == 0 for leaf, parameter in zip(leaves, parameters, strict=True))
+
+
+def _fill_masked(tree: FlatTree, field: Any) -> Any:
+    """A slot whose masked leaves are empty arrays."""
+    empty = tree.unflatten({path: jnp.zeros(EMPTY.sizes) for path in tree.by_path})
+    return jax.tree.map(lambda leaf, rest: rest if _is_masked(leaf) else leaf, field, empty, is_leaf=_is_masked)
+
+
+def _mask_like(template: Any, field: Any) -> Any:
+    """A slot with Optax's masked nodes where `template` has them."""
+    return jax.tree.map(lambda leaf, own: leaf if _is_masked(leaf) else own, template, field, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    import optax
+
+    return isinstance(node, optax.MaskedNode)
+
+
+def _is_abstract(tree: FlatTree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values())
+
+
+def _nodes(tree: Any, kind: type) -> Iterator[Any]:
+    """The nodes of a type in a tree, outermost only."""
+    return (
+        node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)) if isinstance(node, kind)
+    )
+
+
+def _refuse_lookahead(inner: Any) -> None:
+    import optax
+
+    if any(_nodes(inner, optax.LookaheadState)):
+        raise TypeError(
+            "from_optax: optax.lookahead keeps fast and slow weights in the place of the trainables; use "
+            "optim.Lookahead around an optimizer of mlax, which keeps the slow ones in its state."
+        )
+
+
+def _extra_args(transformation: Any, grads: Tree, value: Any, loss: Any, loss_scale: Any) -> dict[str, Any]:
+    """The extra arguments of Optax's `update` that are known and that the transformation takes, under Optax's names."""
+    extra: dict[str, Any] = {} if value is None else {"value": value, "grad": grads}
+    if loss is not None:
+
+        scaled = _scale_cotangents(loss, loss_scale)
+
+        def value_fn(params: Tree, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+            """The loss; a line search passes it all other arguments, and refuses those that it does not name."""
+            return scaled(params)
+
+        # Hessian-vector products need the loss itself, since the scaled one has a reverse-mode rule only
+        extra |= {"value_fn": value_fn, "obj_fn": loss, "grad_fn": lambda params, _: jax.grad(scaled)(params)}
+    parameters = inspect.signature(transformation.update).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return extra
+    return {name: given for name, given in extra.items() if name in parameters}
 
 
 def _refuse_host_memory(weights: Mapping[str, Any]) -> None:
@@ -195,13 +356,6 @@ def _scale_cotangents(loss: Callable[[Any], Any], scale: jax.Array | None) -> Ca
 
     scaled.defvjp(lambda weights: jax.vjp(loss, weights), backward)
     return scaled
-
-
-def _with_extra_args(transformation: Any) -> Any:
-    """The transformation, ignoring extra arguments that it does not take."""
-    import optax
-
-    return optax.with_extra_args_support(transformation)
 
 
 def _rename_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:

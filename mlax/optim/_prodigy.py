@@ -41,9 +41,7 @@ class Prodigy(Leafwise):
     def __post_init__(self):
         super().__post_init__()
         if not self.start > 0:
-            raise ValueError(
-                f"Prodigy: start is {self.start!r}, but must be above 0; pass one such as 1e-6."
-            )
+            raise ValueError(f"Prodigy: start is {self.start!r}, but must be above 0; pass one such as 1e-6.")
 
     def leaf_slots(self, path, w):
         wide = Slot(wide=True)

@@ -1,5 +1,7 @@
 """Optax under the contract of mlax, and mlax under Optax's: the same steps either way."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,8 @@ TRANSFORMATIONS = {
     "masked from within": optax.masked(optax.adam(1e-2), MASK),
     "multi": optax.multi_transform({"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}, LABELS),
     "injected": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "masked by a prefix": optax.masked(optax.adam(1e-2), {"dense": True, "stack": False, "temperature": False}),
+    "muon": optax.contrib.muon(1e-2),
     "every second": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "if finite": optax.apply_if_finite(optax.adam(1e-2), 5),
 }
@@ -75,7 +79,7 @@ def test_lbfgs_of_optax_receives_the_value_and_the_loss():
     np.testing.assert_allclose(new["x"], 1, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "masked from within", "multi", "injected", "if finite"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "masked by a prefix", "multi", "injected", "if finite"])
 def test_an_update_keeps_shapes_and_dtypes_and_compiles_once(name):
     optimizer, trainables = optim.from_optax(TRANSFORMATIONS[name]), tree("bfloat16")
     state = optimizer.init(trainables)
@@ -119,6 +123,86 @@ def test_the_state_of_another_transformation_is_an_error():
         optim.from_optax(optax.adam(0.1)).update(trainables, state, trainables)
 
 
+@pytest.mark.parametrize(("name", "slots"), [("masked from within", 2), ("masked by a prefix", 2), ("multi", 3)])
+def test_masked_slots_are_sharded_like_their_weights(name, slots):
+    specs = {"dense": {"bias": P("b"), "kernel": P("a", "b")}, "stack": {"kernel": P(None, "b")}, "temperature": P()}
+    trainables, optimizer = tree("float32"), optim.from_optax(TRANSFORMATIONS[name])
+    partition, state = optimizer.partition(specs, trainables), optimizer.init(trainables)
+    moments = [field for field in state._fields if field in ("mu", "nu", "trace")]
+    assert len(moments) == slots
+    for moment in moments:
+        leaves = jax.tree.leaves(getattr(state, moment))
+        assert jax.tree.structure(getattr(state, moment)) == jax.tree.structure(trainables)
+        for leaf, w, spec, wanted in zip(
+            leaves,
+            jax.tree.leaves(trainables),
+            jax.tree.leaves(getattr(partition, moment)),
+            jax.tree.leaves(specs),
+            strict=True,
+        ):
+            assert (leaf.shape, spec) in ((w.shape, wanted), ((0,), P()))
+
+
+def sharpness_aware(opaque):
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1), adversary, opaque_mode=opaque)
+
+
+@pytest.mark.parametrize("opaque", [True, False])
+def test_sam_of_optax_receives_the_gradient_function(opaque):
+    def by_optax_alone(trainables):
+        transformation = sharpness_aware(opaque)
+        state = transformation.init(trainables)
+        for _ in range(6):
+            given = {"grad_fn": lambda params, _: jax.grad(loss)(params)} if opaque else {}
+            updates, state = transformation.update(jax.grad(loss)(trainables), state, trainables, **given)
+            trainables = optax.apply_updates(trainables, updates)
+        return trainables
+
+    new, _ = by_mlax(optim.from_optax(sharpness_aware(opaque)), tree("float32"), extra=True, steps=6)
+    with jax.numpy_dtype_promotion("standard"):
+        assert_close(new, by_optax_alone(tree("float32")), 1e-5, 1e-6)
+
+
+def test_sophia_of_optax_receives_the_loss():
+    new, state = by_mlax(optim.from_optax(optax.contrib.sophia(1e-2)), tree("float32"), extra=True)
+    assert loss(new) < loss(tree("float32")) and np.isfinite(loss(new))
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.nu))
+
+
+def test_lookahead_of_optax_is_refused_with_the_alternative():
+    with pytest.raises(TypeError, match=r"use optim\.Lookahead around an optimizer of mlax"):
+        optim.from_optax(optax.lookahead(optax.sgd(0.1), 3, 0.5)).init(tree("float32"))
+
+
+def test_schedule_free_of_optax_is_evaluated_at_its_average():
+    transformation = optax.contrib.schedule_free_sgd(0.1)
+    optimizer = optim.from_optax(transformation)
+    new, state = by_mlax(optimizer, tree("float32"), steps=10)
+    with jax.numpy_dtype_promotion("standard"):
+        reference, inner = by_optax(transformation, tree("float32"), steps=10)
+        wanted = optax.contrib.schedule_free_eval_params(inner, reference)
+    assert_close(optimizer.eval_trainables(state, new), wanted, 1e-5, 1e-6)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(reference), strict=True))
+
+
+def test_a_call_of_an_optax_function_can_be_pickled_and_compared():
+    optimizer = optim.from_optax(optax.adamw, 1e-2, weight_decay=0.1)
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer == optim.from_optax(optax.adamw, 1e-2, weight_decay=0.1)
+    assert repr(optimizer) == "from_optax(adamw, 0.01, weight_decay=0.1)"
+    new, _ = by_mlax(optimizer, tree("float32"), steps=5)
+    assert_close(new, by_optax(optax.adamw(1e-2, weight_decay=0.1), tree("float32"), steps=5)[0], 1e-5, 1e-6)
+    with pytest.raises(pickle.PicklingError, match=r"from_optax\(optax.adam, 1e-3\)"):
+        pickle.dumps(optim.from_optax(optax.adam(1e-3)))
+
+
+def test_what_is_no_transformation_is_an_error():
+    with pytest.raises(TypeError, match="neither an Optax transformation nor a function"):
+        optim.from_optax(3)
+    with pytest.raises(TypeError, match="arguments belong to a function"):
+        optim.from_optax(optax.adam(1e-3), 1e-3)
+
+
 MLAX = {
     "AdamW": optim.AdamW(optim.Cosine(1e-2, STEPS), decay=0.1),
     "Muon": optim.Muon(stacked=("stack/**",)),
@@ -160,3 +244,45 @@ def test_the_error_of_an_mlax_optimizer_without_params_says_that_it_needs_them()
     transformation = optim.to_optax(optim.Adam(1e-2))
     with pytest.raises(ValueError, match=r"needs the weights; call update\(grads, state, params\)"):
         transformation.update(tree("float32"), transformation.init(tree("float32")))
+
+
+@pytest.mark.parametrize("optimizer", [optim.AdamW(1e-2), optim.from_optax(optax.masked(optax.adam(1e-2), MASK))])
+def test_the_state_of_shapes_is_shapes(optimizer):
+    trainables = tree("float32")
+    shapes = jax.eval_shape(lambda: trainables)
+    state = optim.to_optax(optimizer).init(shapes)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), optimizer.init(trainables)
+    )
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+
+
+def test_map_params_of_optax_maps_the_slots():
+    trainables = tree("float32")
+    transformation = optim.to_optax(optim.NAdam(1e-2))
+    with pytest.raises(TypeError, match=r"call init\(params\) first"):
+        optax.tree.map_params(transformation, lambda leaf: leaf, optim.NAdam(1e-2).init(trainables))
+    state = transformation.init(trainables)
+    marked = optax.tree.map_params(
+        transformation, lambda leaf, w: w.shape, state, trainables, transform_non_params=lambda leaf: "scalar"
+    )
+    assert marked.step == marked.product == "scalar"
+    assert marked.mean == marked.square == jax.tree.map(jnp.shape, trainables)
+
+
+def test_hyperparameters_injected_by_optax_are_part_of_its_state():
+    trainables = tree("float32")
+    make = optax.inject_hyperparams(lambda rate: optim.to_optax(optim.SGD(1.0), rate=rate))
+    transformation = make(rate=0.5)
+    state = transformation.init(trainables)
+    state.hyperparams["rate"] = jnp.asarray(0.25)
+    updates, _ = jax.jit(transformation.update)(trainables, state, trainables)
+    assert_close(updates, jax.tree.map(lambda g: -0.25 * g, trainables), 1e-6, 1e-7)
+
+
+def test_extra_arguments_that_an_optimizer_does_not_use_are_ignored():
+    trainables = tree("float32")
+    transformation = optim.to_optax(optim.SGD(0.5))
+    plain, _ = transformation.update(trainables, transformation.init(trainables), trainables)
+    extra, _ = transformation.update(trainables, transformation.init(trainables), trainables, labels=1, value=2.0)
+    assert_close(plain, extra, 0, 0)
