@@ -301,7 +301,6 @@ def _extra_args(transformation: Any, grads: Tree, value: Any, loss: Any, loss_sc
     """The extra arguments of Optax's `update` that are known and that the transformation takes, under Optax's names."""
     extra: dict[str, Any] = {} if value is None else {"value": value, "grad": grads}
     if loss is not None:
-
         scaled = _scale_cotangents(loss, loss_scale)
 
         def value_fn(params: Tree, obj_fn: Any = None, grad_fn: Any = None) -> Any:

@@ -153,7 +153,7 @@ class StageRuntime:
         return self.split.layer.stages - 1
 
     def live_weights(self) -> ByIndex:
-        """This stage's weights that are differentiated, by position."""
+        """The weights of this stage that are differentiated, by position."""
         return {position: self.weights[position] for position in self.live}
 
     def first_input(self) -> Leaves:
