@@ -6,6 +6,9 @@ import signal
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
 HEARTBEAT_VARIABLE = "MLAX_HEARTBEAT"  # the environment variable with the path of a process's heartbeat file
+HEARTBEAT_BYTES = 64  # at the beginning of that file
+FINISHED_OFFSET = 64  # where a process writes a byte once its script has ended
+ALL_FINISHED_OFFSET = 65  # where the supervisor writes one once the scripts of all processes have ended
 STEP_FOLDER = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")  # the name of a checkpoint: its step, and its version
 
 

@@ -5,7 +5,7 @@ python _curves.py curves.png runs/digits/metrics.jsonl [runs/other/metrics.jsonl
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ COLORS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#55
 NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "scale")
 NOT_SMOOTHED = ("rate",)
 MAX_POINTS = 2000  # per line
+MAX_LINE_BYTES = 1 << 20  # of a log
 
 
 def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -38,35 +39,74 @@ def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     temporary.replace(path)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without an incomplete last line; none if there is no such file."""
+def read_records(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without damaged lines and an incomplete last one; none if there is no such file.
+
+    With `most`, about `most` of its steps at equal distances and the last one, so that a long log is read fast.
+    """
+    stride = 1 if most is None else max(1, _estimate_lines(path) // most)
     records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    line, left_out = b"", False
+    for at, line in enumerate(read_lines(path)):
+        left_out = bool(at % stride) and b'"evaluation"' not in line and b'"event"' not in line
+        if not left_out and (record := parse_record(line)) is not None:
+            records.append(record)
+    if left_out and (record := parse_record(line)) is not None:
+        records.append(record)
     return records
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one after the other; none if there is no such file."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of a log; None if the line is incomplete or damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    scores = record.get("evaluation", {})
+    return record if isinstance(scores, dict) and all(map(_is_number_or_null, scores.values())) else None
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _estimate_lines(path: Path) -> int:
+    """About how many lines a file has, by its size and its first lines."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        beginning = file.read(1 << 16)
+    return path.stat().st_size * beginning.count(b"\n") // max(len(beginning), 1)
 
 
 def _metric_names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     names: dict[str, None] = {"loss": None}
     for records in runs.values():
         for record in records:
-            names |= dict.fromkeys(name for name in (*record, *record.get("evaluation", ())) if name not in NOT_PLOTTED)
+            values = {**record, **record.get("evaluation", {})}
+            names |= dict.fromkeys(name for name in values if name not in NOT_PLOTTED and _is_number(values[name]))
     return list(names)
 
 
 def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], color: str, run: str) -> None:
-    training = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    training = [(r["step"], r[name]) for r in records if _is_number(r.get(name))]
     scores = [(r["step"], r["evaluation"].get(name)) for r in records if "evaluation" in r]
-    evaluations = [(step, value) for step, value in scores if value is not None]
+    evaluations = [(step, value) for step, value in scores if _is_number(value)]
     if training:
         points = training[:: max(1, len(training) // MAX_POINTS)]
         smooth = len(points) > 100 and name not in NOT_SMOOTHED
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, color=color, alpha=0.25 if smooth else 1, linewidth=1)
-        axes.plot(steps, _smooth(values) if smooth else values, color=color, label=f"{run} training".strip())
+        axes.plot(steps, smooth_values(values) if smooth else values, color=color, label=f"{run} training".strip())
         if name in ("loss", "gradient_norm") and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")
     if evaluations:
@@ -74,15 +114,20 @@ def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], col
         axes.plot(*zip(*evaluations, strict=True), ".--", color=color if run else COLORS[1], label=label)
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """A bias-corrected exponential moving average over a fiftieth of the values."""
-    keep = 1 - 50 / max(len(values), 51)
-    mean, weight, averages = 0.0, 0.0, []
-    for value in values:
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        averages.append(mean / weight)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def smooth_values(values: Sequence[float]) -> list[float]:
+    """A centred moving average over a fiftieth of the values, of fewer towards the ends: it does not lag behind."""
+    half = len(values) // 100
+    averages: list[float] = []
+    for at in range(len(values)):
+        reach = min(half, at, len(values) - 1 - at)
+        averages.append(sum(values[at - reach : at + reach + 1]) / (2 * reach + 1))
     return averages
 
 
 if __name__ == "__main__":
-    plot_curves(Path(sys.argv[1]), {Path(name).parent.name: read_records(Path(name)) for name in sys.argv[2:]})
+    found = {Path(name).parent.name: read_records(Path(name), most=2 * MAX_POINTS) for name in sys.argv[2:]}
+    plot_curves(Path(sys.argv[1]), found)

@@ -1,6 +1,8 @@
 """Metrics on the device, and the log that reads them rarely."""
 
 import collections
+import contextlib
+import io
 import json
 import math
 import os
@@ -17,12 +19,15 @@ from jax import lax
 
 from mlax._jax import at_least_float32, widest_dtype
 from mlax.core import NoMatch
-from mlax.files import InvalidFile, open_regular
-from mlax.train._curves import read_records
+from mlax.files import InvalidFile, atomic_write, open_regular
+from mlax.train._curves import parse_record, read_lines
 
 Record = dict[str, Any]
 
 CALLS_BETWEEN_READS = 8  # with several processes
+BLOCK_BYTES = 1 << 16  # of a log that is read from its end
+SHORT_LOG_BYTES = 1 << 24  # a log up to this size is checked as a whole
+RECORDS_TO_FIND = 3  # in a row, of steps that are kept: the number in one line may be damaged
 
 
 @jax.tree_util.register_pytree_node_class
@@ -142,17 +147,50 @@ class MetricsLog:
             yield {"step": step - self.steps_per_call + 1 + i, **values}
 
 
-def truncate_log(path: Path, step: int) -> None:
-    """Drop the records after the step that training resumes from: those steps run again."""
+def truncate_log(path: Path, step: int) -> int:
+    """Drop the records after the step that training resumes from, since those steps run again, and damaged lines.
+
+    Returns how many were damaged. Of a long log only the end is read, as the records of a step are written before it is
+    saved and so before those of all later steps; damaged lines before stay, and `read_records` leaves them out.
+    """
     if not os.path.lexists(path):
-        return
+        return 0
     os.close(open_regular(str(path), os.O_RDONLY))  # refuses a link or a device
-    records = read_records(path)
-    kept = [record for record in records if record["step"] <= step]
-    if len(kept) < len(records) or not path.read_bytes().endswith(b"\n"):  # the last line may be incomplete
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        new.replace(path)
+    end, found = None, 0
+    for offset, line in _lines_backwards(path):
+        record = parse_record(line)
+        if not line.endswith(b"\n") or (record is not None and record["step"] > step):
+            end, found = offset, 0
+        elif record is not None and (found := found + 1) == RECORDS_TO_FIND:
+            break
+    if end is not None:
+        os.truncate(path, end)
+    return _drop_damaged(path) if path.stat().st_size <= SHORT_LOG_BYTES else 0
+
+
+def _drop_damaged(path: Path) -> int:
+    lines = list(read_lines(path))
+    good = [line for line in lines if parse_record(line) is not None]
+    if len(good) < len(lines):
+        with contextlib.suppress(OSError):  # such as a full disk; `read_records` leaves them out too
+            atomic_write(str(path), good)
+    return len(lines) - len(good)
+
+
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their offsets, from the last to the first, read block by block."""
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = b""  # the beginning of the lines that were read
+        while start > 0:
+            length = min(BLOCK_BYTES, start)
+            start = file.seek(start - length)
+            lines = io.BytesIO(file.read(length) + rest).readlines()  # which end with \n alone
+            rest = lines.pop(0) if start > 0 else b""
+            offset = start + len(rest) + sum(map(len, lines))
+            for line in reversed(lines):
+                offset -= len(line)
+                yield offset, line
 
 
 def _append_or_undo(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """Monitoring of a training run: the log, a progress bar with throughput, TensorBoard and curves."""
 
 import collections
+import contextlib
 import math
 import re
 import sys
@@ -49,7 +50,7 @@ class Monitor:
         self.tensorboard = TensorBoard(run.path("tensorboard") if tensorboard and run.is_main else None, start=start)
         self.progress = Progress(start, steps, show=show and run.is_main)
         self.examples = getattr(feed, "batch", 0)
-        self.print = self.progress.print
+        self.print, self.warn = self.progress.print, self.progress.warn
         self._flops: int | None = None
 
     def __enter__(self) -> Self:
@@ -70,11 +71,16 @@ class Monitor:
             self._flops = self.step.flops()
             self.progress.tick(at)
         records = self.log.add(at, metrics)
-        if wait:
-            records += self.log.read()
+        return self._show(records + (self.log.read() if wait else []))
+
+    def log_rest(self) -> list[Record]:
+        """Log and return the records of all steps that were not known to be done; waits for them."""
+        return self._show(self.log.read())
+
+    def _show(self, records: list[Record]) -> list[Record]:
         if records:
             done = records[-1]["step"]
-            speed = format_throughput(self.progress.tick(done), self.examples, self._flops)
+            speed = format_throughput(self.progress.tick(done), self.examples, self._flops or 0)
             self.progress.show(done, records[-1], speed, used_bytes(jax.local_devices()[0]))
             self.tensorboard.add(records)
             self.run.update_curves()
@@ -115,14 +121,24 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        with contextlib.suppress(OSError):
+            self.bar.stop()
 
     def print(self, text: str) -> None:
         """Print text above the bar."""
-        if self.terminal:
-            self.bar.console.print(text, markup=False, highlight=False)
-        elif self.plain:
-            print(text, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone, which is no reason to lose the training
+            if self.terminal:
+                self.bar.console.print(text, markup=False, highlight=False)
+            elif self.plain:
+                print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print text that must be seen: on stderr if nothing is shown. Without text, nothing."""
+        if text and (self.terminal or self.plain):
+            self.print(text)
+        elif text:
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def tick(self, step: int) -> float | None:
         """Record that `step` is done; returns the recent steps per second, None the first time."""
@@ -134,12 +150,13 @@ class Progress:
         shown = {name: value for name, value in metrics.items() if name not in NOT_SHOWN}
         parts = [format_values(shown), self._evaluation, speed, format_bytes(memory) if memory else ""]
         text = "  ".join(filter(None, parts))
-        self.bar.update(self.task, completed=step, description=text)
-        self.bar.refresh()
         tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
+        with contextlib.suppress(OSError):
+            self.bar.update(self.task, completed=step, description=text)
+            self.bar.refresh()
         if self.plain and (tenth > self._tenth or now - self._printed_at > self.every):
             self._tenth, self._printed_at = tenth, now
-            print(f"{step}/{self.steps}  {text}  {self._time_left(step)} left", flush=True)
+            self.print(f"{step}/{self.steps}  {text}  {self._time_left(step)} left")
 
     def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Show the scores of the evaluation after `step`, until the next one."""
@@ -212,13 +229,14 @@ def peak_flops(device: Any) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device.device_kind)), None)
 
 
-def describe_run(run: RunFolder, config: Mapping[str, Any], changes: Sequence[str], trainables: Tree, at: int) -> str:
-    """The configuration of a run, what changed in it, and a table of the model's parameters."""
+def describe_run(run: RunFolder, config: Mapping[str, Any], trainables: Tree, at: int) -> str:
+    """The configuration of a run, and a table of the model's parameters."""
     where = "no folder: nothing is saved" if run.root is None else f"{run.root}"
-    lines = {"run": f"{where}, resumes from step {at}" if at else where, **config}
+    shown = {name: value for name, value in config.items() if name != "fingerprint"}
+    lines = {"run": f"{where}, resumes from step {at}" if at else where, **shown}
     width = max(map(len, lines)) + 2
     table = parameter_table(trainables)
-    return "\n".join([*(f"{name:{width}}{value}" for name, value in lines.items()), *changes, "parameters", table])
+    return "\n".join([*(f"{name:{width}}{value}" for name, value in lines.items()), "parameters", table])
 
 
 def parameter_table(trainables: Tree, *, max_rows: int = 24) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import operator
 import os
 import platform
@@ -12,9 +13,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -22,11 +23,15 @@ from jax.experimental import multihost_utils
 from mlax import files
 from mlax.core import Tree
 from mlax.optim import Optimizer
-from mlax.train._curves import read_records
+from mlax.train._curves import parse_record, read_lines
+from mlax.train._fingerprint import WEIGHTS, differences
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
+from mlax.train.checkpoints._multiprocess import broadcast_text
 from mlax.train.checkpoints._restore import TargetMismatch
+
+Resume = bool | Literal["anyway", "restart"]
 
 
 class RunFolder:
@@ -47,8 +52,12 @@ class RunFolder:
         return None if self.root is None else self.root / name
 
     def __enter__(self) -> Self:
+        self._lock_folder()
+        return self
+
+    def _lock_folder(self) -> None:
         if self.root is None or not self.is_main:
-            return self
+            return
         self.root.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = files.lock_file(str(self.root / "lock"))
@@ -56,42 +65,54 @@ class RunFolder:
             if error.errno not in files.NO_LOCKS_ERRNOS:
                 raise
             print(f"{self.root} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
-            return self
+            return
         if self._lock is None:
             raise RuntimeError(
                 f"another process is training in {self.root}; wait for it, stop it, or choose another folder."
             )
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stop_plotting()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
+
+    def move_aside(self) -> str:
+        """Rename the folder, if it holds anything, and lock a new one; returns a message about it."""
+        message = ""
+        if self.root is not None and self.is_main and any(each.name != "lock" for each in self.root.iterdir()):
+            names = (self.root.with_name(f"{self.root.name}-before-{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not os.path.lexists(name))
+            self.root.rename(aside)  # with its lock, which is held until there is another
+            previous, self._lock = self._lock, None
+            self._lock_folder()
+            if previous is not None:
+                os.close(previous)
+            message = f"the run that was in {self.root} is now in {aside}, and a new one starts"
+        return broadcast_text(message, jax.process_count())  # the others must not look into the folder before
+
+    def read_config(self) -> tuple[dict[str, Any], str]:
+        """The configuration that the run had before, empty if there is none, and what is wrong with its file, if so."""
+        path = self.path("config.json")
+        if path is None or not os.path.lexists(path):
+            return {}, ""
+        try:
+            with files.safe_open(str(path)) as (file, _):
+                return files.parse_json(file.read(), str(path), depth=100), ""
+        except (OSError, files.InvalidFile) as error:
+            return {}, str(error)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration."""
         path = self.path("config.json")
         if path is not None and self.is_main:
-            path.write_text(json.dumps(config, indent=2, default=str) + "\n")
-
-    def config_changes(self, config: Mapping[str, Any]) -> list[str]:
-        """The differences from the configuration that the run had before, as phrases."""
-        path = self.path("config.json")
-        if path is None:
-            return []
-        before, now = _read_json(path), json.loads(json.dumps(config, default=str))
-        changes: list[str] = []
-        for name in ("step", "feed", "evaluate", "config"):
-            old, new = before.get(name), now.get(name)
-            if name not in before or old == new:
-                continue
-            if isinstance(old, dict) and isinstance(new, dict):
-                keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-                changes += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
-            else:
-                old, new = _differing_words(str(old), str(new))
-                changes.append(f"{name} was {old} and is now {new}")
-        return changes
+            try:
+                files.atomic_write(str(path), [(json.dumps(config, indent=2) + "\n").encode()])
+            except OSError as error:  # such as a full disk, which ends no training
+                print(f"{path} cannot be written: {error}", file=sys.stderr)
 
     def update_curves(self, *, every: float = 60.0, last: bool = False) -> None:
         """Plot the curves in a low-priority subprocess, unless it did within `every` seconds; the `last` time, wait."""
@@ -122,30 +143,41 @@ class RunFolder:
         path = self.path("report.md")
         if path is None or not self.is_main:
             return
-        scores = [record for record in read_records(path.with_name("metrics.jsonl")) if "evaluation" in record]
-        lines = [f"# {title}", "", *(f"- **{name}**: {value}" for name, value in facts.items()), ""]
-        if scores:
-            names = list(scores[-1]["evaluation"])
-            lines += ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-            rows = scores if len(scores) <= 12 else [*scores[:: len(scores) // 10], scores[-1]]
-            lines += [
-                f"| {r['step']:,} | " + " | ".join(_format_score(r["evaluation"].get(name)) for name in names) + " |"
-                for r in rows
-            ]
-        lines += ["", "![curves](curves.png)", ""]
+        lines = (line for line in read_lines(path.with_name("metrics.jsonl")) if b'"evaluation"' in line)
+        records = [record for line in lines if "evaluation" in (record := parse_record(line) or {})]
+        text = [
+            f"# {title}",
+            "",
+            *(f"- **{name}**: {_format_fact(facts[name])}" for name in facts if name != "fingerprint"),
+            "",
+        ]
+        text += [*_evaluation_table(records), "", "![curves](curves.png)", ""]
         with contextlib.suppress(OSError):
-            path.write_text("\n".join(lines))
+            files.atomic_write(str(path), ["\n".join(text).encode()])
 
 
-def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None, resume: bool) -> Checkpoints | None:
+def _evaluation_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not records:
+        return []
+    names = list(records[-1]["evaluation"])
+    rows = records if len(records) <= 12 else [*records[:: len(records) // 10], records[-1]]
+    cells = ([f"{row['step']:,}", *(_format_score(row["evaluation"].get(name)) for name in names)] for row in rows)
+    return [
+        "| step | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+        *("| " + " | ".join(row) + " |" for row in cells),
+    ]
+
+
+def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None, resume: Resume) -> Checkpoints | None:
     """The checkpoints of a run, None without a folder; with `resume=False` there must be none yet."""
     if run.root is None:
         return None
     checkpoints = Checkpoints(run.root / "checkpoints", keep=keep, best=best)
-    if not resume and checkpoints.latest() is not None:
+    if resume is False and checkpoints.latest() is not None:
         raise FileExistsError(
-            f"fit: {run.root} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; "
-            "choose another folder, or remove this one."
+            f"fit: {run.root} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; choose "
+            'another folder, or pass resume="restart" to move this one aside and start over.'
         )
     return checkpoints
 
@@ -154,37 +186,89 @@ def restore_latest(
     run: RunFolder, checkpoints: Checkpoints | None, state: TrainState
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
     """The step to resume from, its state and its notes, from the last checkpoint or else from `state`."""
-    at, notes = int(state.step), {}
-    if checkpoints is not None and checkpoints.latest() is not None:
-        try:
-            restored = checkpoints.restore(state)
-        except TargetMismatch as error:
-            raise ValueError(
-                f"fit: {run.root} holds the run of another model or optimizer: {error.fault}; "
-                "choose another folder for run=, or change them back."
-            ) from None
-        jax.tree.map(lambda leaf: leaf.delete(), state)  # as the first step would, by donation
-        at, state, notes = restored.step, restored.tree, restored.notes
-    metrics = run.path("metrics.jsonl")
-    if metrics is not None and run.is_main:
-        truncate_log(metrics, at)
-    return at, state, notes
-
-
-def record_config(run: RunFolder, config: Mapping[str, Any], at: int, steps: int) -> list[str]:
-    """Write the configuration of a run, and return what changed since it started, as lines to print.
-
-    The folder of a finished run stays as it is; a changed configuration is then an error.
-    """
-    changes = run.config_changes(config)
-    if changes and at >= steps:
+    if checkpoints is None or checkpoints.latest() is None:
+        return int(state.step), state, {}
+    try:
+        restored = checkpoints.restore(state)
+    except TargetMismatch as error:
         raise ValueError(
-            f"fit: {run.root} holds a finished run, {at} of {steps} steps, of another configuration "
-            f"({'; '.join(changes)}); choose another folder for this one."
+            f"fit: {run.root} holds the run of another model or optimizer: {error.fault}; "
+            "choose another folder for run=, or change them back."
+        ) from None
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # as the first step would, by donation
+    return restored.step, restored.tree, restored.notes
+
+
+def trim_log(run: RunFolder, at: int) -> str:
+    """Drop the records of the steps that run again; returns a warning about damaged lines, if there are any."""
+    metrics = run.path("metrics.jsonl")
+    damaged = 0 if metrics is None or not run.is_main else truncate_log(metrics, at)
+    return f"{metrics}: {damaged} damaged lines are left out" if damaged else ""
+
+
+class ConfigChanges(NamedTuple):
+    """How the configuration of a run differs from the one that it had before."""
+
+    refused: list[str]  # what makes it another experiment
+    announced: list[str]  # anything else
+    fault: str  # why the one before could not be read, if so
+
+    def warnings(self, *, resumed: bool) -> list[str]:
+        """What to print about a run that is resumed."""
+        if not resumed:
+            return []
+        fault = [f"{self.fault} It counts as absent, so that changes of the run cannot be noticed."] * bool(self.fault)
+        return fault + [f"changed since this run started: {change}" for change in self.refused + self.announced]
+
+
+def compare_config(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
+    """Compare the configuration with that of the run in the folder.
+
+    The first weights are unknown where training continues with a later state; those of the run are then kept.
+    """
+    before, fault = run.read_config()
+    marks = _as_dict(before.get("fingerprint"))
+    refused = differences(marks, config["fingerprint"])
+    announced: list[str] = []
+    for name in ("step", "feed", "evaluate", "best", "config"):
+        old, new = before.get(name), config.get(name)
+        if name not in before or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            announced += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
+        else:
+            announced.append(_describe_change(name, str(old), str(new)))
+    changes = ConfigChanges([_describe_change(*each) for each in refused], announced, fault)
+    if WEIGHTS in marks:
+        config["fingerprint"].setdefault(WEIGHTS, marks[WEIGHTS])
+    return changes
+
+
+def check_config(run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume) -> None:
+    """Refuse to continue another experiment, or to return the result of one that has finished, unless told to."""
+    changed = changes.refused + (changes.announced if at >= steps else [])
+    message = ""
+    if run.is_main and changed and resume != "anyway":
+        state = f"a finished run, {at} of {steps} steps," if at >= steps else f"a run at step {at} of {steps}"
+        message = (
+            f"fit: {run.root} holds {state} of another configuration ({'; '.join(changed)[:4000]}); choose another "
+            'folder for this one, or pass resume="anyway" to continue nevertheless, or resume="restart" to move the '
+            "old run aside and start over."
         )
-    if at < steps:
-        run.write_config(config)
-    return [f"changed since this run started: {change}" for change in changes]
+    if message := broadcast_text(message, jax.process_count()):  # a process that raised alone would leave the others
+        raise ValueError(message)
+
+
+def _describe_change(name: str, old: str, new: str) -> str:
+    if old.split(" #")[0] == new.split(" #")[0]:
+        return f"{name} has changed"
+    old, new = _differing_words(*(text.split(" #")[0] for text in (old, new)))
+    return f"{name} was {old} and is now {new}"
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def configuration(**parts: Any) -> dict[str, Any]:
@@ -245,10 +329,18 @@ def _gather(leaf: jax.Array) -> Any:
 
 
 def _to_plain(value: Any) -> Any:
+    """The value in what JSON can express, so that it compares equal to what is read back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        with contextlib.suppress(TypeError):
-            return dataclasses.asdict(value)
-    return value if isinstance(value, dict | int | float | str | bool) else repr(value)
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _to_plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(each) for each in value]
+    return value if isinstance(value, int | str | None) or _is_finite(value) else repr(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _differing_words(old: str, new: str) -> Iterator[str]:
@@ -265,15 +357,12 @@ def _common_prefix_length(old: list[str], new: list[str]) -> int:
     return sum(itertools.accumulate(map(operator.eq, old, new), operator.and_))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except (json.JSONDecodeError, OSError):
-        return {}
-
-
 def _format_score(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def _format_fact(value: Any) -> str:
+    return _format_score(value) if isinstance(value, float) else str(value)
 
 
 def _has_matplotlib() -> bool:

@@ -7,37 +7,49 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
 
-from mlax._supervision import HEARTBEAT_VARIABLE, TERMINATED, Phase
+from mlax._supervision import HEARTBEAT_BYTES, HEARTBEAT_VARIABLE, Phase
+
+GRACE = 8.0  # seconds; `docker stop` and most process managers allow 10
+CLUSTER_GRACE = 28.0  # Slurm's KillWait and Kubernetes' terminationGracePeriodSeconds are 30, unless configured
+NEAR_THE_TIME_LIMIT = 900.0  # seconds before the end of a Slurm job, in which a signal announces that end
+INTERRUPT_TIMEOUT = 2.0  # seconds in which a second Ctrl-C should end the process
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # the process exits after them; after Ctrl-C it need not
 
 
 class Signals:
-    """A context in which `pending()` names the signal that arrived, if any.
+    """A context in which `pending()` names the signal that arrived, if any: SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
-    The first Ctrl-C sets the flag only; the second raises KeyboardInterrupt. A loop that ends because of the flag calls
-    `acknowledge()`. If it does not within `grace` seconds, or is in a `killable()` call such as a compilation, the
-    process exits with the status of SIGTERM: Python itself cannot interrupt a long call into compiled code.
+    The first Ctrl-C sets the flag only; the second raises KeyboardInterrupt. A loop that has learnt of SIGTERM or
+    SIGHUP from `pending` or `poll_all` ends by itself, however long its last save takes. If it does not learn of it
+    within `grace` seconds, the process exits, as Python cannot interrupt a long call into compiled code: at once during
+    a `killable()` call, such as a compilation, and not during an `unkillable()` one, such as a save.
 
     With several processes, JAX's preemption service collects SIGTERM, and all of them see it at the same call of
-    `poll_all`; the sender decides on the grace period. Ctrl-C becomes SIGTERM, since one process cannot stop alone.
+    `poll_all`; the sender decides on the grace period. Other signals become SIGTERM, since no process can stop alone.
     """
 
-    def __init__(self, grace: float = 8.0):
+    def __init__(self, grace: float | None = None):
         self.grace = grace
         self._pending = ""
-        self._killable = False
+        self._killable = self._unkillable = False
         self._acknowledged = threading.Event()
+        self._left = threading.Event()
         self._previous: dict[int, Any] = {}  # handlers
         self._pipe: tuple[int, int] | None = None
         self._polls = 0
 
     def pending(self) -> str:
         """The name of the signal that arrived, or an empty string."""
+        if self._pending and threading.current_thread() is threading.main_thread():
+            self.acknowledge()
         return self._pending
 
     def poll_all(self) -> str:
@@ -45,7 +57,7 @@ class Signals:
         self._polls += 1
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._polls):
             self._pending = "SIGTERM"
-        return self._pending
+        return self.pending()
 
     def acknowledge(self) -> None:
         """Confirm that the loop is about to end."""
@@ -60,16 +72,28 @@ class Signals:
         finally:
             self._killable = False
 
+    @contextlib.contextmanager
+    def unkillable(self) -> Iterator[None]:
+        """Around a call that must end, however long it takes, since it saves what would be lost."""
+        self._unkillable = True
+        try:
+            yield
+        finally:
+            self._unkillable = False
+
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self  # Python handles signals in the main thread only
-        handled = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
-        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        handled = [signal.SIGINT, signal.SIGHUP, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
+        # a signal that is ignored stays so: nohup does that to SIGHUP
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in wanted}
         self._start_watchdog()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.acknowledge()
+        self._left.set()
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._pipe[1])  # ends the watchdog
@@ -82,7 +106,8 @@ class Signals:
         else:
             os.kill(os.getpid(), signal.SIGTERM)
         if number == signal.SIGINT:
-            print("\nstopping after this step and saving; press Ctrl-C again to quit at once", file=sys.stderr)
+            if not self._killable:
+                _say("\nstopping after this step and saving; press Ctrl-C again to quit at once")
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _start_watchdog(self) -> None:
@@ -99,20 +124,60 @@ class Signals:
         threading.Thread(target=self._watch, args=(read_end,), daemon=True, name="mlax signals").start()
 
     def _watch(self, read_end: int) -> None:
+        interrupts = 0
         with os.fdopen(read_end, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
-                if number[0] != signal.SIGTERM or self._acknowledged.is_set():
-                    continue
-                self._pending = "SIGTERM"
-                waited = 0.0
-                while not self._killable and waited < self.grace and not self._acknowledged.wait(0.05):
-                    waited += 0.05
-                if not self._acknowledged.is_set():
-                    where = "in a long call" if waited >= self.grace else "compiling"
-                    print(
-                        f"SIGTERM while {where}: exiting; the last checkpoint is complete", file=sys.stderr, flush=True
-                    )
-                    os._exit(TERMINATED)
+                received = number[0]
+                if received == signal.SIGINT:
+                    interrupts += 1
+                    self._watch_interrupt(interrupts)
+                elif received in _ENDING and received in self._previous and not self._acknowledged.is_set():
+                    self._watch_end(signal.Signals(received))
+
+    def _watch_interrupt(self, count: int) -> None:
+        """Answer Ctrl-C where the main thread cannot, and have the second one end the process."""
+        if count == 1:
+            if self._killable:
+                _say("\ncompiling: stops once that is done; press Ctrl-C again to quit at once")
+        elif not hasattr(sys, "ps1"):  # the state of an interactive session is never given up
+            if not self._killable:
+                self._left.wait(INTERRUPT_TIMEOUT)  # KeyboardInterrupt may get through
+            if not self._left.is_set():
+                _say("Ctrl-C: quitting; the last checkpoint is complete")
+                os._exit(128 + signal.SIGINT)
+
+    def _watch_end(self, received: signal.Signals) -> None:
+        """Exit if the loop does not learn of the signal in time."""
+        self._pending = received.name
+        grace = self.grace if self.grace is not None else default_grace(os.environ, time.time())
+        waited = 0.0
+        while not self._killable and waited < grace and not self._acknowledged.wait(0.05):
+            waited += 0.0 if self._unkillable else 0.05
+        if not self._acknowledged.is_set():
+            where = "compiling" if self._killable else f"in a call longer than the grace period of {grace:g} s"
+            _say(f"{received.name} while {where}: exiting; the last checkpoint is complete")
+            os._exit(128 + received)
+
+
+def default_grace(environment: Mapping[str, str], now: float) -> float:
+    """The seconds between SIGTERM and SIGKILL, as far as the environment of the process shows them."""
+    if "SLURM_JOB_ID" in environment:
+        # `--signal=TERM@120` announces the time limit; other signals come from scancel or a preemption
+        with contextlib.suppress(ValueError):
+            left = float(environment.get("SLURM_JOB_END_TIME", "")) - now
+            return max(left - 2, CLUSTER_GRACE) if left <= NEAR_THE_TIME_LIMIT else CLUSTER_GRACE
+        return CLUSTER_GRACE
+    return CLUSTER_GRACE if "KUBERNETES_SERVICE_HOST" in environment else GRACE
+
+
+def exit_status(stopped: str) -> int:
+    """The exit status of a process that a signal has stopped, as shells report it."""
+    return 128 + signal.Signals[stopped]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone, and saving matters more
+        print(text, file=sys.stderr, flush=True)
 
 
 def heartbeat(step: int, phase: str = Phase.STEP) -> None:
@@ -125,7 +190,7 @@ def heartbeat(step: int, phase: str = Phase.STEP) -> None:
     with contextlib.suppress(OSError):  # training continues if the disk is full
         if (file := _heartbeat_file()) is not None:
             descriptor, counts = file
-            os.pwrite(descriptor, f"{next(counts)} {step} {phase}".encode().ljust(64), 0)
+            os.pwrite(descriptor, f"{next(counts)} {step} {phase}".encode().ljust(HEARTBEAT_BYTES), 0)
 
 
 @functools.cache
