@@ -14,6 +14,7 @@ from mlax.train._metrics import truncate_log as truncate_log
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._objective import gradients as gradients
+from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._run import RunFolder as RunFolder
 from mlax.train._signals import heartbeat
 from mlax.train._state import TrainState
@@ -32,6 +33,7 @@ __all__ = [
     "BatchIterator",
     "Buckets",
     "Checkpoints",
+    "DifferentialPrivacy",
     "Diverged",
     "DynamicLossScale",
     "Evaluation",

@@ -15,7 +15,8 @@ from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
-from mlax.train._objective import Objective, check_non_trainables, gradients, loss_function
+from mlax.train._objective import Backward, Objective, check_non_trainables, gradients, loss_function
+from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import TrainState, init_state
 from mlax.train.feeds._batch import MASK
 
@@ -30,6 +31,7 @@ def step(
     skip_nonfinite: bool = True,
     compilations: int = 1,
     plan: Plan | None = None,
+    privacy: DifferentialPrivacy | None = None,
 ) -> "Step":
     """Forward pass, backward pass and update as one function, compiled once, which donates the state passed in.
 
@@ -47,10 +49,11 @@ def step(
       change.
     - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batch_sharding`.
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
+    - `privacy`: gradients clipped for each example and noised, `train.DifferentialPrivacy(clip=1.0, noise=1.1)`.
 
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
     """
-    return Step(objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan)
+    return Step(objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan, privacy)
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -65,6 +68,7 @@ class Step:
     skip_nonfinite: bool
     compilations: int
     plan: Plan | None
+    privacy: DifferentialPrivacy | None
     evaluation: Evaluation = dataclasses.field(init=False)
     aot: CompiledFunction = dataclasses.field(init=False)
 
@@ -87,7 +91,8 @@ class Step:
         return self.aot(state, batch)
 
     def __repr__(self) -> str:
-        defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True, "plan": None}
+        defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
+        defaults |= {"plan": None, "privacy": None}
         options = [
             f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
         ]
@@ -105,7 +110,7 @@ class Step:
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""
         rng = random.fold_in(state.rng, state.step)
-        pipeline = _pipeline_with_backward(self)
+        microbatches, backward = self._microbatches(batch)
         scale = None if self.scaling is None else state.scaling["scale"]
         values, grads, non_trainables = gradients(
             self.objective,
@@ -113,9 +118,9 @@ class Step:
             state.trainables,
             state.non_trainables,
             rng,
-            accumulate=self.accumulate if pipeline is None else pipeline.microbatches,
+            accumulate=microbatches,
             scale=scale,
-            backward=None if pipeline is None else pipeline.backward,
+            backward=backward,
             is_frozen=self.optimizer.is_frozen,
         )
         check_non_trainables(state.non_trainables, non_trainables)
@@ -147,6 +152,13 @@ class Step:
             new = new._replace(scaling=self.scaling.update(state.scaling, finite))
             metrics["scale"] = scale
         return new, Metrics.pack(metrics)
+
+    def _microbatches(self, batch: Any) -> tuple[int, Backward | None]:
+        """How many microbatches a batch is split into, and what computes their gradients, if not a scan."""
+        if self.privacy is not None:
+            return jax.tree.leaves(batch)[0].shape[0], self.privacy.backward
+        pipeline = _pipeline_with_backward(self)
+        return (self.accumulate, None) if pipeline is None else (pipeline.microbatches, pipeline.backward)
 
     def _scan(self, state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
         _check_stacked(self.steps_per_call, batches)
@@ -187,8 +199,22 @@ def _check_options(step: Step) -> None:
         raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan, as place.fsdp() returns.")
     if step.accumulate > 1 and _pipeline_with_backward(step) is not None:
         raise ValueError("train.step: the plan's pipeline splits batches into microbatches; leave accumulate at 1.")
+    if step.privacy is not None:
+        _check_privacy(step)
     if step.scaling is not None and not step.skip_nonfinite:
         raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")
+
+
+def _check_privacy(step: Step) -> None:
+    if not isinstance(step.privacy, DifferentialPrivacy):
+        raise TypeError(
+            f"train.step: privacy is {step.privacy!r}, but must be train.DifferentialPrivacy(clip=1.0, noise=1.1), say."
+        )
+    if step.accumulate > 1 or step.scaling is not None or _pipeline_with_backward(step) is not None:
+        raise ValueError(
+            "train.step: privacy clips the gradient of each example, which accumulate, scaling and a pipeline's own "
+            "backward pass do not compute; leave them out, and bound memory by DifferentialPrivacy(chunk=...)."
+        )
 
 
 def _check_stacked(steps_per_call: int, batches: Any) -> None:
