@@ -28,7 +28,8 @@ def frozen(cls: C) -> C:
 
     Descriptions with equal fields are equal, hash equal and share their bound methods, so that `jax.jit(a.fwd)`
     and `jax.jit(b.fwd)` compile once when `a == b`. Fields are equal when both type and value are: 1, 1.0 and
-    True differ. An array or an unhashable value is refused with the name of its field.
+    True differ. A NumPy scalar becomes a Python number; an array or an unhashable value is refused with the name of
+    its field.
     """
     if "__post_init__" in vars(cls):
         cls.__post_init__ = _check_fields_before(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
@@ -134,6 +135,7 @@ def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], No
     @functools.wraps(post_init)
     def checked(self: Any) -> None:
         _freeze_dicts(self)
+        _convert_numpy_scalars(self)
         _comparison_values(self)
         post_init(self)
 
@@ -142,6 +144,7 @@ def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], No
 
 def _finalize(self: Any) -> None:
     _freeze_dicts(self)
+    _convert_numpy_scalars(self)
     _comparison_values(self)
     for name, kind, default in _checked_fields(type(self)):
         value = getattr(self, name)
@@ -227,6 +230,24 @@ def _freeze_dicts(self: Any) -> None:
     for name, value in fields_of(self).items() if getattr(self, "has_dict_fields", False) else ():
         if isinstance(value, dict) and all(hasattr(each, "_hash") for each in value.values()):
             object.__setattr__(self, name, FrozenDict(value))
+
+
+def _convert_numpy_scalars(self: Any) -> None:
+    """Store numbers of NumPy, such as those of `np.linspace`, as Python's."""
+    for name, value in fields_of(self).items():
+        plain = _plain_number(value)
+        if plain is not value:
+            object.__setattr__(self, name, plain)
+
+
+def _plain_number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        number = value.item()
+        return number if isinstance(number, bool | int | float) else value
+    if type(value) is tuple:
+        items = tuple(map(_plain_number, value))
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+    return value
 
 
 def _comparison_values(self: Any) -> tuple[Any, ...]:

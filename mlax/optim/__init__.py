@@ -8,7 +8,7 @@ from mlax.optim._base import Leafwise, Optimizer
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
 from mlax.optim._galore import GaLore
 from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates
-from mlax.optim._hyperparams import Beta, NonNegative, Rate
+from mlax.optim._hyperparams import Beta, Count, NonNegative, Positive, PositiveCount, Rate
 from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
 from mlax.optim._hyperparams import hyperparams_at as hyperparams_at
 from mlax.optim._lbfgs import LBFGS
@@ -50,6 +50,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "ClipGlobalNorm",
     "ClipNorm",
     "ClipValue",
+    "Count",
     "Decay",
     "Freeze",
     "FromOptax",
@@ -74,6 +75,8 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "OptimizerWrapper",
     "Packing",
     "Plateau",
+    "Positive",
+    "PositiveCount",
     "Prodigy",
     "RAdam",
     "RMSProp",

@@ -1,6 +1,5 @@
 """The Adam family: Adam, AdamW, AMSGrad, NAdam, RAdam, AdaBelief, AdEMAMix and LAMB."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, Rate, log_beta
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm, trust_ratio
 
@@ -47,7 +46,7 @@ def adam_moments(now: Hyperparams, g: jax.Array, slots: Mapping[str, jax.Array])
 def adam_direction(now: Hyperparams, mean: jax.Array, square: jax.Array) -> jax.Array:
     """`mean / (sqrt(square) + eps)`, both bias-corrected."""
     root = lax.sqrt(square * now.bias_correction(now.b2))
-    return mean * now.bias_correction(now.b1) / (root + now.eps)
+    return mean * now.bias_correction(now.b1) / now.add_eps(root)
 
 
 @frozen
@@ -104,7 +103,7 @@ class NAdam(Adam):
         moments = adam_moments(now, g, slots)
         grad_coeff = (1 - now.momentum) / (1 - now.product)
         mean_coeff = now.next_momentum / (1 - now.product * now.next_momentum)
-        root = lax.sqrt(moments["square"] * now.bias_correction(now.b2)) + now.eps
+        root = now.add_eps(lax.sqrt(moments["square"] * now.bias_correction(now.b2)))
         return w - now.rate * (grad_coeff * g + mean_coeff * moments["mean"]) / root, moments
 
 
@@ -116,15 +115,15 @@ class RAdam(Adam):
     """
 
     def shared_values(self, now, scalars):
-        longest = 2 / (1 - now.b2) - 1
+        longest = jnp.maximum(2 / (1 - now.b2) - 1, 5.0)
         length = _sma_length(now.b2, now.t)
-        known = jnp.maximum(length, 5.0)  # keeps the root real where it is not used
+        known = jnp.maximum(length, 5.0)  # like `longest`, keeps the root real where it is not used
         factor = (known - 4) * (known - 2) * longest / ((longest - 4) * (longest - 2) * known)
         return {"is_known": (length > 5).astype(now.dtype), "rectification": jnp.sqrt(factor)}
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
-        inverse_root = lax.rsqrt(now.bias_correction(now.b2)) / (lax.sqrt(moments["square"]) + now.eps)
+        inverse_root = lax.rsqrt(now.bias_correction(now.b2)) / now.add_eps(lax.sqrt(moments["square"]))
         factor = jnp.where(now.is_known > 0, now.rectification * inverse_root, jnp.ones_like(inverse_root))
         return w - now.rate * moments["mean"] * now.bias_correction(now.b1) * factor, moments
 
@@ -134,12 +133,11 @@ def _sma_length(beta: Any, t: jax.Array) -> jax.Array:
 
     With `x = -t log(beta)` they are `2 / log(1 / beta) * (1 - x / (exp(x) - 1))` plus a small remainder.
     """
+    slope = -log_beta(beta, t.dtype)
     if isinstance(beta, float):
-        slope = -math.log(beta)
         remainder = 2 / (1 - beta) - 1 - 2 / slope
-    else:
-        slope = -jnp.log(beta)
-        remainder = (1 - beta) / 6 + (1 - beta) ** 2 / 12
+    else:  # a series, in which the two large terms have cancelled
+        remainder = ((1 - beta) / 6 + (1 - beta) ** 2 / 12).astype(t.dtype)
     x = jnp.minimum(t * slope, 80.0)  # the quotient is 1 from there on
     series = x * x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
     numerator = jnp.where(x < 0.5, series, jnp.expm1(x) - x)  # exp(x) - 1 - x
@@ -179,7 +177,7 @@ class AdEMAMix(Leafwise):
     b2: Beta = 0.999
     b3: Beta = 0.9999
     alpha: NonNegative = 5.0
-    warmup: int = 0
+    warmup: Count = 0
     eps: NonNegative = 1e-8
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
@@ -191,15 +189,15 @@ class AdEMAMix(Leafwise):
         if self.warmup == 0:
             return {}
         fraction = jnp.minimum(now.t / self.warmup, 1.0)
-        first, last = jnp.log(jnp.asarray(now.b1, fraction.dtype)), jnp.log(jnp.asarray(now.b3, fraction.dtype))
-        b3 = jnp.exp(first * last / ((1 - fraction) * last + fraction * first))
+        first, last = log_beta(now.b1, fraction.dtype), log_beta(now.b3, fraction.dtype)
+        b3 = jnp.exp(last / ((1 - fraction) * (last / first) + fraction))
         return {"alpha": now.alpha * fraction, "b3": jnp.minimum(b3, now.b3)}
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
         slow = moving_average(slots["slow"], g, now.b3)
         root = lax.sqrt(moments["square"] * now.bias_correction(now.b2))
-        step = (moments["mean"] * now.bias_correction(now.b1) + now.alpha * slow) / (root + now.eps)
+        step = (moments["mean"] * now.bias_correction(now.b1) + now.alpha * slow) / now.add_eps(root)
         return w - now.rate * now.add_decay(step, w), {**moments, "slow": slow}
 
 

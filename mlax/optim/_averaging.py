@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from mlax._jax import cast_scalar, widest_dtype
 from mlax.core import DType, frozen
 from mlax.optim._base import StepResult
-from mlax.optim._hyperparams import Beta, NonNegative
+from mlax.optim._hyperparams import Beta, Count, NonNegative, PositiveCount, log_beta
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 from mlax.optim._wrappers import OptimizerWrapper
@@ -21,7 +21,7 @@ class Average(OptimizerWrapper):
 
     elementwise = True
     decay: Beta | None = 0.999
-    start: int = 0
+    start: Count = 0
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
     def extra_slots(self, path, w):
@@ -32,8 +32,9 @@ class Average(OptimizerWrapper):
         count = jnp.maximum(context.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
         beta = count / (count + 1)
         if self.decay is not None:
-            decay = cast_scalar(context.hyperparams(self)["decay"], count)
-            beta = decay * jnp.expm1(count * jnp.log(decay)) / jnp.expm1((count + 1) * jnp.log(decay))
+            decay = context.hyperparams(self)["decay"]
+            log_decay = log_beta(decay, count.dtype)
+            beta = cast_scalar(decay, count) * jnp.expm1(count * log_decay) / jnp.expm1((count + 1) * log_decay)
         averages = {path: moving_average(slots["average"][path], w, beta.astype(w.dtype)) for path, w in new.items()}
         return StepResult(new, {**new_slots, "average": averages})
 
@@ -49,7 +50,7 @@ class Lookahead(OptimizerWrapper):
     """
 
     elementwise = True
-    every: int = 6
+    every: PositiveCount = 6
     alpha: NonNegative = 0.5
 
     def extra_slots(self, path, w):

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,11 +14,12 @@ from mlax.core import DType, Tree, frozen, matches, short_repr
 from mlax.optim._hyperparams import (
     Hyperparams,
     Patterns,
-    check_hyperparams,
+    SlotDTypes,
+    check_decayed,
+    check_fields,
     check_override,
     hyperparam_ranges,
     matches_any,
-    normalize_patterns,
 )
 from mlax.optim._offload import apply_offloaded
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
@@ -54,8 +55,7 @@ class Optimizer(abc.ABC):
     elementwise: ClassVar[bool] = False  # whether the update of each element depends on no other element
 
     def __post_init__(self) -> None:
-        check_hyperparams(self)
-        normalize_patterns(self)
+        check_fields(self)
 
     @abc.abstractmethod
     def slots(self, path: str, w: Any) -> dict[str, Slot]:
@@ -81,6 +81,15 @@ class Optimizer(abc.ABC):
     def patterns(self) -> tuple[str, ...]:
         """All path patterns of the description: one that matches no leaf is an error."""
         return ()
+
+    def check_paths(self, paths: Collection[str]) -> None:
+        """Raise an error if the description does not fit trainables with these paths."""
+        for inner in self.inner_optimizers():
+            inner.check_paths(paths)
+
+    def override_error(self, name: str) -> str:
+        """Why `update` cannot override a hyperparameter, and what to do instead; empty if it can."""
+        return "it is None, which turns it off; construct the optimizer with a number." * (getattr(self, name) is None)
 
     def inner_optimizers(self) -> "tuple[Optimizer, ...]":
         """The optimizers that this one wraps."""
@@ -198,7 +207,7 @@ class Leafwise(Optimizer):
     """
 
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
-    slot_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), kw_only=True)
+    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)
     rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
     stacked: Patterns = dataclasses.field(default=(), kw_only=True)
 
@@ -221,6 +230,11 @@ class Leafwise(Optimizer):
 
     def patterns(self):
         return (*self.stacked, *(getattr(self, "decayed", None) or ()))
+
+    def check_paths(self, paths):
+        super().check_paths(paths)
+        if hasattr(self, "decayed"):
+            check_decayed(self, paths)
 
     def slots(self, path, w):
         if not self._is_stacked(path):

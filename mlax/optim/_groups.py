@@ -1,14 +1,14 @@
 """Groups, Freeze, Rates and LayerwiseRates: different updates for different leaves."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from mlax.core import NoMatch, frozen, matches
+from mlax.core import NoMatch, frozen, matches, short_repr
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
-from mlax.optim._hyperparams import Patterns
+from mlax.optim._hyperparams import Patterns, Range
 from mlax.optim._wrappers import OptimizerWrapper
 
 
@@ -17,7 +17,7 @@ class Groups(Optimizer):
     """Update each leaf by the optimizer of the first matching pattern: `Groups(("**/table", a), ("**", b))`.
 
     A slot has one tree for all leaves, empty where the optimizer of a leaf does not have it. If the second group has a
-    scalar of the same name as the first, it is stored as `name_1`, and so on.
+    scalar of the same name as the first, it is stored as `name_1`, and so on. A group that gets no leaf is an error.
     """
 
     groups: tuple[tuple[str, Optimizer], ...]
@@ -41,6 +41,16 @@ class Groups(Optimizer):
         inner = (pattern for optimizer in self.inner_optimizers() for pattern in optimizer.patterns())
         return (*(pattern for pattern, _ in self.groups), *inner)
 
+    def check_paths(self, paths):
+        super().check_paths(paths)
+        used = {self._group_index(path) for path in paths}
+        for index, (pattern, optimizer) in enumerate(self.groups):
+            if index not in used:
+                raise NoMatch(
+                    f"Groups: no leaf is left for ({pattern!r}, {short_repr(optimizer)}), since the patterns before it "
+                    "match all of its leaves; put it before them, or remove it."
+                )
+
     def slots(self, path, w):
         return self._optimizer_of(path).slots(path, w)
 
@@ -51,6 +61,7 @@ class Groups(Optimizer):
         return {stored: start for names in self._scalar_names() for stored, start in names.values()}
 
     def update_leaves(self, context, grads, weights, slots):
+        context = dataclasses.replace(context, shared_step=True)
         new: dict[str, Any] = {}
         new_slots = {name: dict(slot) if isinstance(slot, Mapping) else slot for name, slot in slots.items()}
         for index, optimizer in enumerate(self.inner_optimizers()):
@@ -90,16 +101,19 @@ class Groups(Optimizer):
         used: set[str] = set()
         groups = []
         for index, optimizer in enumerate(self.inner_optimizers()):
-            names = {
-                name: (f"{name}_{index}" if name in used else name, start)
-                for name, start in optimizer.scalars().items()
-            }
+            names = {name: (_unused_name(name, index, used), start) for name, start in optimizer.scalars().items()}
             used |= {stored for stored, _ in names.values()}
             groups.append(names)
         return groups
 
     def __repr__(self) -> str:
         return f"Groups({', '.join(map(repr, self.groups))})"
+
+
+def _unused_name(name: str, index: int, used: Collection[str]) -> str:
+    """The name, or else the first of `name_<index>`, `name_<index + 1>`, ... that is unused."""
+    candidates = (name, *(f"{name}_{number}" for number in range(index, index + len(used) + 1)))
+    return next(candidate for candidate in candidates if candidate not in used)
 
 
 @frozen
@@ -128,6 +142,15 @@ class Rates(OptimizerWrapper):
     elementwise = True
     factors: tuple[tuple[str, float], ...] = ()
 
+    def __post_init__(self):
+        super().__post_init__()
+        for pair in self.factors:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_factor(pair[1])):
+                raise TypeError(
+                    f"Rates: {pair!r} is not a pair of a pattern and a factor of at least 0; pass pairs, such as "
+                    "(('**/bias', 0.1),)."
+                )
+
     def patterns(self):
         return (*(pattern for pattern, _ in self.factors), *self.optimizer.patterns())
 
@@ -138,6 +161,10 @@ class Rates(OptimizerWrapper):
 
     def _factor(self, path: str) -> float | None:
         return next((factor for pattern, factor in self.factors if matches(pattern, path)), None)
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value in Range()
 
 
 @frozen

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import tree_vdot
+from mlax._jax import cast_scalar, tree_vdot
 from mlax.core import DType, frozen
 from mlax.optim._base import LeavesByPath, Optimizer, StepResult
-from mlax.optim._hyperparams import Rate, UnitInterval
+from mlax.optim._hyperparams import Count, PositiveCount, Rate, SlotDTypes, UnitInterval
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slots import Slot
 from mlax.optim._update import UpdateContext
@@ -32,16 +32,20 @@ class LBFGS(Optimizer):
     """
 
     rate: Rate = 1.0
-    history: int = 10
-    max_search_steps: int = 30
+    history: PositiveCount = 10
+    max_search_steps: Count = 30
     c1: UnitInterval = 1e-4
     c2: UnitInterval = 0.9
     accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
-    slot_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), kw_only=True)
+    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)
     rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
 
     def policy(self, path):
         return LeafPolicy(self.accum_dtype, self.slot_dtypes, self.rounding)
+
+    def override_error(self, name):
+        unused = name in ("c1", "c2") and self.max_search_steps == 0
+        return super().override_error(name) or "there is no line search with max_search_steps=0; raise it." * unused
 
     def slots(self, path, w):
         stack = Slot((None, *range(len(w.shape))), (self.history,))
@@ -92,14 +96,15 @@ class LBFGS(Optimizer):
         def value_and_slope(length: jax.Array) -> tuple[jax.Array, jax.Array]:
             moved = {path: weights[path] + length.astype(leaf.dtype) * leaf for path, leaf in direction.items()}
             value, grads = evaluate(moved)
-            return value.astype(slope.dtype), tree_vdot(grads, direction)
+            return value.astype(slope.dtype), tree_vdot(direction, grads)  # the loss may have other leaves, too
 
         # while nothing is known of the curvature, a step of at most norm 1
         unit = 1 / jnp.sqrt(tree_vdot(direction, direction) + 1e-30)
         first = jnp.where(context.step == 0, jnp.minimum(first, unit), first)
-        value = context.value
-        start = value_and_slope(jnp.zeros_like(slope))[0] if value is None else value.astype(slope.dtype)
-        return _line_search(value_and_slope, start, slope, first, self.max_search_steps, values["c1"], values["c2"])
+        known = context.value is not None
+        start = context.loss_value(slope.dtype) if known else value_and_slope(jnp.zeros_like(slope))[0]
+        c1, c2 = (cast_scalar(values[name], slope) for name in ("c1", "c2"))
+        return _line_search(value_and_slope, start, slope, first, self.max_search_steps, c1, c2)
 
 
 def _line_search(
@@ -108,8 +113,8 @@ def _line_search(
     slope: jax.Array,
     first: jax.Array,
     max_steps: int,
-    c1: Any,
-    c2: Any,
+    c1: jax.Array,
+    c2: jax.Array,
 ) -> jax.Array:
     """A length that satisfies the weak Wolfe conditions; else the best one evaluated; else zero."""
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
 from mlax.core import Tree, frozen, match_paths, matches, signature, unflatten_paths
+from mlax.optim._trees import leaves_by_path
 
 
 class PackedLeaf(NamedTuple):
@@ -42,7 +43,7 @@ class Packing:
     @classmethod
     def of(cls, trainables: Tree, *groups: tuple[str, str]) -> "Packing":
         """The packing of a tree of arrays or `jax.ShapeDtypeStruct`s."""
-        by_path = dict(leaves_with_paths(trainables))
+        by_path = leaves_by_path(trainables)
         match_paths([pattern for _, pattern in groups], by_path)
 
         def vector(path: str, dtype: str) -> str:
@@ -57,7 +58,7 @@ class Packing:
 
     def pack(self, trainables: Tree) -> dict[str, Any]:
         """The vectors of a tree, nested by group and dtype."""
-        by_path = dict(leaves_with_paths(trainables))
+        by_path = leaves_by_path(trainables)
         extra = by_path.keys() - {leaf.path for leaf in self.leaves}
         if extra:
             raise ValueError(f"Packing: the tree also has {min(extra)!r}; make a packing of this tree.")

@@ -83,14 +83,15 @@ class KahanSummation(Rounding):
 class StochasticRounding(Rounding):
     """Round up or down at random, with probabilities that make the mean exact. https://arxiv.org/abs/2010.06192
 
-    The random bits are a function of `seed`, the step, the path and the index of the element.
+    The random bits are a function of `seed`, the step, the path, the index of the element and its value: members of
+    an ensemble under `jax.vmap` round independently of each other, and equal ones equally.
     """
 
     seed: int = 0
 
     def write(self, new, dtype, step, path, row=0):
         seed = zlib.crc32(f"{self.seed} {path}".encode())
-        return stochastic_round(new, dtype, hash_bits(new.shape, step, seed, row)), {}
+        return stochastic_round(new, dtype, hash_bits(new.shape, step, seed, row, new)), {}
 
 
 class LeafPolicy(NamedTuple):
@@ -121,8 +122,10 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     return lax.select(lax.abs(x) <= float(narrow.max), rounded, x).astype(dtype)
 
 
-def hash_bits(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) -> jax.Array:
-    """32 pseudorandom bits per element: a hash of its index, the step and the seed.
+def hash_bits(
+    shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0, values: jax.Array | None = None
+) -> jax.Array:
+    """32 pseudorandom bits per element: a hash of its index, the step, the seed and, if given, its value.
 
     `row` is the index of the first row, if this is a slice of a larger array. A few operations per element, which
     fuse with the update, where JAX's generators take another pass over memory. The hash, applied twice, is that of
@@ -132,7 +135,16 @@ def hash_bits(shape: tuple[int, ...], step: jax.Array, seed: int, row: Any = 0) 
     for axis, size in enumerate(shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index if axis else index + jnp.asarray(row).astype(jnp.uint32)
-    return _hash(_hash(index ^ jnp.uint32(seed)) ^ _hash(step.astype(jnp.uint32) + jnp.uint32(seed >> 1)))
+    bits = _hash(index ^ jnp.uint32(seed)) ^ _hash(step.astype(jnp.uint32) + jnp.uint32(seed >> 1))
+    return _hash(bits if values is None else bits ^ _words(values))
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of each element, folded into 32."""
+    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+    if words.dtype == jnp.uint64:
+        words = words ^ (words >> 32)
+    return words.astype(jnp.uint32)
 
 
 def _hash(x: jax.Array) -> jax.Array:

@@ -1,11 +1,13 @@
 """SGD, LARS, Lion, RMSProp, Adagrad and Adadelta."""
 
+from typing import Annotated, Any
+
 import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Positive, Range, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm, trust_ratio
 
@@ -28,6 +30,9 @@ class SGD(Leafwise):
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD: nesterov needs a momentum; pass momentum=0.9, say.")
 
+    def override_error(self, name):
+        return super().override_error(name) or momentum_override_error(self, name)
+
     def leaf_slots(self, path, w):
         return {} if self.momentum == 0 else {"momentum": Slot()}
 
@@ -36,6 +41,12 @@ class SGD(Leafwise):
             return w - now.rate * g, {}
         m = now.momentum * slots["momentum"] + g
         return w - now.rate * (g + now.momentum * m if self.nesterov else m), {"momentum": m}
+
+
+def momentum_override_error(optimizer: Any, name: str) -> str:
+    """Why `update` cannot set the momentum of an optimizer whose state has none."""
+    off = name == "momentum" and optimizer.momentum == 0
+    return "it is 0, so that the state has no momentum; construct the optimizer with momentum=0.9, say." * off
 
 
 @frozen
@@ -48,7 +59,7 @@ class LARS(Leafwise):
 
     rate: Rate
     momentum: Beta = 0.9
-    trust: NonNegative = 0.001
+    trust: Positive = 0.001
     decay: NonNegative = 1e-4
     decayed: Patterns | None = None
 
@@ -104,6 +115,9 @@ class RMSProp(Leafwise):
     momentum: Beta = 0.0
     centred: bool = False
 
+    def override_error(self, name):
+        return super().override_error(name) or momentum_override_error(self, name)
+
     def leaf_slots(self, path, w):
         slots = {"square": Slot(wide=True)}
         slots |= {"mean": Slot(wide=True)} if self.centred else {}
@@ -116,7 +130,7 @@ class RMSProp(Leafwise):
             new["mean"] = moving_average(slots["mean"], g, now.b2)
             variance = square - new["mean"] * new["mean"]
             square = lax.max(variance, jnp.zeros_like(square))  # rounding can make it negative
-        step = g / (lax.sqrt(square) + now.eps)
+        step = g / now.add_eps(lax.sqrt(square))
         if "momentum" in slots:
             step = new["momentum"] = now.momentum * slots["momentum"] + step
         return w - now.rate * step, new
@@ -131,7 +145,7 @@ class Adagrad(Leafwise):
 
     elementwise = True
     rate: Rate
-    start: float = 0.0
+    start: Annotated[float, Range()] = 0.0
     eps: NonNegative = 1e-10
 
     def leaf_slots(self, path, w):
@@ -139,7 +153,7 @@ class Adagrad(Leafwise):
 
     def leaf_update(self, now, g, w, slots):
         total = slots["total"] + g * g
-        return w - now.rate * g / (lax.sqrt(total) + now.eps), {"total": total}
+        return w - now.rate * g / now.add_eps(lax.sqrt(total)), {"total": total}
 
 
 @frozen
@@ -152,7 +166,7 @@ class Adadelta(Leafwise):
     elementwise = True
     rate: Rate = 1.0
     b2: Beta = 0.9
-    eps: NonNegative = 1e-6
+    eps: Positive = 1e-6  # the first step is its root
 
     def leaf_slots(self, path, w):
         return {"square": Slot(wide=True), "change": Slot(wide=True)}

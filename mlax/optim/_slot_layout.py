@@ -135,6 +135,7 @@ def slot_layout(optimizer: Any, tree: FlatTree) -> SlotLayout:
     """The layout of an optimizer's slots; a pattern or a name in `slot_dtypes` that matches nothing is an error."""
     if patterns := optimizer.patterns():
         match_paths(patterns, tree.by_path)
+    optimizer.check_paths(tree.by_path)
     leaves: dict[str, LeafLayout] = {}
     rounding_names: set[str] = set()
     for path, w in tree.by_path.items():
@@ -154,7 +155,13 @@ def slot_layout(optimizer: Any, tree: FlatTree) -> SlotLayout:
                 raise ValueError(
                     f"{tree.owner}: slot_dtypes names {name!r}, but the slots are {', '.join(names) or 'none'}."
                 )
-    return SlotLayout(tree, leaves, names, frozenset(rounding_names), optimizer.scalars())
+    scalars = optimizer.scalars()
+    if both := {"step", *scalars} & set(names) or {"step"} & scalars.keys():
+        raise ValueError(
+            f"{tree.owner}: its state would have two fields {min(both)!r}; rename the slot or the scalar, or use a "
+            "separate state for each optimizer."
+        )
+    return SlotLayout(tree, leaves, names, frozenset(rounding_names), scalars)
 
 
 def slot_table(layout: SlotLayout) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mlax.core import Tree, frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, hyperparams_at
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Positive, Rate, hyperparams_at
 from mlax.optim._slot_layout import slot_layout
 from mlax.optim._slots import OptimizerState, Slot
 from mlax.optim._trees import cast_like, flatten_trainables, moving_average
@@ -26,7 +26,7 @@ class SophiaG(Leafwise):
     b1: Beta = 0.96
     b2: Beta = 0.99
     gamma: NonNegative = 0.01
-    eps: NonNegative = 1e-12
+    eps: Positive = 1e-12
     decay: NonNegative = 0.1
     decayed: Patterns | None = None
 

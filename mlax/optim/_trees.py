@@ -1,7 +1,7 @@
 """Trainables by path, and arithmetic on their leaves."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class FlatTree:
 
     def flatten_gradients(self, grads: Any, live: Collection[str]) -> dict[str, jax.Array]:
         """The gradients of the live leaves by path; each must match its parameter. Those of others may be left out."""
+        _refuse_state(self.owner, grads, "gradients")
         by_path = dict(leaves_with_paths(grads))
         if len(live) == len(self.by_path) or by_path.keys() != set(live):
             by_path = self.flatten_like(grads, "gradients")
@@ -65,7 +66,8 @@ class FlatTree:
 
 def flatten_trainables(optimizer: Any, trainables: Any) -> FlatTree:
     """The trainables, or their PartitionSpecs or Shardings, by path; each must be a floating-point array."""
-    by_path = dict(leaves_with_paths(trainables, _is_spec))
+    _refuse_state(short_repr(optimizer), trainables, "trainables")
+    by_path = leaves_by_path(trainables, _is_spec)
     for path, leaf in by_path.items():
         if _is_spec(leaf):
             by_path[path] = UnknownShape(short_repr(optimizer))
@@ -81,6 +83,25 @@ def flatten_trainables(optimizer: Any, trainables: Any) -> FlatTree:
                 "arrays can be trained; keep it out of the trainables (`mlax.freeze` splits a tree)."
             )
     return FlatTree(optimizer, by_path, jax.tree.structure(trainables, is_leaf=_is_spec))
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves by path; two of the same path, as in `{"a/b": x, "a": {"b": y}}`, are an error."""
+    by_path: dict[str, Any] = {}
+    for path, leaf in leaves_with_paths(tree, is_leaf):
+        if path in by_path:
+            raise ValueError(f"Two leaves have the path {path!r}; rename one, as with '_' for '/' in its key.")
+        by_path[path] = leaf
+    return by_path
+
+
+def _refuse_state(owner: str, tree: Any, name: str) -> None:
+    """Raise an error if a tree is the state of an optimizer."""
+    if getattr(tree, "_fields", ("",))[0] == "step":
+        raise TypeError(
+            f"{owner}: the state came as {name}; the order is update(grads, state, trainables), and "
+            "eval_trainables(state, trainables)."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

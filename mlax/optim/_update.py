@@ -25,10 +25,17 @@ class UpdateContext:
     # maps a sum over these leaves to the sum over all leaves
     global_sum: Callable[[jax.Array], jax.Array] = lambda amount: amount
     chunked: bool = False  # whether these may be some of the leaves, or some of their rows
+    shared_step: bool = False  # whether the step is also that of others, so that no update can hold it back
 
     def hyperparams(self, optimizer: Any) -> dict[str, Any]:
         """The hyperparameters of an optimizer at this step."""
         return hyperparams_at(optimizer, self.step, self.overrides)
+
+    def loss_value(self, dtype: Any) -> jax.Array:
+        """`value` in this dtype; it must be a scalar."""
+        if jnp.shape(self.value) != ():
+            raise ValueError(f"update: value has shape {jnp.shape(self.value)}, but the loss must be a scalar.")
+        return jnp.asarray(self.value).astype(dtype)
 
     def scale_rates(self, factors: Mapping[str, Any]) -> "UpdateContext":
         """The context with the rates of some leaves multiplied by factors."""

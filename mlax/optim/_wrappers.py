@@ -10,7 +10,15 @@ from jax import lax
 from mlax._jax import cast_scalar, count_non_finite, global_norm
 from mlax.core import DType, frozen, short_repr
 from mlax.optim._base import Optimizer, StepResult, check_wrappable
-from mlax.optim._hyperparams import NonNegative, Patterns, UnitInterval, matches_any
+from mlax.optim._hyperparams import (
+    Count,
+    NonNegative,
+    Patterns,
+    PositiveCount,
+    UnitInterval,
+    check_decayed,
+    matches_any,
+)
 from mlax.optim._slots import Slot
 
 
@@ -77,13 +85,8 @@ class Accumulate(OptimizerWrapper):
     """
 
     elementwise = True
-    every: int = 1
+    every: PositiveCount = 1
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.every < 1:
-            raise ValueError(f"Accumulate: every is {self.every}, but must be at least 1.")
 
     def extra_slots(self, path, w):
         return {"gathered": Slot(dtype=self.dtype, wide=True)}
@@ -94,7 +97,7 @@ class Accumulate(OptimizerWrapper):
     def update_leaves(self, context, grads, weights, slots):
         sums = {path: slots["gathered"][path] + g for path, g in grads.items()}
         inner = {name: slot for name, slot in slots.items() if name != "gathered"}
-        inner_context = dataclasses.replace(context, step=context.step // self.every)
+        inner_context = dataclasses.replace(context, step=context.step // self.every, shared_step=True)
         if context.chunked:
             inner_context = dataclasses.replace(inner_context, global_sum=_reject_global_sum)
 
@@ -139,6 +142,10 @@ class Decay(OptimizerWrapper):
     def patterns(self):
         return (*(self.decayed or ()), *self.optimizer.patterns())
 
+    def check_paths(self, paths):
+        super().check_paths(paths)
+        check_decayed(self, paths)
+
     def update_leaves(self, context, grads, weights, slots):
         decay = context.hyperparams(self)["decay"]
         decays = {
@@ -155,18 +162,19 @@ class Decay(OptimizerWrapper):
 class Plateau(OptimizerWrapper):
     """Multiply the rate by `factor` whenever `value`, passed to `update`, has not improved for `patience` steps.
 
-    An improvement is a decrease below the best value by the fraction `threshold`. After each reduction, `cooldown`
-    steps do not count; the total factor is at least `min_scale`. With `every` above 1, the mean value of that many
-    updates is compared. Scalars: best, gathered_value, waited, scale.
+    An improvement is a decrease below the best value by more than the fraction `threshold` of its size. The `cooldown`
+    steps after each reduction do not count, whether the value improves or not; the total factor is at least
+    `min_scale`. With `every` above 1, the mean value of that many updates is compared.
+    Scalars: best, gathered_value, waited, scale.
     """
 
     elementwise = True
     factor: UnitInterval = 0.1
-    patience: int = 10
+    patience: Count = 10
     threshold: NonNegative = 1e-4
-    cooldown: int = 0
-    every: int = 1
-    min_scale: NonNegative = 0.0
+    cooldown: Count = 0
+    every: PositiveCount = 1
+    min_scale: UnitInterval = 0.0
 
     def extra_scalars(self):
         return {"best": float("inf"), "gathered_value": 0.0, "waited": 0, "scale": 1.0}
@@ -174,14 +182,15 @@ class Plateau(OptimizerWrapper):
     def update_leaves(self, context, grads, weights, slots):
         if context.value is None:
             raise TypeError("Plateau: update needs the loss that it monitors: update(..., value=loss).")
-        values = context.hyperparams(self)
         inner = {name: slot for name, slot in slots.items() if name not in self.extra_scalars()}
         best, waited, scale = slots["best"], slots["waited"], slots["scale"]
-        gathered = slots["gathered_value"] + jnp.asarray(context.value).astype(best.dtype)
+        values = {name: cast_scalar(value, best) for name, value in context.hyperparams(self).items()}
+        gathered = slots["gathered_value"] + context.loss_value(best.dtype)
         due = context.step % self.every == self.every - 1
         value = gathered / self.every
-        better = due & (value < best * (1 - values["threshold"]))
-        waited = jnp.where(better, jnp.minimum(waited, 0), waited + due.astype(jnp.int32))
+        least = jnp.where(jnp.isfinite(best), values["threshold"] * abs(best), 0.0)  # a fraction of infinity is NaN
+        better = due & (value < best - least)
+        waited = jnp.where(better & (waited >= 0), 0, waited + due.astype(jnp.int32))  # below 0 it cools down
         reduces = waited > self.patience
         scale = jnp.where(reduces, jnp.maximum(scale * values["factor"], values["min_scale"]), scale)
         context = context.scale_rates(dict.fromkeys(grads, scale))
@@ -216,7 +225,10 @@ class SAM(OptimizerWrapper):
 
 @frozen
 class SkipNonFinite(OptimizerWrapper):
-    """Leave weights, slots and step unchanged if a gradient is not finite. Scalar: skipped, counts such updates."""
+    """Leave weights, slots and step unchanged if a gradient is not finite. Scalar: skipped, counts such updates.
+
+    Inside `Groups` or `Accumulate`, which go on counting, it holds back the step of the optimizer inside only.
+    """
 
     elementwise = True  # except for the count, which goes through `context.global_sum`
 
@@ -224,10 +236,12 @@ class SkipNonFinite(OptimizerWrapper):
         return {"skipped": 0}
 
     def update_leaves(self, context, grads, weights, slots):
-        inner = {name: slot for name, slot in slots.items() if name != "skipped"}
+        step = context.step - slots["skipped"] if context.shared_step else context.step
+        inner = {**{name: slot for name, slot in slots.items() if name != "skipped"}, "step": step + 1}
         finite = context.global_sum(count_non_finite(grads)) == 0
-        new, new_slots = self.optimizer.update_leaves(context, grads, weights, inner)
-        before = {**inner, "step": context.step}
+        inner_context = dataclasses.replace(context, step=step)
+        new, new_slots = self.optimizer.update_leaves(inner_context, grads, weights, inner)
+        before = {**inner, "step": step}
 
         def select(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old.astype(new.dtype))
@@ -238,5 +252,7 @@ class SkipNonFinite(OptimizerWrapper):
             else select(slot, before[name])
             for name, slot in new_slots.items()
         }
+        if context.shared_step:
+            selected["step"] = slots["step"]
         skipped = slots["skipped"] + (~finite).astype(jnp.int32)
         return StepResult({path: select(w, weights[path]) for path, w in new.items()}, {**selected, "skipped": skipped})

@@ -18,7 +18,7 @@ class Schedule(abc.ABC):
     """A value that depends on the step: `schedule(step)`, where `step` is the number of updates so far.
 
     `step` is an integer or an array of integers; the result is float32 of the same shape. A negative step counts as 0.
-    A subclass defines `at`, `length` and `lengthen`, and `breakpoints` if it has more than its length.
+    A subclass defines `at`, `length` and `lengthen`; `breakpoints` if it has more than its length; `bounds` if known.
     """
 
     def __call__(self, step: Any) -> jax.Array:
@@ -41,6 +41,14 @@ class Schedule(abc.ABC):
     def breakpoints(self) -> tuple[int, ...]:
         """The steps at which the formula changes, ascending: a table or a plot shows all of them."""
         return (self.length,) if self.length else ()
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Two numbers between which all values lie; None if they are unknown.
+
+        An optimizer checks them at construction; without them, it checks the value at each step.
+        """
+        return None
 
     def values(self, steps: Any) -> np.ndarray:
         """The values at the first `steps` steps, or at an array of steps: float32."""
@@ -79,6 +87,14 @@ def check_schedule(schedule: Schedule, value: Any) -> None:
             f"{type(schedule).__name__}: {value!r} is not a schedule; "
             "pass one such as ConstantSchedule(3e-4) or Cosine(3e-4, 1_000)."
         )
+
+
+def union_bounds(*bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+    """The bounds of a schedule that takes the values of several; None if one of them is unknown."""
+    known = [each for each in bounds if each is not None]
+    if len(known) < len(bounds):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
 
 
 def _as_step(schedule: Schedule, step: Any) -> jax.Array:

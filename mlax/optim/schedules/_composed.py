@@ -6,7 +6,7 @@ from typing import Self
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim.schedules._base import Schedule, check_schedule
+from mlax.optim.schedules._base import Schedule, check_schedule, union_bounds
 from mlax.optim.schedules._checks import (
     LAST_STEP,
     check_finite,
@@ -36,6 +36,10 @@ class ScaledSchedule(Schedule):
     @property
     def breakpoints(self) -> tuple[int, ...]:
         return self.schedule.breakpoints
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        return _scale_bounds(self.schedule.bounds, self.factor)
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, schedule=self.schedule.lengthen(times))
@@ -88,6 +92,10 @@ class JoinedSchedules(Schedule):
         for start, (schedule, steps) in zip(self._starts, self.parts, strict=True):
             found.update(start + step for step in schedule.breakpoints if steps is None or step < steps)
         return tuple(sorted(found | ({self.length} if self.length else set())))
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        return union_bounds(*(schedule.bounds for schedule, _ in self.parts))
 
     def lengthen(self, times: int) -> Self:
         parts = tuple((schedule.lengthen(times), steps and steps * times) for schedule, steps in self.parts)
@@ -160,6 +168,11 @@ class WarmRestarts(Schedule):
             found.append(start)
         return tuple(found)
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        last = float(self.factor) ** (self.times - 1)
+        return union_bounds(self.schedule.bounds, _scale_bounds(self.schedule.bounds, last))
+
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, schedule=self.schedule.lengthen(times))
 
@@ -176,3 +189,9 @@ class WarmRestarts(Schedule):
     @property
     def _first_length(self) -> int:
         return self.schedule.length or 0  # None is rejected at construction
+
+
+def _scale_bounds(bounds: tuple[float, float] | None, factor: float) -> tuple[float, float] | None:
+    if bounds is None:
+        return None
+    return min(bound * factor for bound in bounds), max(bound * factor for bound in bounds)

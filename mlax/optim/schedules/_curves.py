@@ -65,6 +65,10 @@ class ConstantSchedule(Schedule):
     def length(self) -> int:
         return 0
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.value, self.value
+
     def lengthen(self, times: int) -> Self:
         return self
 
@@ -86,6 +90,10 @@ class Transition(Schedule):
     @property
     def length(self) -> int:
         return self.steps
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.start, self.end), max(self.start, self.end)
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, steps=self.steps * times)  # pyright: ignore[reportArgumentType]
@@ -180,6 +188,11 @@ class Exponential(Schedule):
         steps = math.ceil(exponent) * self.every if self.staircase else math.ceil(exponent * self.every)
         return steps if steps <= LAST_STEP else None
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        end = self.end or 0.0
+        return min(self.start, end), max(self.start, end)
+
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, every=self.every * times)
 
@@ -232,6 +245,11 @@ class PiecewiseConstant(Schedule):
     def breakpoints(self) -> tuple[int, ...]:
         return tuple(step for step, _ in self.drops)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        values = (self.start, *self._values)
+        return min(values), max(values)
+
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, drops=tuple((step * times, factor) for step, factor in self.drops))
 
@@ -282,6 +300,11 @@ class PiecewiseLinear(Schedule):
     def breakpoints(self) -> tuple[int, ...]:
         return tuple(step for step, _ in self.points if step)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        values = [value for _, value in self.points]
+        return min(values), max(values)
+
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, points=tuple((step * times, value) for step, value in self.points))
 
@@ -320,6 +343,10 @@ class Cyclic(Schedule):
     @property
     def breakpoints(self) -> tuple[int, ...]:
         return (self.rise, self._period)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return min(self.low, self.high), max(self.low, self.high)
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, rise=self.rise * times, fall=None if self.fall is None else self.fall * times)

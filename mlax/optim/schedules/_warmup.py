@@ -6,7 +6,7 @@ from typing import Literal, Self
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim.schedules._base import Schedule, check_schedule
+from mlax.optim.schedules._base import Schedule, check_schedule, union_bounds
 from mlax.optim.schedules._checks import check_finite, check_length, check_positive, check_steps, is_finite
 from mlax.optim.schedules._curves import cosine, interpolate, linear, square_root
 
@@ -37,6 +37,10 @@ class Warmup(Schedule):
     @property
     def breakpoints(self) -> tuple[int, ...]:
         return (self.steps, *(self.steps + step for step in self.schedule.breakpoints))
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        return union_bounds(self.schedule.bounds, (self.start, self.start)) if self.steps else self.schedule.bounds
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, schedule=self.schedule.lengthen(times), steps=self.steps * times)
@@ -76,6 +80,10 @@ class WarmupCosine(Schedule):
     @property
     def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup, self.total)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return _bounds_of(self.peak, self.end, self.start if self.warmup else self.peak)
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times)
@@ -124,6 +132,10 @@ class WarmupStableDecay(Schedule):
     def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup, self.total - self.decay, self.total)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return _bounds_of(self.peak, self.end, self.start if self.warmup else self.peak)
+
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times, total=self.total * times, decay=self.decay * times)
 
@@ -155,6 +167,10 @@ class InverseSqrt(Schedule):
     @property
     def breakpoints(self) -> tuple[int, ...]:
         return (self.warmup,)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return _bounds_of(0.0, self.peak)
 
     def lengthen(self, times: int) -> Self:
         return dataclasses.replace(self, warmup=self.warmup * times)
@@ -203,6 +219,11 @@ class OneCycle(Schedule):
     def breakpoints(self) -> tuple[int, ...]:
         return tuple(sorted({int(self._peak_step), -int(-self._peak_step // 1), self.total - 1}))
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        start = self.peak / self.div_factor
+        return _bounds_of(self.peak, start, start / self.final_div_factor)
+
     def lengthen(self, times: int) -> Self:
         total = (self.total - 1) * times + 1
         return dataclasses.replace(self, total=total, pct_start=(self._peak_step * times + 1) / total)
@@ -217,3 +238,7 @@ class OneCycle(Schedule):
     @property
     def _peak_step(self) -> float:
         return self.pct_start * self.total - 1
+
+
+def _bounds_of(*values: float) -> tuple[float, float]:
+    return min(values), max(values)
