@@ -6,7 +6,7 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import Count, NonNegative, Patterns, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -28,7 +28,7 @@ class Adafactor(Leafwise):
     clip: NonNegative = 1.0
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
-    min_dim_size_to_factor: int = 1
+    min_dim_size_to_factor: Count = 1
 
     def leaf_slots(self, path, w):
         factored = self._factored_axes(w.shape)

@@ -6,7 +6,7 @@ from jax import lax
 from mlax.core import frozen
 from mlax.optim._adam import Adam, AdamW, adam_moments
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, StartValue
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -38,7 +38,7 @@ class Yogi(Adam):
     """
 
     eps: NonNegative = 1e-3
-    start: float = 1e-6
+    start: StartValue = 1e-6
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(start=self.start, wide=True)}
@@ -47,7 +47,7 @@ class Yogi(Adam):
         mean = moving_average(slots["mean"], g, now.b1)
         square = slots["square"] + (1 - now.b2) * lax.sign(g * g - slots["square"]) * g * g
         root = lax.sqrt(square * now.bias_correction(now.b2))
-        step = mean * now.bias_correction(now.b1) / (root + now.eps)
+        step = mean * now.bias_correction(now.b1) / now.add_eps(root)
         return w - now.rate * step, {"mean": mean, "square": square}
 
 
@@ -64,7 +64,7 @@ class NAdamW(AdamW):
         ahead = now.b1 * moments["mean"] * now.bias_correction(now.b1, ahead=1)
         mean = ahead + (1 - now.b1) * g * now.bias_correction(now.b1)
         root = lax.sqrt(moments["square"] * now.bias_correction(now.b2))
-        return w - now.rate * now.add_decay(mean / (root + now.eps), w), moments
+        return w - now.rate * now.add_decay(mean / now.add_eps(root), w), moments
 
 
 @frozen
@@ -125,6 +125,6 @@ class Adan(Leafwise):
         trend = moving_average(slots["trend"], change, now.b2)
         square = moving_average(slots["square"], ahead * ahead, now.b3)
         step = mean * now.bias_correction(now.b1) + now.b2 * trend * now.bias_correction(now.b2)
-        step = step / (lax.sqrt(square * now.bias_correction(now.b3)) + now.eps)
+        step = step / now.add_eps(lax.sqrt(square * now.bias_correction(now.b3)))
         new = (w - now.rate * step) / (1 + now.rate * now.decay)
         return new, {"mean": mean, "trend": trend, "square": square, "previous": g}

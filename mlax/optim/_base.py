@@ -89,7 +89,7 @@ class Optimizer(abc.ABC):
 
     def override_error(self, name: str) -> str:
         """Why `update` cannot override a hyperparameter, and what to do instead; empty if it can."""
-        return "it is None, which turns it off; construct the optimizer with a number." * (getattr(self, name) is None)
+        return "it is None; construct the optimizer with a number." * (getattr(self, name) is None)
 
     def inner_optimizers(self) -> "tuple[Optimizer, ...]":
         """The optimizers that this one wraps."""

@@ -10,7 +10,7 @@ from jax import lax
 from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import AdamW, adam_direction, adam_moments
-from mlax.optim._hyperparams import Hyperparams, NonNegative, Patterns, matches_any
+from mlax.optim._hyperparams import Hyperparams, NonNegative, Patterns, PositiveCount, matches_any
 from mlax.optim._slots import Slot
 
 
@@ -26,17 +26,10 @@ class GaLore(AdamW):
     """
 
     elementwise = False
-    rank: int = 128
-    every: int = 200
+    rank: PositiveCount = 128
+    every: PositiveCount = 200
     scale: NonNegative = 0.25
     matrices: Patterns | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("rank", "every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"GaLore: {name} is {value!r}, but must be an integer of at least 1.")
 
     def patterns(self):
         return (*(self.matrices or ()), *super().patterns())

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -176,7 +176,7 @@ class LayerwiseRates(OptimizerWrapper):
     """
 
     layers: Patterns
-    factor: float = 0.75
+    factor: Annotated[float, Range()] = 0.75
     stacked: Patterns = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ Beta = Annotated[float | Schedule, Range(0.0, 1.0)]  # the decay rate of a movin
 UnitInterval = Annotated[float | Schedule, Range(0.0, 1.0)]  # a factor, or a constant of the Wolfe conditions
 NonNegative = Annotated[float | Schedule, Range()]  # a weight decay, a limit, an epsilon
 Positive = Annotated[float | Schedule, Range(TINY)]  # an epsilon that alone keeps a denominator from being zero
+StartValue = Annotated[float, Range()]  # the first value of a slot, of at least 0
 Count = Annotated[int, Range(0, 2**31)]  # an integer of at least 0, such as the steps of a warm-up
 PositiveCount = Annotated[int, Range(1, 2**31)]  # an integer of at least 1, such as a period
 Patterns = str | tuple[str, ...]  # a field of this type takes one path pattern or several, and stores a tuple
@@ -252,17 +253,22 @@ def matches_any(patterns: Patterns | None, path: str, names: tuple[str, ...] = D
     return any(matches(pattern, path) for pattern in patterns)
 
 
-def check_decayed(optimizer: Any, paths: Iterable[str]) -> None:
+def check_decayed(optimizer: Any, paths: Collection[str]) -> None:
     """Raise an error if a weight decay without patterns applies to no leaf."""
-    paths = list(paths)
     off = isinstance(optimizer.decay, int | float) and optimizer.decay == 0
-    if off or optimizer.decayed is not None or not paths or any(matches_any(None, path) for path in paths):
-        return
-    raise NoMatch(
-        f"{type(optimizer).__name__}: decay is {optimizer.decay}, but no leaf is named {' or '.join(DECAYED_NAMES)}: "
-        f"there are {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}. Pass decayed=, patterns of the "
-        "leaves to decay, such as '**', or decay=0.0."
-    )
+    if not off and optimizer.decayed is None:
+        remedy = "pass decayed=, patterns of the leaves to decay, such as '**', or decay=0.0"
+        check_names(optimizer, f"decay is {optimizer.decay}", DECAYED_NAMES, paths, remedy)
+
+
+def check_names(optimizer: Any, reason: str, names: tuple[str, ...], paths: Collection[str], remedy: str) -> None:
+    """Raise an error if no leaf has one of the names, which stand for patterns that were not given."""
+    if paths and not any(matches_any(None, path, names) for path in paths):
+        some = ", ".join(repr(path) for path in list(paths)[:3]) + ", ..." * (len(paths) > 3)
+        raise NoMatch(
+            f"{type(optimizer).__name__}: {reason}, but no leaf is named {' or '.join(names)}: there are {some}; "
+            f"{remedy}."
+        )
 
 
 def _normalize_patterns(optimizer: Any, name: str) -> None:

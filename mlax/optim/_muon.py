@@ -1,5 +1,6 @@
 """Muon: orthogonalised momentum for matrices, another optimizer for the rest."""
 
+import dataclasses
 import math
 
 import jax
@@ -8,7 +9,7 @@ from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
 from mlax.optim._adam import AdamW
 from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, subset
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, matches_any
+from mlax.optim._hyperparams import Beta, Count, NonNegative, Patterns, Rate, matches_any
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm
 
@@ -28,7 +29,7 @@ class Muon(Leafwise):
     rate: Rate = 0.02
     momentum: Beta = 0.95
     nesterov: bool = True
-    steps: int = 5
+    steps: Count = 5
     decay: NonNegative = 0.1
     matrices: Patterns | None = None
     rest: Optimizer = AdamW(3e-4)
@@ -65,7 +66,7 @@ class Muon(Leafwise):
         matrices = [path for path in grads if self._is_matrix(path)]
         others = [path for path in grads if path not in matrices]
         new, new_slots = super().update_leaves(context, subset(grads, matrices), subset(weights, matrices), slots)
-        context = context.without_overrides(self)
+        context = dataclasses.replace(context.without_overrides(self), shared_step=True)
         rest, rest_slots = self.rest.update_leaves(context, subset(grads, others), subset(weights, others), slots)
         merged = {
             name: {**new_slots.get(name, {}), **leaves} if isinstance(leaves, dict) else leaves

@@ -1,7 +1,7 @@
 """Prodigy: AdamW that estimates its learning rate."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from mlax._jax import tree_vdot, widest_dtype
 from mlax.core import frozen
 from mlax.optim._base import Leafwise, LeavesByPath
-from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import TINY, Beta, Hyperparams, NonNegative, Patterns, Range, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 from mlax.optim._update import UpdateContext
@@ -34,14 +34,9 @@ class Prodigy(Leafwise):
     eps: NonNegative = 1e-8
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
-    start: float = 1e-6
+    start: Annotated[float, Range(TINY)] = 1e-6
     factor: NonNegative = 1.0
     safeguard_warmup: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.start > 0:
-            raise ValueError(f"Prodigy: start is {self.start!r}, but must be above 0; pass one such as 1e-6.")
 
     def leaf_slots(self, path, w):
         wide = Slot(wide=True)
@@ -63,7 +58,8 @@ class Prodigy(Leafwise):
         scaled = now.before * g
         mean = moving_average(slots["mean"], scaled, now.b1)
         square = moving_average(slots["square"], scaled * scaled, now.b2)
-        step = mean / (lax.sqrt(square) + now.distance * now.eps)
+        root = lax.sqrt(square) + now.distance * now.eps
+        step = mean / jnp.where(root > 0, root, jnp.ones_like(root))
         gathered = self._gather(now, now.before, g, slots["gathered"])
         new = {"mean": mean, "square": square, "gathered": gathered, "origin": slots["origin"]}
         return w - size * now.add_decay(step, w), new

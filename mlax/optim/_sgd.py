@@ -1,13 +1,13 @@
 """SGD, LARS, Lion, RMSProp, Adagrad and Adadelta."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Positive, Range, Rate
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Positive, Rate, StartValue
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm, trust_ratio
 
@@ -145,7 +145,7 @@ class Adagrad(Leafwise):
 
     elementwise = True
     rate: Rate
-    start: Annotated[float, Range()] = 0.0
+    start: StartValue = 0.0
     eps: NonNegative = 1e-10
 
     def leaf_slots(self, path, w):

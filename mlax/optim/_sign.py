@@ -5,7 +5,8 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, UnitInterval
+from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, StartValue, UnitInterval
+from mlax.optim._sgd import momentum_override_error
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -23,6 +24,9 @@ class SignSGD(Leafwise):
     momentum: Beta = 0.0
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
+
+    def override_error(self, name):
+        return super().override_error(name) or momentum_override_error(self, name)
 
     def leaf_slots(self, path, w):
         return {} if self.momentum == 0 else {"mean": Slot()}
@@ -44,7 +48,7 @@ class Rprop(Leafwise):
 
     elementwise = True
     rate: Rate = 1.0
-    start: float = 0.01
+    start: StartValue = 0.01
     shrink: UnitInterval = 0.5
     grow: NonNegative = 1.2
     min_size: NonNegative = 1e-6

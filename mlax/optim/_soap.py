@@ -12,7 +12,7 @@ from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import adam_direction, adam_moments
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, Hyperparams, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, PositiveCount, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -37,8 +37,8 @@ class SOAP(Leafwise):
     eps: NonNegative = 1e-8
     decay: NonNegative = 0.01
     decayed: Patterns | None = None
-    every: int = 10
-    max_precond_dim: int = 10_000
+    every: PositiveCount = 10
+    max_precond_dim: Count = 10_000
 
     def leaf_slots(self, path, w):
         slots = {"mean": Slot(), "square": Slot(wide=True)}
