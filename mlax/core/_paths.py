@@ -58,8 +58,8 @@ def match_paths(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether one path matches one pattern."""
-    return _regex(pattern).fullmatch(f"{path}/") is not None
+    """Whether one path matches one pattern; the empty path is that of a bare array, which `**` matches."""
+    return _regex(pattern).fullmatch(f"{path}/") is not None or (not path and _regex(pattern).fullmatch("") is not None)
 
 
 def no_match_message(path: str, paths: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from jax import lax
 from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import AdamW, adam_direction, adam_moments
-from mlax.optim._hyperparams import Hyperparams, NonNegative, Patterns, PositiveCount, matches_any
+from mlax.optim._hyperparams import Hyperparams, NonNegative, Patterns, PositiveCount, check_names, matches_any
 from mlax.optim._slots import Slot
 
 
@@ -33,6 +33,11 @@ class GaLore(AdamW):
 
     def patterns(self):
         return (*(self.matrices or ()), *super().patterns())
+
+    def check_paths(self, paths):
+        super().check_paths(paths)
+        if self.matrices is None:
+            check_names(self, "matrices is None", ("kernel",), paths, "pass matrices=, patterns such as '**/weight'")
 
     def leaf_slots(self, path, w):
         slots = super().leaf_slots(path, w)

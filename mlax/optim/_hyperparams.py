@@ -18,6 +18,7 @@ from mlax.optim.schedules._base import Schedule
 from mlax.optim.schedules._curves import FunctionSchedule
 
 TINY = 2.0**-126  # the smallest normal float32
+MAX_COUNT = 2**31  # steps are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Range:
 
     def __str__(self) -> str:
         lower = "above 0" if self.minimum == TINY else f"at least {self.minimum:g}"
-        return lower + (f" and below {self.limit:g}" if self.limit < math.inf else "")
+        if self.limit == math.inf:
+            return f"finite, {lower}"
+        return f"{lower} and below {self.limit:g}" if self.limit < MAX_COUNT else lower
 
 
 Rate = Annotated[float | Schedule, Range()]  # a learning rate
@@ -45,8 +48,8 @@ UnitInterval = Annotated[float | Schedule, Range(0.0, 1.0)]  # a factor, or a co
 NonNegative = Annotated[float | Schedule, Range()]  # a weight decay, a limit, an epsilon
 Positive = Annotated[float | Schedule, Range(TINY)]  # an epsilon that alone keeps a denominator from being zero
 StartValue = Annotated[float, Range()]  # the first value of a slot, of at least 0
-Count = Annotated[int, Range(0, 2**31)]  # an integer of at least 0, such as the steps of a warm-up
-PositiveCount = Annotated[int, Range(1, 2**31)]  # an integer of at least 1, such as a period
+Count = Annotated[int, Range(0, MAX_COUNT)]  # an integer of at least 0, such as the steps of a warm-up
+PositiveCount = Annotated[int, Range(1, MAX_COUNT)]  # an integer of at least 1, such as a period
 Patterns = str | tuple[str, ...]  # a field of this type takes one path pattern or several, and stores a tuple
 SlotDTypes = tuple[tuple[str, str], ...]  # a field of this type has pairs of a slot and its dtype
 DECAYED_NAMES = ("kernel", "table")  # of the leaves that decay where no patterns say which
@@ -191,8 +194,8 @@ def _check_number(optimizer: Any, name: str, number: NumberField) -> None:
         for bound in value.bounds or ():
             if float(np.float32(bound)) not in number.range:
                 raise ValueError(
-                    f"{type(optimizer).__name__}: {name} is {value}, which reaches {bound:g}, but must be finite, "
-                    f"{number.range}, at every step."
+                    f"{type(optimizer).__name__}: {name} is {value}, which reaches {bound:g}, but every value must be "
+                    f"{number.range}."
                 )
     elif isinstance(value, bool) or not isinstance(value, int if number.types == (int,) else int | float):
         raise TypeError(f"{type(optimizer).__name__}: {name} is {value!r}, but must be {number.noun}.")
@@ -243,7 +246,7 @@ def check_override(optimizer: Any, name: str, value: Any) -> None:
 
 def _check_range(optimizer: Any, name: str, value: float, allowed: Range) -> None:
     if value not in allowed:
-        raise ValueError(f"{type(optimizer).__name__}: {name} is {value:g}, but must be finite, {allowed}.")
+        raise ValueError(f"{type(optimizer).__name__}: {name} is {value:g}, but must be {allowed}.")
 
 
 def matches_any(patterns: Patterns | None, path: str, names: tuple[str, ...] = DECAYED_NAMES) -> bool:

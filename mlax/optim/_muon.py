@@ -9,7 +9,7 @@ from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
 from mlax.optim._adam import AdamW
 from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, subset
-from mlax.optim._hyperparams import Beta, Count, NonNegative, Patterns, Rate, matches_any
+from mlax.optim._hyperparams import Beta, Count, NonNegative, Patterns, Rate, check_names, matches_any
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm
 
@@ -41,6 +41,11 @@ class Muon(Leafwise):
 
     def patterns(self):
         return (*self.stacked, *(self.matrices or ()), *self.rest.patterns())
+
+    def check_paths(self, paths):
+        super().check_paths(paths)
+        if self.matrices is None:
+            check_names(self, "matrices is None", ("kernel",), paths, "pass matrices=, patterns such as '**/weight'")
 
     def policy(self, path):
         return super().policy(path) if self._is_matrix(path) else self.rest.policy(path)
