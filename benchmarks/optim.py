@@ -123,6 +123,11 @@ PAIRS = {
     "LARS": (optim.LARS(0.1, decay=1e-4, decayed=EVERYWHERE), optax.lars(0.1, weight_decay=1e-4)),
     "Adafactor": (optim.Adafactor(0.01, min_dim_size_to_factor=128), optax.adafactor(0.01)),
     "AdEMAMix": (optim.AdEMAMix(1e-3), optax.contrib.ademamix(1e-3)),
+    "Adamax": (optim.Adamax(1e-3), optax.adamax(1e-3)),
+    "NAdamW": (optim.NAdamW(1e-3, decay=0.01, decayed=EVERYWHERE), optax.nadamw(1e-3, weight_decay=0.01)),
+    "ADOPT": (optim.ADOPT(1e-3), optax.contrib.adopt(1e-3)),
+    "SignSGD": (optim.SignSGD(1e-3), optax.sign_sgd(1e-3)),
+    "Prodigy": (optim.Prodigy(), optax.contrib.prodigy()),
     "Muon": (
         optim.Muon(0.02, decay=0.1, matrices=("**/kernel", "**/table"), rest=optim.NAdam(3e-4, **NESTEROV)),
         optax.contrib.muon(0.02, weight_decay=0.1, adam_learning_rate=3e-4),
