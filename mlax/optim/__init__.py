@@ -20,7 +20,7 @@ from mlax.optim._prodigy import Prodigy
 from mlax.optim._rounding import KahanSummation, MasterWeights, Rounding, RoundToNearest, StochasticRounding
 from mlax.optim._rounding import hash_bits as hash_bits
 from mlax.optim._rounding import stochastic_round as stochastic_round
-from mlax.optim._schedule_free import ScheduleFree
+from mlax.optim._schedule_free import ScheduleFree, ScheduleFreeSGD
 from mlax.optim._sgd import LARS, SGD, Adadelta, Adagrad, Lion, RMSProp
 from mlax.optim._sign import Rprop, SignSGD
 from mlax.optim._slots import OptimizerState, Slot
@@ -89,6 +89,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "SGD",
     "SOAP",
     "ScheduleFree",
+    "ScheduleFreeSGD",
     "SignSGD",
     "SkipNonFinite",
     "Slot",

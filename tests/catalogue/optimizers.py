@@ -63,6 +63,7 @@ ROWS = {
     "SOAP": OptimizerRow(optim.SOAP(1e-2, eps=1e-3, every=3, **STACKED), ambiguous_slots=("left_basis", "right_basis")),
     "SophiaG": OptimizerRow(optim.SophiaG(1e-2)),
     "ScheduleFree": OptimizerRow(optim.ScheduleFree(1e-2, warmup=3)),
+    "ScheduleFreeSGD": OptimizerRow(optim.ScheduleFreeSGD(1e-2, warmup=3, decay=0.1)),
     "AdEMAMix": OptimizerRow(optim.AdEMAMix(1e-2, warmup=10)),
     "LBFGS": OptimizerRow(optim.LBFGS(history=3, max_search_steps=5), {"loss": loss}),
     "ClipValue": OptimizerRow(optim.ClipValue(ADAM, 0.5), variant=True),

@@ -62,6 +62,7 @@ OPTIMIZERS = {
     "SOAP": (optim.SOAP(falling(0.005), decay=0.0), 1e-6),
     "SophiaG": (optim.SophiaG(falling(0.003), decay=0.0), 1e-5),
     "ScheduleFree": (optim.ScheduleFree(falling(0.2)), 1e-3),
+    "ScheduleFreeSGD": (optim.ScheduleFreeSGD(falling(0.002)), 5e-2),
     "AdEMAMix": (optim.AdEMAMix(falling(0.1), b3=0.99, alpha=2.0), 1e-6),
     "Adamax": (optim.Adamax(falling(0.1)), 1e-6),
     "Yogi": (optim.Yogi(falling(0.1)), 1e-6),

@@ -71,6 +71,7 @@ BY_OPTAX = {
     "lamb": (optim.LAMB(0.01, decay=0.1, decayed=ALL), optax.lamb(0.01, weight_decay=0.1)),
     "lars": (optim.LARS(1.0, decay=0.0, decayed=ALL), optax.lars(1.0, weight_decay=0.0)),
     "ademamix": (optim.AdEMAMix(0.01), optax.contrib.ademamix(0.01)),
+    "schedule_free_sgd": (optim.ScheduleFreeSGD(0.1), optax.contrib.schedule_free_sgd(0.1)),
     "adamax": (optim.Adamax(0.01), optax.adamax(0.01)),
     "nadamw": (optim.NAdamW(0.01, decay=0.1, decayed=ALL), optax.nadamw(0.01, weight_decay=0.1)),
     "adopt": (optim.ADOPT(0.01), optax.contrib.adopt(0.01)),
