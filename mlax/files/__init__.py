@@ -16,6 +16,9 @@ from mlax.files._io import safe_open as safe_open
 from mlax.files._io import translate_no_space as translate_no_space
 from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
+from mlax.files._safetensors import MAX_AXES as MAX_AXES
+from mlax.files._safetensors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from mlax.files._safetensors import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from mlax.files._safetensors import SAFETENSORS_DTYPE_NAMES as SAFETENSORS_DTYPE_NAMES
 from mlax.files._safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from mlax.files._safetensors import Header as Header

@@ -104,9 +104,16 @@ def lock_file(path: str) -> int | None:
     return descriptor
 
 
-def parse_json(data: bytes, path: str, *, depth: int) -> dict[str, Any]:
-    """Parse an untrusted JSON object: nested at most `depth` deep, no duplicate keys, no NaN. `path` is for errors."""
-    brackets = np.frombuffer(_JSON_STRING.sub(b"", data).translate(None, _NO_BRACKETS), np.uint8)
+def parse_json(data: bytes, path: str, *, depth: int, items: int = 1 << 20) -> dict[str, Any]:
+    """Parse an untrusted JSON object: at most `depth` levels and `items` values, no duplicate keys, no NaN.
+
+    `path` is for errors.
+    """
+    strings = (data.count(b'"') - data.count(b'\\"')) // 2  # at least half of them: each `sub` finds takes 100 bytes
+    structure = _JSON_STRING.sub(b"", data) if strings <= items else b""
+    if (count := max(strings, structure.count(b",") + 1)) > items:
+        raise InvalidFile(f"{path}: its JSON has {count:,} values, and at most {items:,} are allowed.")
+    brackets = np.frombuffer(structure.translate(None, _NO_BRACKETS), np.uint8)
     if np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1).cumsum().max(initial=0) > depth:
         raise InvalidFile(f"{path}: its JSON is nested more than {depth} levels deep.")
     try:

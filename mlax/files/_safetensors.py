@@ -16,6 +16,8 @@ import numpy as np
 from mlax.files._io import InvalidFile, is_count, parse_json
 
 MAX_HEADER_BYTES, MAX_ARRAYS, MAX_AXES, MAX_NAME_LENGTH = 1 << 25, 100_000, 32, 1024
+MAX_METADATA, MAX_NAME_PARTS, MAX_TOTAL_PARTS = 10_000, 64, 10 * MAX_ARRAYS
+MAX_HEADER_ITEMS = 12 * MAX_ARRAYS  # values in the JSON: four, and one for each axis, of an array
 
 SAFETENSORS_DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -104,9 +106,18 @@ def name_error(name: str) -> str | None:
         return "the format reserves it for metadata"
     if _CONTROL.search(name):
         return "it contains a control character"
-    if any(part in ("", ".", "..") for part in name.split("/")):
+    parts = name.split("/")
+    if len(parts) > MAX_NAME_PARTS:
+        return f"it has {len(parts)} parts, and at most {MAX_NAME_PARTS} are allowed"
+    if any(part in ("", ".", "..") for part in parts):
         return "it is not a plain path: '', '.' and '..' are not allowed as parts"
     return None
+
+
+def check_total_parts(names: Iterable[str], path: str) -> None:
+    """Raise InvalidFile if the nested dicts of these names would have too many nodes. `path` is for errors."""
+    if (parts := sum(name.count("/") + 1 for name in names)) > MAX_TOTAL_PARTS:
+        raise InvalidFile(f"{path}: its names have {parts:,} parts, and at most {MAX_TOTAL_PARTS:,} are allowed.")
 
 
 def encode_header(arrays: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
@@ -133,12 +144,15 @@ def read_header(file: BinaryIO, size: int, path: str) -> Header:
     text = file.read(length)
     if len(text) < length:
         raise InvalidFile(f"{path}: the file ended inside its header.")
-    fields = parse_json(text, path, depth=3)
+    fields = parse_json(text, path, depth=3, items=MAX_HEADER_ITEMS)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidFile(f"{path}: its metadata is not a dict of strings.")
+    if len(metadata) > MAX_METADATA:
+        raise InvalidFile(f"{path}: it has {len(metadata):,} metadata, and at most {MAX_METADATA:,} are allowed.")
     if len(fields) > MAX_ARRAYS:
         raise InvalidFile(f"{path}: it has {len(fields):,} arrays, and at most {MAX_ARRAYS:,} are allowed.")
+    check_total_parts(fields, path)
     entries = {name: _parse_entry(name, entry, 8 + length, path) for name, entry in fields.items()}
     _check_offsets(entries, 8 + length, size, path)
     return Header(entries, metadata, prefix + text)

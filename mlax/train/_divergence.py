@@ -1,15 +1,19 @@
-"""Divergence: skipped steps in a row, and the rollback to the last checkpoint before them."""
+"""Divergence: skipped steps in a row, and the rollback to a checkpoint before them."""
 
-import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mlax.files import InvalidFile
 from mlax.train._metrics import Record
 from mlax.train._monitor import Monitor
 from mlax.train._state import TrainState
-from mlax.train.checkpoints._checkpoints import Checkpoints
+from mlax.train.checkpoints._checkpoints import STABLE, Checkpoints
+from mlax.train.checkpoints._restore import RestoredCheckpoint
+
+_RECOVERY = 10  # times `patience`: training that has gone on for so many steps has recovered
 
 
 class Diverged(FloatingPointError):
@@ -20,7 +24,8 @@ class Divergence:
     """Counts the steps that were skipped in a row, and rolls back after `patience` of them.
 
     A rollback restores weights and slots of the last checkpoint before the first skipped step; the data continues where
-    it is. After `rollbacks` of them `Diverged` is raised.
+    it is. If that did not help, the next one restores an older checkpoint: that with the lowest training loss, or the
+    oldest. After `rollbacks` of them `Diverged` is raised.
     """
 
     def __init__(
@@ -32,12 +37,16 @@ class Divergence:
         self.rollbacks = rollbacks  # how many are left
         self.patience = patience
         self.skipped: list[int] = []  # the latest steps, if all of them were skipped
+        self._restored: int | None = None  # the step of the last rollback
+        self._rolled_back_at = 0
+        self._losses: list[float] = []  # of the steps since the last save
 
     def count(self, records: Sequence[Record]) -> bool:
         """Log each skipped step with the ids of its examples; returns whether it is time to roll back."""
         for record in records:
             if not record.get("skipped"):
                 self.skipped = []
+                self._losses.append(record.get("loss", math.nan))
                 continue
             self.skipped.append(record["step"])
             self.monitor.log_event(
@@ -51,8 +60,8 @@ class Divergence:
         """The state of the last checkpoint before the skipped steps, with the present count of steps."""
         first, last = self.skipped[0], self.skipped[-1]
         self.skipped = []
-        good = self._last_saved_before(first) if self.rollbacks else None
-        if self.checkpoints is None or good is None:
+        restored = self._restore_before(first, state) if self.rollbacks else None
+        if restored is None:
             raise Diverged(
                 f"the loss or a gradient was not finite in any of the steps {first} to {last}, which left the weights "
                 "unchanged. Lower the learning rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider "
@@ -60,11 +69,12 @@ class Divergence:
                 "range is another cause."
             )
         self.rollbacks -= 1
-        restored = self.checkpoints.restore(state, step=good)
+        self._restored, self._rolled_back_at, self._losses = restored.step, last, []
         self.monitor.print(
-            f"steps {first} to {last} were not finite: rolled back to the weights of step {good}; the data continues"
+            f"steps {first} to {last} were not finite: rolled back to the weights of step {restored.step}; "
+            "the data continues"
         )
-        self.monitor.log_event(last, f"rolled back to the weights of step {good}")
+        self.monitor.log_event(last, f"rolled back to the weights of step {restored.step}")
         return restored.tree._replace(step=state.step, skipped=state.skipped)
 
     def _example_ids(self, step: int) -> list[int] | None:
@@ -73,13 +83,37 @@ class Divergence:
         ids = np.asarray(self.feed.indices(step - 1))  # steps count from 1, batches from 0
         return ids[ids >= 0].tolist()
 
-    def _last_saved_before(self, first: int) -> int | None:
-        """The last step saved before `first`; waits for saves, so that all processes find the same one."""
+    def training_loss(self) -> dict[str, float]:
+        """The mean training loss of the steps since the last save, as the metric that `STABLE` compares."""
+        losses, self._losses = self._losses, []
+        mean = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
+        return {STABLE.metric: mean} if math.isfinite(mean) else {}
+
+    def _restore_before(self, first: int, state: TrainState) -> RestoredCheckpoint | None:
+        """The first checkpoint before step `first` that can be restored, in the order in which they are worth trying.
+
+        Waits for saves, so that all processes find the same ones.
+        """
         if self.checkpoints is None:
             return None
-        with contextlib.suppress(OSError):  # `fit` reports a failed save
+        try:
             self.checkpoints.wait()
-        return max((step for step in self.checkpoints.steps() if step < first), default=None)
+        except Exception as failure:
+            self.monitor.print(f"a save failed: {failure}")
+        for step in self._candidates(first, self.checkpoints):
+            try:
+                return self.checkpoints.restore(state, step=step)
+            except InvalidFile as error:
+                self.monitor.print(f"step {step} cannot be restored: {error}")
+        return None
+
+    def _candidates(self, first: int, checkpoints: Checkpoints) -> list[int]:
+        before = [step for step in reversed(checkpoints.steps()) if step < first]
+        if self._restored is None or first - self._rolled_back_at > _RECOVERY * self.patience:
+            return before
+        older = [step for step in before if step < self._restored]  # what was restored last did not help
+        stable = checkpoints.best(STABLE)
+        return sorted(older, key=lambda step: (step != stable, step))
 
 
 def _describe_skip(record: Record) -> str:

@@ -286,11 +286,12 @@ class Loop:
         with self.signals.unkillable():
             heartbeat(self.current_step, Phase.SAVING)
             finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
+            scored = finite if self.scored_step == self.current_step else {}
             self.checkpoints.save(
                 self.current_step,
                 self.state,
                 # weights that were not evaluated cannot be the best
-                metrics=finite if self.scored_step == self.current_step else {},
+                metrics={**scored, **self.divergence.training_loss()},
                 notes={
                     "scores": finite,
                     "scored": self.scored_step,

@@ -13,13 +13,24 @@ from typing import Any
 import numpy as np
 
 from mlax.core import frozen, signature
-from mlax.files import InvalidFile
+from mlax.files import InvalidFile, parse_json
 from mlax.train._checks import int_or_none
-from mlax.train.checkpoints._manifest import flatten_with_names, read_manifest
+from mlax.train.checkpoints._manifest import MAX_MANIFEST_DEPTH, flatten_with_names, read_manifest
 from mlax.train.checkpoints._multiprocess import ProcessGroup, all_succeeded, broadcast_text, process_group
 from mlax.train.checkpoints._restore import RestoredCheckpoint, restore_step
 from mlax.train.checkpoints._save import SaveJob, copy_to_host, write_checkpoint
-from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder, apply_retention, remove_leftovers, step_folders
+from mlax.train.checkpoints._step_folders import (
+    MANIFEST,
+    StepFolder,
+    apply_retention,
+    parse_step_folders,
+    step_folders,
+    writer_lock,
+)
+
+_MAX_NOTES_BYTES, _MAX_NOTES_ITEMS = 1 << 25, 1 << 20
+_MAX_CANDIDATES = 200  # to restore from
+_MAX_LISTINGS = 20  # by a reader, while a writer keeps deleting what it has listed
 
 
 @frozen
@@ -49,6 +60,11 @@ def _best_step(metrics: Mapping[int, Mapping[str, float]], name: str, sign: floa
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
+# Weights can be spoilt long before a step is not finite, and then all of the last checkpoints hold them; the one with
+# the lowest training loss does not.
+STABLE = Minimize("training/loss")
+
+
 class Checkpoints:
     """The checkpoints in a folder: the last `keep` steps (None: all), and the best one by a metric.
 
@@ -56,9 +72,13 @@ class Checkpoints:
     manifest of hashes, fsyncs everything, and then renames the folder: only then does the step count as saved.
     `restore` returns the newest step whose hashes match. Several processes save into one shared folder.
 
-    report   callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
-             `restore` skipped a damaged step. None prints to stderr.
-    timeout  seconds that a save waits for other processes
+    Reading changes nothing, so any process may read while another saves. Saves lock the folder: they take turns, and
+    the first of them deletes what a save that was cut off has left behind.
+
+    fallback  another metric whose best step is kept: by the training loss, one from before the training diverged
+    report    callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
+              `restore` skipped a damaged step. None prints to stderr.
+    timeout   seconds that a save waits for other processes
     """
 
     def __init__(
@@ -67,15 +87,18 @@ class Checkpoints:
         *,
         keep: int | None = 3,
         best: Maximize | Minimize | None = None,
+        fallback: Maximize | Minimize | None = None,
         report: Callable[[str], None] | None = None,
         file_bytes: int = 1 << 30,
         timeout: float = 600.0,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"Checkpoints: keep is {keep!r}, but must be a number of steps, 1 or more, or None.")
-        _check_best(best)
+        _check_criterion("best", best)
+        _check_criterion("fallback", fallback)
         self.folder = os.path.abspath(os.fspath(folder))
-        self.keep, self.criterion = keep, best
+        self.keep, self.criterion, self.fallback = keep, best, fallback
+        self.last_saved: int | None = None  # the last step that this object has saved
         self.report = report or _print_report
         self.file_bytes, self.timeout = file_bytes, timeout
         # Starting a thread hands it the GIL for 5 ms, so this one is ready before `save` needs it.
@@ -85,8 +108,8 @@ class Checkpoints:
         self._group: ProcessGroup | None = None
         self._saves = 0
         self._metrics: dict[StepFolder, Mapping[str, float]] = {}
+        self._damaged: set[str] = set()  # paths of steps that `restore` has skipped
         weakref.finalize(self, _report_failures, self._failures, self.report)
-        remove_leftovers(self.folder)
 
     def save(
         self,
@@ -123,19 +146,27 @@ class Checkpoints:
 
     def steps(self) -> tuple[int, ...]:
         """The saved steps, ascending."""
-        return tuple(sorted({found.step for found in step_folders(self.folder) if found.has_manifest}))
+        return tuple(sorted({found.step for found in step_folders(self.folder) if found.fault is None}))
 
     def latest(self) -> int | None:
-        """The last saved step."""
-        return max(self.steps(), default=None)
+        """The last saved step; None if there is none. Steps none of which can be restored raise `InvalidFile`."""
+        if steps := self.steps():
+            return steps[-1]
+        if found := step_folders(self.folder):
+            raise InvalidFile(
+                f"{self.folder}: none of its steps can be restored ({found[-1].path}: {found[-1].fault}); "
+                "repair them, or move them elsewhere to start over."
+            )
+        return None
 
-    def best(self) -> int | None:
-        """The best step by the metric passed as `best`."""
-        if self.criterion is None:
+    def best(self, criterion: Maximize | Minimize | None = None) -> int | None:
+        """The best of the saved steps, by the metric passed as `best` or by another."""
+        criterion = criterion or self.criterion
+        if criterion is None:
             raise ValueError("best: Checkpoints has no metric; pass best=Maximize('accuracy') or Minimize('loss').")
-        found = {folder.step: folder for folder in step_folders(self.folder)}
+        found = {folder.step: folder for folder in step_folders(self.folder) if folder.fault is None}
         self._metrics = {folder: self._metrics.get(folder) or _read_metrics(folder) for folder in found.values()}
-        return self.criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
+        return criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
 
     def restore(
         self,
@@ -154,29 +185,33 @@ class Checkpoints:
         self._join()
         leaves, treedef = flatten_with_names(target)
         group = self._process_group(leaves)
-        skipped: list[tuple[int, str]] = []
-        for folder in self._candidates(step, group):
-            outcome = _try_restore(folder, leaves, treedef, only, names or {})
-            succeeded = all_succeeded(not isinstance(outcome, Exception), group.count)
-            if succeeded and not isinstance(outcome, Exception):
-                return outcome._replace(skipped=tuple(skipped))
-            if isinstance(outcome, Exception) and not isinstance(outcome, InvalidFile):
-                raise outcome
-            reason = str(outcome) if isinstance(outcome, InvalidFile) else f"{folder.path}: damaged in another process."
-            if step is not None:
-                raise InvalidFile(reason)
-            skipped.append((folder.step, reason))
-            self.report(f"step {folder.step} is skipped. {reason}")
+        skipped: dict[StepFolder, str] = {}
+        for _ in range(_MAX_LISTINGS):
+            candidates = self._candidates(step, group)
+            for folder in candidates:
+                outcome = _try_restore(folder, leaves, treedef, only, names or {})
+                succeeded = all_succeeded(not isinstance(outcome, Exception), group.count)
+                if succeeded and not isinstance(outcome, Exception):
+                    return outcome._replace(skipped=tuple((each.step, reason) for each, reason in skipped.items()))
+                if isinstance(outcome, Exception) and not isinstance(outcome, InvalidFile):
+                    raise outcome
+                if all_succeeded(os.path.lexists(folder.path), group.count):
+                    if step is None and folder not in skipped:
+                        self.report(f"step {folder.step} is skipped. {_reason(folder, outcome)}")
+                    skipped[folder] = _reason(folder, outcome)
+                    self._damaged.add(folder.path)
+            if all_succeeded(all(os.path.lexists(folder.path) for folder in candidates), group.count):
+                break  # otherwise a writer has deleted some, after saving newer ones
         if skipped:
-            raise InvalidFile(f"{self.folder}: every step is damaged. " + " ".join(reason for _, reason in skipped))
+            whole = f"{self.folder}: every step is damaged. " if step is None else ""
+            raise InvalidFile(whole + " ".join(skipped.values()))
         raise FileNotFoundError(f"{self.folder}: there is no step{'' if step is None else f' {step}'} to restore.")
 
     def _candidates(self, step: int | None, group: ProcessGroup) -> list[StepFolder]:
         """The folders to try, the newest first; the same in all processes."""
         found = [folder for folder in step_folders(self.folder) if step is None or folder.step == step]
-        names = broadcast_text(json.dumps([os.path.basename(folder.path) for folder in found[-200:]]), group.count)
-        chosen = set(json.loads(names))
-        return [folder for folder in reversed(step_folders(self.folder)) if os.path.basename(folder.path) in chosen]
+        names = json.dumps([os.path.basename(folder.path) for folder in found[-_MAX_CANDIDATES:]])
+        return sorted(parse_step_folders(self.folder, json.loads(broadcast_text(names, group.count))), reverse=True)
 
     def _process_group(self, leaves: Mapping[str, Any]) -> ProcessGroup:
         """The processes that hold the leaves. Several agree on their group by a collective, so it is kept."""
@@ -188,15 +223,24 @@ class Checkpoints:
         """On the background thread: write the step, and delete those that retention does not keep."""
         try:
             write_checkpoint(job)
+            self.last_saved = job.step
             if job.group.index == 0:
-                best = self.best() if self.criterion is not None else None
-                apply_retention(self.folder, self.keep, {job.step} if best is None else {job.step, best}, job.id)
+                self._apply_retention(job)
         except BaseException as failure:  # raised later, in the thread that called `save`
             failure.add_note("In the background thread:\n" + "".join(traceback.format_tb(failure.__traceback__)))
             for each in (failure, failure.__cause__, failure.__context__):  # frames would keep the host copies alive
                 if each is not None:
                     each.__traceback__ = None
             self._failures.append(failure)
+
+    def _apply_retention(self, job: SaveJob) -> None:
+        try:
+            with writer_lock(self.folder, self.timeout):
+                best = {self.best(criterion) for criterion in (self.criterion, self.fallback) if criterion is not None}
+                apply_retention(self.folder, job.step, self.keep, best, self._damaged)
+        except OSError as error:
+            reason = f"step {job.step} is saved, but older ones could not be deleted: {error.strerror or error}"
+            raise OSError(error.errno, reason, error.filename or self.folder) from error
 
     def _join(self) -> None:
         if self._running is not None:
@@ -210,6 +254,10 @@ def _try_restore(folder: StepFolder, *arguments: Any) -> RestoredCheckpoint | Ex
         return restore_step(folder, *arguments)
     except Exception as error:
         return error
+
+
+def _reason(folder: StepFolder, outcome: Any) -> str:
+    return str(outcome) if isinstance(outcome, InvalidFile) else f"{folder.path}: damaged in another process."
 
 
 def _check_step(step: Any) -> int:
@@ -231,16 +279,19 @@ def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def _check_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
     """The notes as JSON will return them."""
     try:
-        return json.loads(json.dumps(dict(notes), allow_nan=False))
+        data = json.dumps(dict(notes), allow_nan=False).encode()
+        if len(data) > _MAX_NOTES_BYTES:
+            raise ValueError(f"they take {len(data):,} bytes, and at most {_MAX_NOTES_BYTES:,} are allowed")
+        return parse_json(data, "notes", depth=MAX_MANIFEST_DEPTH - 1, items=_MAX_NOTES_ITEMS)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"save: notes must be JSON-serializable ({error}); save arrays in the tree.") from None
 
 
-def _check_best(best: Any) -> None:
-    if not isinstance(best, Maximize | Minimize | None):
-        name = best if isinstance(best, str) else "loss"
-        wanted = f"best=train.Minimize({name!r}) or best=train.Maximize({name!r})"
-        raise TypeError(f"Checkpoints: best is {_describe_value(best)}, without a direction; pass {wanted}.")
+def _check_criterion(argument: str, value: Any) -> None:
+    if not isinstance(value, Maximize | Minimize | None):
+        name = value if isinstance(value, str) else "loss"
+        wanted = f"{argument}=train.Minimize({name!r}) or {argument}=train.Maximize({name!r})"
+        raise TypeError(f"Checkpoints: {argument} is {_describe_value(value)}, without a direction; pass {wanted}.")
 
 
 def _describe_value(value: Any) -> str:

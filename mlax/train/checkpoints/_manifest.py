@@ -6,6 +6,7 @@ a manifest, or with one whose hash does not match, is not a checkpoint.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ import numpy as np
 import xxhash
 
 from mlax._jax import leaves_with_paths
-from mlax.files import SAFETENSORS_DTYPES, InvalidFile, is_count, name_error, parse_json, safe_open
+from mlax.files import MAX_AXES, SAFETENSORS_DTYPES, InvalidFile, is_count, name_error, parse_json, safe_open
 from mlax.train.checkpoints._blocks import is_partition
 
-VERSION = 1
-MAX_MANIFEST_BYTES = 1 << 27
+VERSION = 1  # what is written; it and all before it are read
+MAX_MANIFEST_BYTES, MAX_MANIFEST_ITEMS, MAX_MANIFEST_DEPTH = 1 << 27, 1 << 23, 32
 _PREFIX = b'{"xxh3_128": "'
 _HASH = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"(?:arrays-\d{5}-of-\d{5}|process-\d{5}-\d{5})\.safetensors")
@@ -111,20 +112,24 @@ def read_manifest(path: str, *, partial: bool = False) -> Manifest:
     """Read and validate a manifest. A `partial` one, of one of several processes, need not have all of each array."""
     try:
         with safe_open(path) as (file, size):
-            if size > MAX_MANIFEST_BYTES:
-                raise InvalidFile(f"{path}: it has {size:,} bytes, and at most {MAX_MANIFEST_BYTES:,} are allowed.")
-            return _decode_manifest(file.read(size), path, partial)
+            return decode_manifest(file.read(min(size, MAX_MANIFEST_BYTES + 1)), path, partial=partial)
     except OSError as error:
         raise InvalidFile(f"{path}: it cannot be read ({error.strerror}).") from None
 
 
-def _decode_manifest(data: bytes, path: str, partial: bool) -> Manifest:
+def decode_manifest(data: bytes, path: str, *, partial: bool = False) -> Manifest:
+    """Validate the bytes of a manifest. `path` is for errors."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise InvalidFile(f"{path}: it is larger than {MAX_MANIFEST_BYTES:,} bytes, which is the most allowed.")
     expected, rest = data[len(_PREFIX) : len(_PREFIX) + 32], data[len(_PREFIX) + 32 :]
     if not data.startswith(_PREFIX) or hash_bytes(rest).encode() != expected:
         raise InvalidFile(f"{path}: its hash does not match its contents; it is damaged.")
-    fields = parse_json(data, path, depth=32)
-    if fields.get("format") != "mlax checkpoint" or fields.get("version") != VERSION:
-        raise InvalidFile(f"{path}: its version is {fields.get('version')!r}, but this mlax reads version {VERSION}.")
+    fields = parse_json(data, path, depth=MAX_MANIFEST_DEPTH, items=MAX_MANIFEST_ITEMS)
+    version = fields.get("version", 0)
+    if fields.get("format") != "mlax checkpoint" or not is_count(version) or version == 0:
+        raise InvalidFile(f"{path}: it is not a manifest of a checkpoint.")
+    if version > VERSION:
+        raise InvalidFile(f"{path}: its version is {version}, but this mlax reads up to {VERSION}; upgrade mlax.")
     try:
         files = {name: FileRecord(**record) for name, record in fields["files"].items()}
         arrays = {name: _decode_array(record) for name, record in fields["arrays"].items()}
@@ -152,7 +157,13 @@ def _manifest_faults(manifest: Manifest, partial: bool) -> Iterator[str]:
         hashes = (record.header, record.xxh3_128)
         if not _FILE_NAME.fullmatch(name) or not is_count(record.size) or not _are_hashes(*hashes):
             yield f"the file {name[:100]!r} is described wrongly"
+    pieces = [(piece.file, piece.name) for array in manifest.arrays.values() for piece in array.pieces]
+    if len(set(pieces)) < len(pieces):
+        label = next(piece for piece, count in Counter(pieces).items() if count > 1)
+        yield f"two pieces are stored as {str(label[1])[:100]!r} in {label[0]}, so one has overwritten the other"
     for name, array in manifest.arrays.items():
+        if len(array.shape) > MAX_AXES:
+            yield f"the array {name[:100]!r} has {len(array.shape)} axes, and at most {MAX_AXES} are allowed"
         if (
             (reason := name_error(name))
             or array.dtype not in CHECKPOINT_DTYPES

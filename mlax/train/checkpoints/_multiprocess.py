@@ -1,13 +1,14 @@
 """Several processes that save and restore together: their group, and the collectives by which they agree."""
 
+import os
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-
-from mlax.train.checkpoints._step_folders import unique_process_id
 
 _MAX_TEXT_BYTES = 1 << 14
 
@@ -26,6 +27,11 @@ def process_group(leaves: Iterable[Any]) -> ProcessGroup:
     # Asking for the index initializes JAX's backends, which a tree of NumPy arrays does not need.
     index, count = (jax.process_index(), jax.process_count()) if uses_jax else (0, 1)
     return ProcessGroup(index, count, broadcast_text(unique_process_id(), count))
+
+
+def unique_process_id() -> str:
+    """A unique name of this process: host, process id and a random suffix."""
+    return f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def broadcast_text(text: str, count: int) -> str:

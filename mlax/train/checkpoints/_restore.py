@@ -58,6 +58,8 @@ class StepReader:
 
     def __init__(self, folder: StepFolder):
         self.path = folder.path
+        if os.path.islink(folder.path):  # which may lead anywhere
+            raise InvalidFile(f"{folder.path}: it is a symbolic link; replace it by the folder that it leads to.")
         self.manifest = read_manifest(os.path.join(folder.path, MANIFEST))
         if self.manifest.step != folder.step:
             raise InvalidFile(f"{folder.path}: its manifest is of step {self.manifest.step}; folders were swapped.")

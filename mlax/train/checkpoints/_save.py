@@ -1,5 +1,8 @@
 """Save one step: copy it to the host, then write a temporary folder in the background, fsync it and rename it."""
 
+import contextlib
+import io
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,30 +15,44 @@ from jax.core import Tracer
 
 from mlax._jax import is_typed_key
 from mlax.files import (
+    MAX_AXES,
+    MAX_HEADER_BYTES,
+    MAX_NAME_LENGTH,
     InvalidFile,
     SerializedFile,
     atomic_write,
+    check_space,
     fsync_folder,
     make_folder,
-    require_space,
+    read_header,
     serialize,
     to_file_layout,
+    translate_no_space,
     write_synced,
 )
-from mlax.train.checkpoints._blocks import split_block, to_storage
+from mlax.train.checkpoints._blocks import split_block, storage_shape, to_storage
 from mlax.train.checkpoints._manifest import (
     CHECKPOINT_DTYPE_NAMES,
     ArrayRecord,
     FileRecord,
     Manifest,
     PieceRecord,
+    decode_manifest,
     encode_manifest,
     hash_bytes,
     merge_manifests,
     read_manifest,
 )
 from mlax.train.checkpoints._multiprocess import ProcessGroup, wait_until
-from mlax.train.checkpoints._step_folders import MANIFEST, new_step_path, remove_path, step_folders, temporary_path
+from mlax.train.checkpoints._step_folders import (
+    MANIFEST,
+    new_step_path,
+    remove_leftovers,
+    remove_path,
+    step_folders,
+    temporary_path,
+    writer_lock,
+)
 
 _RECORD_BYTES = 512  # about the size of an array's or a piece's record in the manifest
 
@@ -85,12 +102,18 @@ def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise ValueError(f"save: the buffer of {name!r} was donated or deleted; save the state that was returned.")
-        return jax.random.key_data(leaf) if is_typed_key(leaf) else leaf
+        return _check_axes(name, jax.random.key_data(leaf) if is_typed_key(leaf) else leaf)
     if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"save: {name!r} is a {type(leaf).__name__}, but leaves are arrays or scalars; use notes.")
     array = np.asarray(leaf)
     if array.dtype not in CHECKPOINT_DTYPE_NAMES:
         raise TypeError(f"save: {name!r} has dtype {array.dtype}, which is not numeric; leave it out, or use notes.")
+    return _check_axes(name, array)
+
+
+def _check_axes(name: str, array: Any) -> Any:
+    if (axes := len(storage_shape(array.shape, array.dtype))) > MAX_AXES:
+        raise ValueError(f"save: {name!r} takes {axes} axes to store, and at most {MAX_AXES} are allowed; reshape it.")
     return array
 
 
@@ -149,9 +172,9 @@ def write_checkpoint(job: SaveJob) -> None:
     if job.group.index > 0:
         _wait_for_folder(job, temporary)
     try:
-        with require_space(job.folder, plan.size):
+        with translate_no_space(job.folder, plan.size), _own_folder(job):
+            check_space(job.folder, plan.size)
             if job.group.index == 0:
-                make_folder(job.folder)
                 os.mkdir(temporary)
             files, arrays = _write_files(plan, temporary)
             part = Manifest(job.step, job.id, job.metrics, job.notes, files, arrays)
@@ -164,6 +187,19 @@ def write_checkpoint(job: SaveJob) -> None:
         raise
     if job.group.index > 0:
         _wait_for_commit(job, temporary)
+
+
+@contextlib.contextmanager
+def _own_folder(job: SaveJob) -> Iterator[None]:
+    """In the first process: create the folder, lock it, and free the space of saves that were cut off before."""
+    if job.group.index > 0:
+        yield
+        return
+    make_folder(job.folder)
+    with writer_lock(job.folder, job.timeout) as is_owner:
+        if is_owner and job.number == 1:  # later ones may delete what tells another process of a failure
+            remove_leftovers(job.folder)
+        yield
 
 
 class _WritePlan(NamedTuple):
@@ -180,17 +216,19 @@ class _WritePlan(NamedTuple):
 
 
 def _plan_files(arrays: Mapping[str, HostCopy], process: int, file_bytes: int) -> _WritePlan:
-    """Distribute the pieces over files of at most `file_bytes`, in order."""
+    """Distribute the pieces over files of at most `file_bytes`, whose headers can be read, in order."""
     contents: list[dict[str, np.ndarray]] = [{}]
     records: dict[str, ArrayRecord] = {}
-    free = file_bytes
+    free, free_header = file_bytes, MAX_HEADER_BYTES
+    numbers = itertools.count(1)
     for name, array in arrays.items():
         pieces: list[PieceRecord] = []
         for start, block in (block for piece in array.pieces for block in split_block(*piece, file_bytes)):
-            if block.nbytes > free and contents[-1]:
+            label = name if block.shape == array.shape else _block_label(name, numbers, arrays)
+            free_header -= _RECORD_BYTES + 4 * len(label)
+            if (block.nbytes > free or free_header < 0) and contents[-1]:
                 contents.append({})
-                free = file_bytes
-            label = name if block.shape == array.shape else f"{name}@{','.join(map(str, start))}"
+                free, free_header = file_bytes, MAX_HEADER_BYTES
             contents[-1][label] = to_storage(block)
             free -= block.nbytes
             pieces.append(PieceRecord(_file_name(process, len(contents)), label, start, block.shape, ""))
@@ -199,11 +237,19 @@ def _plan_files(arrays: Mapping[str, HostCopy], process: int, file_bytes: int) -
     return _WritePlan(files, records)
 
 
+def _block_label(name: str, numbers: Iterator[int], arrays: Mapping[str, HostCopy]) -> str:
+    """The name of a block of an array in its file: `3@up/kernel`, unless an array is called that."""
+    labels = (f"{number}@{name}"[:MAX_NAME_LENGTH] for number in numbers)
+    return next(label for label in labels if label not in arrays)
+
+
 def _write_files(plan: _WritePlan, folder: str) -> tuple[dict[str, FileRecord], dict[str, ArrayRecord]]:
     """Write and fsync the files; returns the records of the files, and of the arrays with their hashes."""
     files: dict[str, FileRecord] = {}
     hashes: dict[tuple[str, str], str] = {}
     for name, file in plan.files.items():
+        # What `restore` would refuse must not be acknowledged as saved.
+        read_header(io.BytesIO(file.header), file.size, os.path.join(folder, name))
         whole = xxhash.xxh3_128(file.header)
         for label, view in file.arrays.items():
             hashes[name, label] = hash_bytes(view)
@@ -226,7 +272,9 @@ def _commit(job: SaveJob, temporary: str, parts: list[Manifest]) -> None:
         os.rename(os.path.join(temporary, old), os.path.join(temporary, new))
     for index in range(1, job.group.count):
         os.unlink(os.path.join(temporary, _part_name(index)))
-    write_synced(os.path.join(temporary, MANIFEST), [encode_manifest(manifest)])
+    encoded = encode_manifest(manifest)
+    decode_manifest(encoded, os.path.join(temporary, MANIFEST))  # as above
+    write_synced(os.path.join(temporary, MANIFEST), [encoded])
     fsync_folder(temporary)
     path = new_step_path(job.folder, job.step)
     os.rename(temporary, path)

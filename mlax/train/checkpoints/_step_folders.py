@@ -1,46 +1,54 @@
-"""The folders of a checkpoint directory: one for each step, retention, and leftovers of interrupted saves."""
+"""The folders of a checkpoint directory: one for each step, the lock of its writer, retention, and leftovers."""
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
-import socket
-import time
-from collections.abc import Iterable
+import stat
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from mlax._supervision import STEP_FOLDER
-from mlax.files import fsync_folder
+from mlax.files import NO_LOCKS_ERRNOS, fsync_folder, lock_file
+from mlax.train.checkpoints._multiprocess import wait_until
 
 MANIFEST = "manifest.json"
-_TEMPORARY = re.compile(
-    r"\.(?:saving|removing|failed)-\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}(?:-\d+)+"
-)
-_ONE_DAY = 24 * 60 * 60
+LOCK = ".lock"
+_TEMPORARY = re.compile(r"\.(?:saving|removing|failed)-\d{8,18}-.+")
 
 
 class StepFolder(NamedTuple):
-    """The folder of a saved step. `version` is 1, or 2 and up where the same step was saved again."""
+    """An entry with the name of a saved step. `version` is 1, or 2 and up where the same step was saved again."""
 
     step: int
     version: int
     path: str
 
     @property
-    def has_manifest(self) -> bool:
-        """Whether the folder has a manifest; one without is not a checkpoint."""
-        return os.path.isfile(os.path.join(self.path, MANIFEST))
+    def fault(self) -> str | None:
+        """Why this is not a checkpoint, or None if it is: a folder, not a link to one, with a manifest."""
+        if os.path.islink(self.path):
+            return "it is a symbolic link"
+        try:
+            mode = os.stat(os.path.join(self.path, MANIFEST), follow_symlinks=False).st_mode
+        except OSError as error:
+            return f"its {MANIFEST} cannot be read ({error.strerror})"
+        return None if stat.S_ISREG(mode) else f"its {MANIFEST} is not a regular file"
 
 
 def step_folders(folder: str) -> list[StepFolder]:
-    """The step folders, sorted by step and version. Symbolic links are ignored."""
+    """Everything with the name of a step, sorted by step and version, whether or not it is a checkpoint."""
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(parse_step_folders(folder, os.listdir(folder)))
     except FileNotFoundError:
         return []
+
+
+def parse_step_folders(folder: str, names: Collection[str]) -> list[StepFolder]:
+    """Those of `names` that are names of steps."""
     matches = [(match, name) for name in names if (match := STEP_FOLDER.fullmatch(name))]
-    return sorted(StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in matches)
+    return [StepFolder(int(match[1]), int(match[2] or 1), os.path.join(folder, name)) for match, name in matches]
 
 
 def new_step_path(folder: str, step: int) -> str:
@@ -50,23 +58,51 @@ def new_step_path(folder: str, step: int) -> str:
 
 
 def temporary_path(folder: str, purpose: str, step: int, save_id: str) -> str:
-    """A path for `purpose` (saving, removing, failed) that names the process it belongs to, by the id of its save."""
+    """A path for `purpose` (saving, removing, failed) that is unique to a save."""
     return os.path.join(folder, f".{purpose}-{step:08d}-{save_id}")
 
 
-def apply_retention(folder: str, keep: int | None, also: Iterable[int], save_id: str) -> None:
-    """Delete all but the last `keep` steps (None: all) and the steps in `also`; of each step keep the last save.
+@contextlib.contextmanager
+def writer_lock(folder: str, timeout: float) -> Iterator[bool]:
+    """Hold the lock of a checkpoint folder, without which nothing in it is written, renamed or deleted.
 
-    Each folder is renamed before its contents are deleted, so that a crash at any moment leaves complete steps only.
+    So what has a temporary name belongs to the one who holds the lock, or is a leftover of one who died. Yields False
+    where the file system has no locks: saves are safe there too, but nobody can tell what is a leftover.
     """
-    found = step_folders(folder)
-    newest = {each.step: each for each in found if each.has_manifest}  # sorted: the last version wins
-    kept = set(newest) if keep is None else {*sorted(newest)[-keep:], *also}
-    expired = [each for each in found if each.step not in kept or newest.get(each.step, each) != each]
+    path, descriptor = os.path.join(folder, LOCK), None
+
+    def is_locked() -> bool:
+        nonlocal descriptor
+        descriptor = lock_file(path)
+        return descriptor is not None
+
+    try:
+        wait_until(is_locked, lambda: False, timeout, f"{path}: another process that saves here", "release it")
+    except OSError as error:
+        if error.errno is None or error.errno not in NO_LOCKS_ERRNOS:
+            raise
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def apply_retention(
+    folder: str, step: int, keep: int | None, also: Collection[int | None], damaged: Collection[str]
+) -> None:
+    """After saving `step`: delete what is older than the last `keep` steps (None: nothing), except the steps in `also`.
+
+    Of each step the last save is kept. Paths in `damaged` do not count, and what is not a checkpoint is never deleted.
+    """
+    found = [each for each in step_folders(folder) if each.fault is None]
+    newest = {each.step: each for each in found}  # sorted: the last version wins
+    counted = [number for number, each in newest.items() if number <= step and each.path not in damaged]
+    oldest = 0 if keep is None else counted[-keep:][0]
+    expired = [each for each in found if newest[each.step] != each or (each.step < oldest and each.step not in also)]
     renamed: list[str] = []
-    for number, each in enumerate(expired):
-        renamed.append(temporary_path(folder, "removing", each.step, f"{save_id}-{number}"))
-        remove_path(renamed[-1])  # an earlier deletion may have failed halfway
+    for each in expired:  # all are renamed first, so that a crash at any moment leaves complete steps only
+        renamed.append(temporary_path(folder, "removing", each.step, f"{each.version}-{secrets.token_hex(8)}"))
         os.rename(each.path, renamed[-1])
     if renamed:
         fsync_folder(folder)
@@ -75,53 +111,15 @@ def apply_retention(folder: str, keep: int | None, also: Iterable[int], save_id:
 
 
 def remove_leftovers(folder: str) -> None:
-    """Delete the temporary files and folders of processes that have died, but not those of running ones."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return
-    for name in names:
-        path = os.path.join(folder, name)
-        if (match := _TEMPORARY.fullmatch(name)) and _has_died(match, path):
-            remove_path(path)
+    """Delete the temporary files and folders of saves that were cut off. The caller holds the lock."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            remove_path(os.path.join(folder, name))
 
 
 def remove_path(path: str) -> None:
-    """Delete a file, or as much of a folder as possible; `remove_leftovers` deletes the rest later."""
+    """Delete a file, a link, or as much of a folder as possible; `remove_leftovers` deletes the rest later."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         os.unlink(path)
-
-
-def _has_died(match: re.Match[str], path: str) -> bool:
-    if match["host"] == socket.gethostname()[:60]:
-        return _start_time(int(match["pid"])) != int(match["start"])
-    try:
-        return time.time() - os.stat(path).st_mtime > _ONE_DAY  # a process of another host: age is all that is known
-    except FileNotFoundError:
-        return False
-
-
-def unique_process_id() -> str:
-    """A unique name of this process: host, process id, start time and a random suffix."""
-    pid = os.getpid()
-    return f"{socket.gethostname()[:60]}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(4)}"
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks since boot; 0 if unknown, None if it does not exist."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    if os.path.exists("/proc/self/stat"):
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return 0
