@@ -197,7 +197,7 @@ def main(config: Config) -> dict[str, float]:
         config=config,
     )
 
-    weights = optimizer.eval_trainables(result.state.optimizer, result.state.trainables)
+    weights, _ = result.state.eval_variables(optimizer)
     digit = np.arange(config.samples, dtype=np.int32) % 10
     images = sample(model, weights, jnp.asarray(digit), sample_rng, config.guidance, config.sampling_steps)
     images = np.asarray(images)

@@ -21,6 +21,7 @@ from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, n
 from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, scan_with_residuals, time_vmap
 from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like, with_auto_axes
 from mlax._jax._trees import (
+    all_stay_finite,
     at_least_float32,
     cast_scalar,
     count_non_finite,
@@ -37,6 +38,7 @@ __all__ = [
     "ScanStep",
     "abstract_key",
     "add_feedback",
+    "all_stay_finite",
     "at_least_float32",
     "batched_grad_scan",
     "cast_scalar",

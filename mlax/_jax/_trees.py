@@ -60,6 +60,15 @@ def count_non_finite(leaves: Mapping[str, jax.Array]) -> jax.Array:
     return found
 
 
+def all_stay_finite(before: Any, after: Any) -> jax.Array:
+    """Whether no floating element that was finite became NaN or infinite, () bool; the trees have equal structures."""
+    finite = jnp.ones((), bool)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            finite = finite & jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+    return finite
+
+
 def cast_scalar(number: Any, like: jax.Array) -> jax.Array:
     """A number as an array of the dtype of `like`."""
     return jnp.asarray(number).astype(like.dtype)

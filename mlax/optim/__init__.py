@@ -26,6 +26,7 @@ from mlax.optim._sign import Rprop, SignSGD
 from mlax.optim._slots import OptimizerState, Slot
 from mlax.optim._soap import SOAP
 from mlax.optim._sophia import SophiaG
+from mlax.optim._update import UpdateContext as UpdateContext
 from mlax.optim._wrappers import SAM, Accumulate, Decay, OptimizerWrapper, Plateau, SkipNonFinite
 from mlax.optim.schedules import *  # noqa: F403
 from mlax.optim.schedules import __all__ as _schedules

@@ -1,5 +1,8 @@
 """Average and Lookahead: wrappers that average the weights over steps."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from mlax._jax import cast_scalar, widest_dtype
@@ -8,6 +11,7 @@ from mlax.optim._base import StepResult
 from mlax.optim._hyperparams import Beta, Count, NonNegative, PositiveCount, log_beta
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
+from mlax.optim._update import UpdateContext
 from mlax.optim._wrappers import OptimizerWrapper
 
 
@@ -16,7 +20,8 @@ class Average(OptimizerWrapper):
     """A moving average of the weights, which `eval_trainables` returns: exponential, or with `decay=None` uniform.
 
     The average begins at step `start`, before which it is the weights themselves; the exponential one is
-    bias-corrected. https://doi.org/10.1137/0330046. Slot: average, in `dtype`.
+    bias-corrected. https://doi.org/10.1137/0330046. Statistics such as BatchNorm's must be averaged too, by
+    `update_average`, as `train.step` does. Slot: average, in `dtype`.
     """
 
     elementwise = True
@@ -29,17 +34,24 @@ class Average(OptimizerWrapper):
 
     def update_leaves(self, context, grads, weights, slots):
         new, new_slots = self.optimizer.update_leaves(context, grads, weights, slots)
-        count = jnp.maximum(context.step - self.start, 0).astype(widest_dtype(g.dtype for g in grads.values()))
-        beta = count / (count + 1)
-        if self.decay is not None:
-            decay = context.hyperparams(self)["decay"]
-            log_decay = log_beta(decay, count.dtype)
-            beta = cast_scalar(decay, count) * jnp.expm1(count * log_decay) / jnp.expm1((count + 1) * log_decay)
+        beta = self._beta(context, widest_dtype(g.dtype for g in grads.values()))
         averages = {path: moving_average(slots["average"][path], w, beta.astype(w.dtype)) for path, w in new.items()}
         return StepResult(new, {**new_slots, "average": averages})
 
     def eval_weights(self, path, w, slots, step):
         return slots["average"]
+
+    def average_weight(self, context):
+        return 1 - self._beta(context, jnp.float32)
+
+    def _beta(self, context: UpdateContext, dtype: Any) -> jax.Array:
+        """The weight of the average so far in the new one."""
+        count = jnp.maximum(context.step - self.start, 0).astype(dtype)
+        if self.decay is None:
+            return count / (count + 1)
+        decay = context.hyperparams(self)["decay"]
+        log_decay = log_beta(decay, dtype)
+        return cast_scalar(decay, count) * jnp.expm1(count * log_decay) / jnp.expm1((count + 1) * log_decay)
 
 
 @frozen
@@ -59,7 +71,7 @@ class Lookahead(OptimizerWrapper):
     def update_leaves(self, context, grads, weights, slots):
         fast, new_slots = self.optimizer.update_leaves(context, grads, weights, slots)
         alpha, slow = context.hyperparams(self)["alpha"], slots["slow"]
-        due = context.step % self.every == self.every - 1
+        due = self._is_due(context)
         moved = {path: slow[path] + cast_scalar(alpha, w) * (w - slow[path]) for path, w in fast.items()}
         new_slow = {path: jnp.where(due, w, slow[path]) for path, w in moved.items()}
         return StepResult(
@@ -68,3 +80,10 @@ class Lookahead(OptimizerWrapper):
 
     def eval_weights(self, path, w, slots, step):
         return slots["slow"]
+
+    def average_weight(self, context):
+        alpha = jnp.asarray(context.hyperparams(self)["alpha"], jnp.float32)
+        return jnp.where(self._is_due(context), alpha, jnp.zeros_like(alpha))
+
+    def _is_due(self, context: UpdateContext) -> jax.Array:
+        return context.step % self.every == self.every - 1

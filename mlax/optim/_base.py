@@ -25,6 +25,7 @@ from mlax.optim._offload import apply_offloaded
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
+from mlax.optim._state_average import copy_floats, fill_in_average, move_average
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 from mlax.optim._update import LeafArrays, Update, UpdateContext
 
@@ -107,6 +108,18 @@ class Optimizer(abc.ABC):
         """The weights of a leaf to evaluate with, from the trained ones and its slots."""
         return w
 
+    def average_weight(self, context: UpdateContext) -> jax.Array | None:
+        """How far an update moves the averaged weights towards the new ones, from 0 to 1; None if none are averaged."""
+        found = (inner.average_weight(context) for inner in self.inner_optimizers())
+        return next((weight for weight in found if weight is not None), None)
+
+    def learning_rate(self, context: UpdateContext, before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
+        """The rate of an update, given the scalars before and after it: of the first optimizer inside that has one."""
+        if "rate" in hyperparam_ranges(type(self)):
+            return context.hyperparams(self)["rate"]
+        found = (inner.learning_rate(context, before, after) for inner in self.inner_optimizers())
+        return next((rate for rate in found if rate is not None), None)
+
     def init(self, trainables: Tree) -> OptimizerState:
         """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""
         tree = flatten_trainables(self, trainables)
@@ -137,6 +150,7 @@ class Optimizer(abc.ABC):
         loss: Callable[[Any], Any] | None = None,
         loss_scale: jax.Array | None = None,
         apply_if: jax.Array | None = None,
+        skip_nonfinite: bool = False,
         **overrides: Any,
     ) -> tuple[Any, OptimizerState]:
         """The new trainables and the new state. Gradients of frozen leaves may be left out, or be None.
@@ -144,7 +158,8 @@ class Optimizer(abc.ABC):
         `overrides` replace hyperparameters, such as `rate=0.1`, and may be arrays: new values do not recompile.
         `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. Those multiply
         `loss` by `loss_scale` before they differentiate it, and divide its gradients by it: in float16 they might
-        underflow otherwise. If `apply_if`, a () bool, is False, nothing changes.
+        underflow otherwise. If `apply_if`, a () bool, is False, nothing changes, not even `step`; with `skip_nonfinite`
+        nothing changes either if a new weight is not finite, unless it is updated in host memory.
 
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is `stacked`.
@@ -154,13 +169,19 @@ class Optimizer(abc.ABC):
         flat_grads = tree.flatten_gradients(grads, live)
         layout = slot_layout(self, tree)
         slots = layout.flatten_slots(state)
-        _check_overrides(self, overrides)
+        self.check_overrides(overrides)
         context = UpdateContext(state.step, overrides, value=value, evaluate=_loss_and_grad(layout, loss, loss_scale))
-        update = Update(self, layout, context, {name: getattr(state, name) for name in layout.scalars}, apply_if)
+        update = Update(
+            self, layout, context, {name: getattr(state, name) for name in layout.scalars}, apply_if, skip_nonfinite
+        )
         arrays = LeafArrays(flat_grads, subset(tree.by_path, live), layout.drop_empty(slots))
         new, scalars = apply_offloaded(update, arrays) if arrays.any_on_host() else update.apply(arrays)
         new_slots = {name: tree.unflatten({**slots[name], **new.slots[name]}) for name in layout.names}
         return tree.unflatten({**tree.by_path, **new.weights}), state._replace(**new_slots, **scalars)
+
+    def check_overrides(self, overrides: Mapping[str, Any]) -> None:
+        """Raise an error unless each is a hyperparameter of one type of optimizer inside, and in its range."""
+        _check_overrides(self, overrides)
 
     def eval_trainables(self, state: OptimizerState, trainables: Tree) -> Any:
         """The weights to evaluate with: an average, if the optimizer or one inside has one, else the trainables."""
@@ -177,6 +198,32 @@ class Optimizer(abc.ABC):
             if shown is not w:
                 new[path] = cast_like(shown, leaf)
         return tree.unflatten(new)
+
+    def init_average(self, non_trainables: Tree) -> Tree:
+        """The first average of the floating non_trainables, BatchNorm's statistics say, for the averaged weights.
+
+        Averaged weights need statistics that are averaged likewise:
+
+            average = optimizer.init_average(non_trainables)
+            ...  # after each update
+            average = optimizer.update_average(average, non_trainables, state)
+            ...  # to evaluate
+            trainables = optimizer.eval_trainables(state, trainables)
+            non_trainables = optimizer.eval_non_trainables(average, non_trainables)
+
+        It is None if the optimizer does not average weights; the other two then return what they are given.
+        """
+        context = UpdateContext(jnp.zeros((), jnp.int32), {})
+        return None if self.average_weight(context) is None else copy_floats(non_trainables)
+
+    def update_average(self, average: Tree, non_trainables: Tree, state: OptimizerState) -> Tree:
+        """The average of the non_trainables after the update that returned `state`."""
+        weight = self.average_weight(UpdateContext(jnp.maximum(state.step - 1, 0), {}))
+        return average if weight is None else move_average(average, non_trainables, weight)
+
+    def eval_non_trainables(self, average: Tree, non_trainables: Tree) -> Any:
+        """The non_trainables to evaluate `eval_trainables` with."""
+        return fill_in_average(average, non_trainables)
 
     def partition(self, specs: Tree, trainables: Tree = None) -> OptimizerState:
         """The PartitionSpecs or Shardings of the state, from those of the trainables.

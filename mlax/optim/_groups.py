@@ -81,6 +81,13 @@ class Groups(Optimizer):
     def is_frozen(self, path):
         return self._optimizer_of(path).is_frozen(path)
 
+    def learning_rate(self, context, before, after):
+        for optimizer, names in zip(self.inner_optimizers(), self._scalar_names(), strict=True):
+            own = [{name: scalars[stored] for name, (stored, _) in names.items()} for scalars in (before, after)]
+            if (rate := optimizer.learning_rate(context, *own)) is not None:
+                return rate
+        return None
+
     def is_chunkable(self, path):
         return self._optimizer_of(path).is_chunkable(path)
 

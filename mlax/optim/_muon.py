@@ -53,6 +53,9 @@ class Muon(Leafwise):
     def is_frozen(self, path):
         return not self._is_matrix(path) and self.rest.is_frozen(path)
 
+    def average_weight(self, context):
+        return self.rest.average_weight(context)
+
     def slots(self, path, w):
         return super().slots(path, w) if self._is_matrix(path) else self.rest.slots(path, w)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mlax._jax import at_least_float32, is_on_host
+from mlax._jax import at_least_float32, count_non_finite, is_on_host, leaves_with_paths
 from mlax.core import Tree, frozen
 from mlax.optim._base import Optimizer
 from mlax.optim._hyperparams import hyperparam_ranges
@@ -77,7 +77,19 @@ class FromOptax(Optimizer):
         state = self._to_named(tree, inner, jax.tree.map(jnp.asarray, inner))
         return self._map_state(tree, state, trainables, _shard_like)
 
-    def update(self, grads, state, trainables, *, value=None, loss=None, loss_scale=None, apply_if=None, **overrides):
+    def update(
+        self,
+        grads,
+        state,
+        trainables,
+        *,
+        value=None,
+        loss=None,
+        loss_scale=None,
+        apply_if=None,
+        skip_nonfinite=False,
+        **overrides,
+    ):
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         tree.flatten_gradients(grads, tree.by_path)
@@ -95,6 +107,9 @@ class FromOptax(Optimizer):
             after = self._to_named(tree, template, inner)
         cast = {name: jax.tree.map(cast_like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]}
         after = after._replace(**cast, step=state.step + 1)
+        if skip_nonfinite:
+            finite = count_non_finite(dict(leaves_with_paths(new))) == 0
+            apply_if = finite if apply_if is None else finite & apply_if
         if apply_if is None:
             return new, after
         return jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), (new, after), (trainables, state))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import tree_vdot, widest_dtype
+from mlax._jax import cast_scalar, tree_vdot, widest_dtype
 from mlax.core import frozen
 from mlax.optim._base import Leafwise, LeavesByPath
 from mlax.optim._hyperparams import TINY, Beta, Hyperparams, NonNegative, Patterns, Range, Rate
@@ -44,6 +44,9 @@ class Prodigy(Leafwise):
 
     def scalars(self):
         return {"distance": float(self.start), "numerator": 0.0}
+
+    def learning_rate(self, context, before, after):
+        return before["distance"] * cast_scalar(super().learning_rate(context, before, after), before["distance"])
 
     def update_leaves(self, context, grads, weights, slots):
         now = Hyperparams(context.step, context.hyperparams(self), dtype=widest_dtype(g.dtype for g in grads.values()))

@@ -26,9 +26,16 @@ class ScheduleFreeAverage(Leafwise):
     def scalars(self):
         return {"weight": 0.0, "largest_rate": 0.0}
 
-    def shared_values(self, now, scalars):
+    def learning_rate(self, context, before, after):
+        now = Hyperparams(context.step, context.hyperparams(self))
+        return self._warm_up(now)
+
+    def _warm_up(self, now: Hyperparams) -> jax.Array:
         rate = jnp.asarray(now.rate, now.dtype)
-        rate = rate * jnp.minimum(now.t / self.warmup, 1.0) if self.warmup else rate
+        return rate * jnp.minimum(now.t / self.warmup, 1.0).astype(rate.dtype) if self.warmup else rate
+
+    def shared_values(self, now, scalars):
+        rate = self._warm_up(now)
         largest = jnp.maximum(scalars["largest_rate"], rate)
         weight = scalars["weight"] + largest * largest
         share = jnp.where(weight > 0, largest * largest / jnp.where(weight > 0, weight, 1.0), 0.0)
@@ -54,6 +61,7 @@ class ScheduleFree(ScheduleFreeAverage):
 
     `eval_trainables` returns `x`, the mean of `base` weighted by the square of the largest rate so far. The rate warms
     up over `warmup` steps. `b1` is one number for all steps, since `x` is not stored but computed from `base` and `y`.
+    Statistics such as BatchNorm's are not averaged: they are those of `y`, which stays close to `x`.
     Algorithm 1 of https://arxiv.org/abs/2405.15682. `decayed` as in `AdamW`.
     Slots: base, square. Scalars: weight, the sum of all weights; largest_rate, the largest rate so far.
     """

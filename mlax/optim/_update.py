@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlax._jax import is_on_host
+from mlax._jax import count_non_finite, is_on_host
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
 from mlax.optim._slot_layout import SlotLayout, SlotsByName
 from mlax.optim._trees import cast_like
@@ -68,13 +68,18 @@ class LeafArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update of an optimizer; where `apply_if` is False, it leaves everything unchanged."""
+    """One update of an optimizer; if `apply_if` is False, it leaves everything unchanged.
+
+    With `skip_nonfinite` it does so too if a new weight is not finite. Leaves that are updated in chunks are exempt:
+    each chunk is written before the next one is known.
+    """
 
     optimizer: Any
     layout: SlotLayout
     context: UpdateContext
     scalars: Mapping[str, jax.Array]
     apply_if: jax.Array | None = None
+    skip_nonfinite: bool = False
 
     def apply(self, arrays: LeafArrays, row: Any = 0) -> tuple[LeafArrays, dict[str, Any]]:
         """The new arrays, and the new step and scalars; `row` is the index of the first row, if these are slices."""
@@ -86,13 +91,21 @@ class Update:
         }
         slots = {**before, "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
         new_weights, new_slots = self.optimizer.update_leaves(self.context, grads, weights, slots)
+        update = self._skip_unless_finite(new_weights, arrays.weights)
         new = LeafArrays(arrays.grads, dict(arrays.weights), {name: dict(slot) for name, slot in arrays.slots.items()})
         for path, w in new_weights.items():
-            self._store_weights(new, path, w, weights[path], row)
+            update._store_weights(new, path, w, weights[path], row)
         for name, slot in new.slots.items():
             for path, leaf in new_slots.get(name, {}).items():
-                slot[path] = self._select(cast_like(leaf, slot[path]), slot[path])
-        return new, {name: self._select(new_slots[name].astype(old.dtype), old) for name, old in before.items()}
+                slot[path] = update._select(cast_like(leaf, slot[path]), slot[path])
+        return new, {name: update._select(new_slots[name].astype(old.dtype), old) for name, old in before.items()}
+
+    def _skip_unless_finite(self, new: Mapping[str, jax.Array], stored: Mapping[str, jax.Array]) -> "Update":
+        """The update that is applied only if all new weights are finite in the dtypes in which they are stored."""
+        if not self.skip_nonfinite or self.context.chunked:
+            return self
+        finite = count_non_finite({path: w.astype(stored[path].dtype) for path, w in new.items()}) == 0
+        return dataclasses.replace(self, apply_if=finite if self.apply_if is None else finite & self.apply_if)
 
     def _store_weights(self, arrays: LeafArrays, path: str, w: jax.Array, before: jax.Array, row: Any) -> None:
         """Store the weights of a leaf, and the slots of their rounding, in `arrays`."""

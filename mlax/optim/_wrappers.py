@@ -20,6 +20,7 @@ from mlax.optim._hyperparams import (
     matches_any,
 )
 from mlax.optim._slots import Slot
+from mlax.optim._update import UpdateContext
 
 
 @frozen
@@ -94,10 +95,23 @@ class Accumulate(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return self.optimizer.eval_weights(path, w, slots, step // self.every)
 
+    def average_weight(self, context):
+        weight = self.optimizer.average_weight(self._inner_context(context))
+        return None if weight is None else jnp.where(self._is_due(context), weight, jnp.zeros_like(weight))
+
+    def learning_rate(self, context, before, after):
+        return self.optimizer.learning_rate(self._inner_context(context), before, after)
+
+    def _inner_context(self, context: UpdateContext) -> UpdateContext:
+        return dataclasses.replace(context, step=context.step // self.every, shared_step=True)
+
+    def _is_due(self, context: UpdateContext) -> jax.Array:
+        return context.step % self.every == self.every - 1
+
     def update_leaves(self, context, grads, weights, slots):
         sums = {path: slots["gathered"][path] + g for path, g in grads.items()}
         inner = {name: slot for name, slot in slots.items() if name != "gathered"}
-        inner_context = dataclasses.replace(context, step=context.step // self.every, shared_step=True)
+        inner_context = self._inner_context(context)
         if context.chunked:
             inner_context = dataclasses.replace(inner_context, global_sum=_reject_global_sum)
 
@@ -114,7 +128,7 @@ class Accumulate(OptimizerWrapper):
         def skip_step() -> tuple[Any, Any, Any]:
             return dict(weights), inner, sums
 
-        due = context.step % self.every == self.every - 1
+        due = self._is_due(context)
         new, new_slots, sums = lax.cond(due, take_step, skip_step)
         return StepResult(new, {**new_slots, "gathered": sums})
 
@@ -202,6 +216,10 @@ class Plateau(OptimizerWrapper):
             "scale": scale,
         }
         return StepResult(new, {**new_slots, **scalars})
+
+    def learning_rate(self, context, before, after):
+        rate = self.optimizer.learning_rate(context, before, after)
+        return None if rate is None else after["scale"] * cast_scalar(rate, after["scale"])
 
 
 @frozen

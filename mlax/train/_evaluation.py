@@ -25,8 +25,8 @@ class Evaluation:
     """Computes the means of an objective's values over batches, weighted by their masks, with `inference_mode=True`.
 
     `evaluation(state, feed)` returns floats by name, over one epoch of a feed or over any iterable of batches. It uses
-    the weights that the optimizer provides for evaluation: their average, if it keeps one. A random objective gets the
-    same keys in each evaluation. Sums are accumulated on the host in float64.
+    the weights that the optimizer provides for evaluation, their average, if it keeps one, and non_trainables averaged
+    likewise. A random objective gets the same keys in each evaluation. Sums are accumulated on the host in float64.
     """
 
     def __init__(self, objective: Objective, optimizer: Optimizer, *, compilations: int = 8, plan: Plan | None = None):
@@ -70,9 +70,9 @@ class Evaluation:
 
     def _sums(self, state: TrainState, index: jax.Array, batch: Any) -> Metrics:
         """The sum of each value over the batch, and the weight of the batch."""
-        trainables = self.optimizer.eval_trainables(state.optimizer, state.trainables)
+        variables = state.eval_variables(self.optimizer)
         rng = random.fold_in(random.fold_in(state.rng, EVALUATION_KEYS), index)
-        output = self.objective(batch, trainables, state.non_trainables, rng=rng, inference_mode=True)
+        output = self.objective(batch, *variables, rng=rng, inference_mode=True)
         values, _ = unpack_output(output)
         total = batch_weight(batch)
         weight = jnp.float32(_batch_size(batch)) if total is None else total

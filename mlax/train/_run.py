@@ -309,8 +309,7 @@ def export_weights(
 
 
 def _inference_variables(optimizer: Optimizer, state: TrainState) -> Tree:
-    trainables = optimizer.eval_trainables(state.optimizer, state.trainables)
-    variables = {"trainables": trainables, "non_trainables": state.non_trainables}
+    variables = dict(zip(("trainables", "non_trainables"), state.eval_variables(optimizer), strict=True))
     return {name: tree for name, tree in variables.items() if tree is not None}
 
 

@@ -23,10 +23,18 @@ class TrainState(NamedTuple):
     step: jax.Array  # () int32, batches seen so far, skipped ones included
     trainables: Tree
     non_trainables: Tree
+    average: Tree  # of the floating non_trainables, if the optimizer averages the weights; else None
     optimizer: OptimizerState
     rng: jax.Array  # a key
     scaling: Any  # state of the loss scale; None without one
-    skipped: jax.Array  # () int32, steps skipped because the loss or a gradient was not finite
+    skipped: jax.Array  # () int32, steps skipped because something was not finite
+
+    def eval_variables(self, optimizer: Optimizer) -> tuple[Tree, Tree]:
+        """The trainables and non_trainables to evaluate and to export: averages, if the optimizer keeps them."""
+        return (
+            optimizer.eval_trainables(self.optimizer, self.trainables),
+            optimizer.eval_non_trainables(self.average, self.non_trainables),
+        )
 
 
 def init_state(
@@ -52,7 +60,8 @@ def init_state(
     key = random.wrap_key_data(copy(random.key_data(rng)), impl=str(random.key_impl(rng)))
     scale = None if scaling is None else jax.tree.map(copy, scaling.init())
     zero = jnp.zeros_like(slots.step)
-    return TrainState(zero, trainables, non_trainables, slots, key, scale, jnp.copy(zero))
+    average = optimizer.init_average(non_trainables)
+    return TrainState(zero, trainables, non_trainables, average, slots, key, scale, jnp.copy(zero))
 
 
 def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> None:

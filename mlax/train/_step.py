@@ -1,21 +1,23 @@
 """A training step: one compiled function from state and batch to new state and metrics."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax, random
 
-from mlax._jax import global_norm, leaves_with_paths
+from mlax._jax import all_stay_finite, global_norm, leaves_with_paths
 from mlax.core import Layer, Tree, short_repr, signature
-from mlax.optim import Accumulate, Optimizer, hyperparam_ranges, hyperparams_at
+from mlax.optim import Optimizer, UpdateContext
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
-from mlax.train._objective import Backward, Objective, check_non_trainables, gradients, loss_function
+from mlax.train._objective import Backward, Gradients, Objective, check_non_trainables, gradients, loss_function
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import TrainState, init_state
 from mlax.train.feeds._batch import MASK
@@ -45,8 +47,9 @@ def step(
       size.
     - `accumulate`: microbatches that a batch is split into: the same gradient in less memory.
     - `scaling`: loss scaling for float16, such as `train.DynamicLossScale()`.
-    - `skip_nonfinite`: skip a step whose loss or gradient is not finite: only the counts of steps and of skipped steps
-      change.
+    - `skip_nonfinite`: skip a step whose loss, gradient, new non_trainables or new weights are not finite: only the
+      counts of steps and of skipped steps change. Weights in host memory are written before all of them are known, so
+      that only the loss, the gradient and the non_trainables count.
     - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batch_sharding`.
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
     - `privacy`: gradients clipped for each example and noised, `train.DifferentialPrivacy(clip=1.0, noise=1.1)`.
@@ -71,24 +74,35 @@ class Step:
     privacy: DifferentialPrivacy | None
     evaluation: Evaluation = dataclasses.field(init=False)
     aot: CompiledFunction = dataclasses.field(init=False)
+    overriding_aot: CompiledFunction = dataclasses.field(init=False)  # for calls that override hyperparameters
 
     def __post_init__(self):
         _check_options(self)
         allowed = max(8, self.compilations)
         self.evaluation = Evaluation(self.objective, self.optimizer, compilations=allowed, plan=self.plan)
-        self.aot = CompiledFunction(
-            self.advance if self.steps_per_call == 1 else self._scan,
-            ("state", "batch"),
+        compile_step = functools.partial(
+            CompiledFunction,
             donate=True,
             compilations=self.compilations,
             plan=self.plan,
             stacked=self.steps_per_call > 1,
         )
+        self.aot = compile_step(self._advance_call, ("state", "batch"))
+        self.overriding_aot = compile_step(self._advance_call_with, ("state", "hyperparams", "batch"))
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Any, **hyperparams: Any) -> tuple[TrainState, Metrics]:
+        """The state and the metrics after this batch.
+
+        Hyperparameters, `rate=3e-4` say, override those of the optimizer in this call; new values do not recompile.
+        """
         if not isinstance(state, TrainState):
             raise TypeError(f"step: the state is a {type(state).__name__}; call step(state, batch).")
-        return self.aot(state, batch)
+        if not hyperparams:
+            return self.aot(state, batch)
+        self.optimizer.check_overrides(hyperparams)
+        dtype = jnp.result_type(float)  # a Python number would be weakly typed, and an array would recompile
+        arrays = {name: np.asarray(value, dtype) for name, value in sorted(hyperparams.items())}
+        return self.overriding_aot(state, arrays, batch)
 
     def __repr__(self) -> str:
         defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
@@ -105,53 +119,69 @@ class Step:
 
     def flops(self) -> int:
         """FLOPs of one step over all devices, by the jaxpr of the last compilation."""
-        return self.aot.flops() // self.steps_per_call
+        aot = self.aot if self.aot.compiled else self.overriding_aot
+        return aot.flops() // self.steps_per_call
 
-    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def advance(self, state: TrainState, batch: Any, **hyperparams: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""
         rng = random.fold_in(state.rng, state.step)
-        microbatches, backward = self._microbatches(batch)
         scale = None if self.scaling is None else state.scaling["scale"]
-        values, grads, non_trainables = gradients(
-            self.objective,
+        values, grads, non_trainables = self._gradients(self.objective, state, batch, rng)
+        check_non_trainables(state.non_trainables, non_trainables)
+        norm = global_norm(dict(leaves_with_paths(grads)))
+        finite = None
+        if self.skip_nonfinite:
+            stays_finite = all_stay_finite(state.non_trainables, non_trainables)
+            finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) & stays_finite
+        loss = loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate)
+        trainables, slots = self.optimizer.update(
+            grads,
+            state.optimizer,
+            state.trainables,
+            value=values["loss"],
+            loss=None if self.privacy is not None else loss,  # whose gradient would be neither clipped nor noised
+            loss_scale=scale,
+            apply_if=finite,
+            skip_nonfinite=self.skip_nonfinite,
+            **hyperparams,
+        )
+        new = state._replace(
+            step=state.step + 1,
+            trainables=trainables,
+            non_trainables=non_trainables,
+            average=self.optimizer.update_average(state.average, non_trainables, slots),
+            optimizer=slots,
+        )
+        metrics = {**values, "gradient_norm": norm}
+        context = UpdateContext(state.optimizer.step, hyperparams)
+        rate = self.optimizer.learning_rate(context, state.optimizer._asdict(), slots._asdict())
+        if rate is not None:
+            metrics["rate"] = jnp.asarray(rate, jnp.float32)
+        if not self.skip_nonfinite:
+            return new, Metrics.pack(metrics)
+        skipped = slots.step == state.optimizer.step  # also if the new weights are not finite
+        old_state, new_state = ((each.non_trainables, each.average) for each in (state, new))
+        kept, average = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), old_state, new_state)
+        new = new._replace(non_trainables=kept, average=average, skipped=state.skipped + skipped.astype(jnp.int32))
+        metrics["skipped"] = skipped
+        if self.scaling is not None:
+            new = new._replace(scaling=self.scaling.update(state.scaling, ~skipped))
+            metrics["scale"] = state.scaling["scale"]
+        return new, Metrics.pack(metrics)
+
+    def _gradients(self, objective: Objective, state: TrainState, batch: Any, rng: jax.Array) -> Gradients:
+        microbatches, backward = self._microbatches(batch)
+        return gradients(
+            objective,
             batch,
             state.trainables,
             state.non_trainables,
             rng,
             accumulate=microbatches,
-            scale=scale,
+            scale=None if self.scaling is None else state.scaling["scale"],
             backward=backward,
             is_frozen=self.optimizer.is_frozen,
         )
-        check_non_trainables(state.non_trainables, non_trainables)
-        norm = global_norm(dict(leaves_with_paths(grads)))
-        finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) if self.skip_nonfinite else None
-        trainables, optimizer = self.optimizer.update(
-            grads,
-            state.optimizer,
-            state.trainables,
-            value=values["loss"],
-            loss=loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate),
-            loss_scale=scale,
-            apply_if=finite,
-        )
-        new = state._replace(step=state.step + 1, trainables=trainables, optimizer=optimizer)
-        metrics = {**values, "gradient_norm": norm}
-        if (rate := learning_rate(self.optimizer, state.optimizer.step)) is not None:
-            metrics["rate"] = rate
-        if finite is None:
-            return new._replace(non_trainables=non_trainables), Metrics.pack(metrics)
-        new = new._replace(
-            non_trainables=jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), non_trainables, state.non_trainables
-            ),
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-        )
-        metrics["skipped"] = ~finite
-        if self.scaling is not None:
-            new = new._replace(scaling=self.scaling.update(state.scaling, finite))
-            metrics["scale"] = scale
-        return new, Metrics.pack(metrics)
 
     def _microbatches(self, batch: Any) -> tuple[int, Backward | None]:
         """How many microbatches a batch is split into, and what computes their gradients, if not a scan."""
@@ -160,19 +190,20 @@ class Step:
         pipeline = _pipeline_with_backward(self)
         return (self.accumulate, None) if pipeline is None else (pipeline.microbatches, pipeline.backward)
 
-    def _scan(self, state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
-        _check_stacked(self.steps_per_call, batches)
-        return lax.scan(self.advance, state, batches, length=self.steps_per_call)
+    def _advance_call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """All steps of a call."""
+        return self._advance_call_with(state, {}, batch)
 
-
-def learning_rate(optimizer: Optimizer, step: jax.Array) -> jax.Array | None:
-    """The learning rate of the outermost optimizer that has one, at a step of `optimizer`; None if none has."""
-    if "rate" in hyperparam_ranges(type(optimizer)):
-        return jnp.asarray(hyperparams_at(optimizer, step, {})["rate"], jnp.float32)
-    if isinstance(optimizer, Accumulate):
-        step = step // optimizer.every
-    rates: list[Any] = [learning_rate(inner, step) for inner in optimizer.inner_optimizers()]
-    return next((rate for rate in rates if rate is not None), None)
+    def _advance_call_with(
+        self, state: TrainState, hyperparams: dict[str, jax.Array], batch: Any
+    ) -> tuple[TrainState, Metrics]:
+        """All steps of a call, with these hyperparameters."""
+        if self.steps_per_call == 1:
+            return self.advance(state, batch, **hyperparams)
+        _check_stacked(self.steps_per_call, batch)
+        return lax.scan(
+            lambda state, batch: self.advance(state, batch, **hyperparams), state, batch, length=self.steps_per_call
+        )
 
 
 def _pipeline_with_backward(step: Step) -> Any:

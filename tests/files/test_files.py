@@ -97,7 +97,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         (np.ones(3), "nested dicts"),
         ({"a": [1, 2]}, "'a' is a list"),
         (mlax.F(np.tanh), "the tree is a F, .* a layer has no variables: save those that init returns"),
-        (train.TrainState(*[None] * 7), "save state.trainables, or the whole state with train.Checkpoints"),
+        (train.TrainState(*[None] * 8), "save state.trainables, or the whole state with train.Checkpoints"),
         ([np.ones(3)], "the tree is a list, but must be nested dicts of arrays; name it"),
         ({1: np.ones(3)}, "not a string"),
         ({"a": {"..": np.ones(3)}}, "not a plain path"),

@@ -170,6 +170,43 @@ def test_a_non_finite_step_changes_only_the_counts():
     assert not bool(metrics["skipped"]) and np.isfinite(metrics["loss"])
 
 
+def test_a_step_that_spoils_the_statistics_is_skipped():
+    step = train.step(objective, OPTIMIZER)
+    state, _ = step(init_state(step), batch())
+    before = jax.tree.map(jnp.copy, state)
+    spoilt = batch()
+    spoilt["x"] = (
+        spoilt["x"].at[0].set(1e20)
+    )  # whose square is infinite: BatchNorm divides by infinity, which is finite
+    state, metrics = step(state, spoilt)
+    assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["gradient_norm"]) and bool(metrics["skipped"])
+    assert not unequal_leaves(state, before._replace(step=before.step + 1, skipped=before.skipped + 1))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optim.SGD(1e30), optim.Adam(1e30), optim.SAM(optim.SGD(1e30)), optim.from_optax(optax.sgd(1e30))]
+)
+def test_a_step_whose_new_weights_are_not_finite_is_skipped(optimizer):
+    def steep(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return trainables["w"] * 1e10, {"seen": non_trainables["seen"] + 1}
+
+    step = train.step(steep, optimizer)
+    state = step.init(jax.random.key(0), {"w": jnp.full((), 3e38)}, {"seen": jnp.full((), -jnp.inf)})
+    state, metrics = step(state, {"x": jnp.ones(3)})
+    assert np.isfinite(metrics["gradient_norm"]) and bool(metrics["skipped"]) and int(state.skipped) == 1
+    assert float(state.trainables["w"]) == np.float32(3e38) and int(state.optimizer.step) == 0
+
+
+def test_state_that_was_infinite_before_does_not_skip_the_step():
+    def counting(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return trainables["w"] * 2, {"best": jnp.minimum(non_trainables["best"], jnp.inf)}
+
+    step = train.step(counting, optim.SGD(0.1))
+    state = step.init(jax.random.key(0), {"w": jnp.ones(())}, {"best": jnp.full((), jnp.inf)})
+    state, metrics = step(state, {"x": jnp.ones(3)})
+    assert not bool(metrics["skipped"]) and float(state.trainables["w"]) == pytest.approx(0.8)
+
+
 def test_without_the_guard_a_non_finite_step_is_taken():
     step = train.step(objective, OPTIMIZER, skip_nonfinite=False)
     state, metrics = step(init_state(step), {**batch(), "x": jnp.full((8, 5), jnp.nan)})
@@ -274,8 +311,8 @@ def test_evaluation_weights_examples_equally_and_uses_averaged_weights():
     for each in feed().stream(stop=7):
         state, _ = step(state, each)
     found = step.evaluation(state, train.Feed(arrays(), batch=8).epoch())  # 75 examples: the last batch is ragged
-    weights = step.optimizer.eval_trainables(state.optimizer, state.trainables)
-    values, _ = objective(arrays(), weights, state.non_trainables, inference_mode=True)
+    weights, statistics = state.eval_variables(step.optimizer)
+    values, _ = objective(arrays(), weights, statistics, inference_mode=True)
     np.testing.assert_allclose(found["loss"], np.mean(values["loss"]), 1e-5)
     np.testing.assert_allclose(found["accuracy"], np.mean(values["accuracy"]), 1e-6)
     assert unequal_leaves(weights, state.trainables)

@@ -1,0 +1,100 @@
+"""The rate that a step reports is the one it used, and hyperparameters can be overridden without recompiling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mlax import optim, train
+
+SGD = optim.SGD(0.5)
+HALVES = optim.Plateau(SGD, factor=0.5, patience=0, threshold=0.0)
+
+
+def linear(batch, trainables, non_trainables, rng=None, inference_mode=False):
+    return trainables["a"] * 2 + trainables["b"], non_trainables
+
+
+def constant(batch, trainables, non_trainables, rng=None, inference_mode=False):
+    return never_improving(trainables["a"]), non_trainables
+
+
+def never_improving(x):
+    """A loss of 1 whose gradient is 1: it never improves."""
+    return 1 + x - jax.lax.stop_gradient(x)
+
+
+def run(objective, optimizer, steps, **options):
+    """The rates that the steps report, and by how much each moved `a` down."""
+    step = train.step(objective, optimizer, **options)
+    state = step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())})
+    rates, moves = [], []
+    for _ in range(steps):
+        before = float(state.trainables["a"])
+        state, metrics = step(state, {"x": jnp.ones(2)})
+        rates.append(float(metrics["rate"]))
+        moves.append(before - float(state.trainables["a"]))
+    return rates, moves
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        HALVES,
+        optim.ClipGlobalNorm(HALVES, 100.0),
+        optim.Groups(("b", HALVES), ("a", HALVES)),
+        optim.Plateau(optim.SGD(optim.LinearSchedule(0.5, 0.1, 4)), factor=0.5, patience=1, threshold=0.0),
+        optim.Average(optim.SGD(optim.LinearSchedule(0.5, 0.1, 4))),
+    ],
+)
+def test_the_reported_rate_is_the_rate_of_the_update(optimizer):
+    rates, moves = run(constant, optimizer, 4)
+    np.testing.assert_allclose(rates, moves, 1e-5)
+    assert len(set(rates)) > 1
+
+
+def test_the_reported_rate_includes_the_warm_up_of_schedule_free():
+    rates, _ = run(constant, optim.ScheduleFree(0.4, warmup=4), 5)
+    np.testing.assert_allclose(rates, [0.1, 0.2, 0.3, 0.4, 0.4], 1e-6)
+
+
+def test_the_reported_rate_of_accumulated_gradients_is_that_of_the_optimizer_inside():
+    rates, _ = run(constant, optim.Accumulate(optim.SGD(optim.LinearSchedule(1.0, 0.0, 4)), 2), 4)
+    np.testing.assert_allclose(rates, [1.0, 1.0, 0.75, 0.75], 1e-6)
+
+
+def test_an_optimizer_without_a_rate_reports_none():
+    step = train.step(constant, optim.from_optax(optax.sgd(0.1)))
+    _, metrics = step(step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())}), {"x": jnp.ones(2)})
+    assert "rate" not in metrics
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}])
+def test_a_call_can_override_hyperparameters_without_recompiling(options):
+    step = train.step(linear, optim.ClipGlobalNorm(optim.SGD(0.5, momentum=0.0), 100.0), **options)
+    state = step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())})
+    calls, given = step.steps_per_call, {"x": jnp.ones((2, 2))}
+    for rate in (0.5, np.float32(0.25), jnp.asarray(0.125)):
+        before = float(state.trainables["b"])
+        state, metrics = step(state, given, rate=rate)
+        assert before - float(state.trainables["b"]) == pytest.approx(calls * float(rate))
+        np.testing.assert_allclose(metrics["rate"], np.full_like(metrics["rate"], rate))
+    assert len(step.overriding_aot.compiled) == 1 and not step.aot.compiled
+    step.flops()  # of the program that was compiled
+    state, _ = step(state, given)  # a second program, with the optimizer's own rate
+    assert len(step.aot.compiled) == 1
+
+
+def test_wrong_overrides_are_rejected_before_anything_is_donated():
+    step = train.step(linear, optim.SGD(0.5, momentum=0.5))
+    state = step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())})
+    given = {"x": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"rate is -1, but must be finite"):
+        step(state, given, rate=-1.0)
+    with pytest.raises(TypeError, match=r"no hyperparameter 'lr'; it has .*rate"):
+        step(state, given, lr=1.0)
+    state, _ = step(state, given, rate=1.0)
+    with pytest.raises(train.RetraceError, match="hyperparams/momentum was missing"):
+        step(state, given, rate=1.0, momentum=0.9)
+    step(state, given, rate=0.5)
