@@ -5,7 +5,7 @@ from typing import Any
 
 from mlax.core._errors import short_repr
 from mlax.core._frozen import call_repr, frozen
-from mlax.core._layer import Layer, variable_shapes
+from mlax.core._layer import Layer, Tree, variable_shapes
 from mlax.core._paths import flatten_paths, no_match_message, unflatten_paths
 from mlax.core._wrappers import Wrapper
 
@@ -36,6 +36,15 @@ class Tied(Wrapper):
         for tie in ties:
             if not isinstance(tie, Tie):
                 raise TypeError(f"Tied: {tie!r} is not an mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")
+        leaves = [tie.leaf for tie in ties]
+        for tie in ties:
+            if leaves.count(tie.leaf) > 1:
+                raise ValueError(f"Tied: {tie.leaf!r} is tied twice; tie it once.")
+            if tie.to in leaves:
+                raise ValueError(
+                    f"Tied: {tie.leaf!r} is tied to {tie.to!r}, which is tied itself and not stored; tie both to a "
+                    "third leaf."
+                )
 
     def init(self, rng, x):
         leaves = flatten_paths(variable_shapes(self.layer, x)[0])
@@ -47,14 +56,17 @@ class Tied(Wrapper):
         return kept, non_trainables
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        untied = self.untie(trainables)
+        return self.layer.fwd(x, untied, non_trainables, rng=rng, inference_mode=inference_mode)
+
+    def untie(self, trainables: Tree) -> Tree:
+        """The trainables of `layer` itself, in which each tied leaf is the one that it is tied to."""
         leaves = flatten_paths(trainables)
         for tie in self.ties:
             if tie.to not in leaves:
                 raise ValueError(f"{short_repr(self)}: trainables lacks the leaf {no_match_message(tie.to, leaves)}")
             leaves[tie.leaf] = leaves[tie.to].T if tie.transpose else leaves[tie.to]
-        return self.layer.fwd(
-            x, unflatten_paths(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode
-        )
+        return unflatten_paths(leaves.items())
 
     def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
         for path in (tie.leaf, tie.to):

@@ -1,5 +1,7 @@
 """LoRA: a Linear plus a learned update of low rank."""
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
 from typing import Any
 
@@ -7,7 +9,22 @@ import jax.numpy as jnp
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Initializer, Layer, Tree, Wrapper, Zeros, frozen, get, layers, lecun, replace, short_repr
+from mlax.core import (
+    Initializer,
+    Layer,
+    Tied,
+    Tree,
+    Wrapper,
+    Zeros,
+    find_layers,
+    flatten_paths,
+    frozen,
+    get,
+    lecun,
+    replace,
+    short_repr,
+    unflatten_paths,
+)
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
 
@@ -80,23 +97,59 @@ class LoRA(Wrapper):
 def merge_lora(model: Layer, trainables: Tree) -> Tree:
     """The trainables of the model without LoRA: each `kernel + alpha / rank * down @ up`, in the kernel's dtype.
 
-    `model` and `trainables` are those with LoRA; the model without LoRA computes the same with the result.
+    `model` and `trainables` are those with LoRA; the model without LoRA computes the same with the result. A kernel
+    that is tied to another leaf cannot be merged, unless the other has the same LoRA, tied too.
     """
-    found = {path: lora for path, layer in {"": model, **layers(model)}.items() if (lora := _lora_of(layer))}
-    if not found:
+    loras = dict(find_layers(model, LoRA))
+    if not loras:
         raise ValueError(
             f"merge_lora: there is no LoRA in {short_repr(model)}; pass the model with LoRA in place of Linears."
         )
-    for path, lora in found.items():
-        leaves = get(trainables, path) if path else trainables
-        update = jnp.matmul(leaves["lora"]["down"], leaves["lora"]["up"], precision="highest")  # (..., d, f)
-        merged = {name: leaf for name, leaf in leaves.items() if name != "lora"}
-        merged["kernel"] = leaves["kernel"] + lora.factor * update
-        trainables = replace(trainables, path, merged) if path else merged
-    return trainables
+    ties = find_layers(model, Tied)  # the inner ones first
+    for path, tied in ties:
+        _check_ties(path, tied, loras)
+    for path, tied in reversed(ties):
+        trainables = _replace_tree(trainables, path, tied.untie)
+    for path, lora in loras.items():
+        trainables = _replace_tree(trainables, path, functools.partial(_merge, lora))
+    leaves = flatten_paths(trainables)
+    for path, tied in ties:
+        for tie in tied.ties:
+            leaves.pop(_join(path, tie.leaf), None)  # None: a leaf of a LoRA, which is merged
+    return unflatten_paths(leaves.items())
 
 
-def _lora_of(layer: Layer) -> LoRA | None:
-    while isinstance(layer, Wrapper) and not isinstance(layer, LoRA):
-        layer = layer.layer
-    return layer if isinstance(layer, LoRA) else None
+def _merge(lora: LoRA, leaves: Tree) -> Tree:
+    update = jnp.matmul(leaves["lora"]["down"], leaves["lora"]["up"], precision="highest")  # (..., d, f)
+    merged = {name: leaf for name, leaf in leaves.items() if name != "lora"}
+    return {**merged, "kernel": leaves["kernel"] + lora.factor * update}
+
+
+def _check_ties(path: str, tied: Tied, loras: Mapping[str, LoRA]) -> None:
+    """Raise if merging would make tied kernels differ."""
+    owners = {_join(owner, "kernel"): owner for owner in loras}
+    ties = [(_join(path, tie.leaf), _join(path, tie.to), tie.transpose) for tie in tied.ties]
+    for leaf, to, transpose in ties:
+        one, other = owners.get(leaf), owners.get(to)
+        if one is other is None or (
+            one is not None
+            and other is not None
+            and loras[one].factor == loras[other].factor
+            and all((f"{one}/lora/{name}", f"{other}/lora/{name}", transpose) in ties for name in ("down", "up"))
+            and not transpose
+        ):
+            continue
+        where = f"the Tied at {path!r}" if path else "model"
+        raise ValueError(
+            f"merge_lora: {leaf} is tied to {to}, but merging would make them differ; untie them first: "
+            f"{where}.untie(trainables) are the trainables of {where}.layer."
+        )
+
+
+def _replace_tree(tree: Tree, path: str, function: Callable[[Tree], Tree]) -> Tree:
+    """The tree with the subtree at `path` replaced by `function` of it."""
+    return replace(tree, path, function(get(tree, path))) if path else function(tree)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name

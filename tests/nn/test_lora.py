@@ -7,6 +7,7 @@ import pytest
 
 import mlax
 from mlax import nn
+from mlax.core import map_layers, unflatten_paths
 from tests.arrays import normal
 from tests.layers import Block
 from tests.references.experts import assert_agrees_with_torch
@@ -52,7 +53,7 @@ def test_parts_of_a_model_are_wrapped_and_merged_by_path():
     pretrained, state = MODEL.init(RNG, X)
     model = with_lora(MODEL)
     made, _ = model.init(jax.random.key(1), X)
-    _, live = mlax.freeze(made, "**/lora/*")
+    live = mlax.select(made, "**/lora/*")
     assert set(mlax.paths(live)) == {"blocks/up/lora/down", "blocks/up/lora/up", "head/lora/down", "head/lora/up"}
     assert live["blocks"]["up"]["lora"]["down"].shape == (2, 6, 2)
 
@@ -75,6 +76,69 @@ def test_parts_of_a_model_are_wrapped_and_merged_by_path():
     assert set(mlax.paths(merged)) == set(mlax.paths(pretrained))
     np.testing.assert_allclose(MODEL.fwd(X, merged, state)[0], model.fwd(X, tuned, state)[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(merged["embed"]["kernel"], pretrained["embed"]["kernel"])
+
+
+IDS = jnp.arange(8, dtype=jnp.int32).reshape(2, 4) % 7
+
+
+def tied(first, second, *ties):
+    """Two Linears with tied leaves, random trainables for them, and the output."""
+    model = mlax.Tied(mlax.Series(embed=nn.Embed(7, 5), first=first, second=second), *ties)
+    shapes, _ = model.init(RNG, IDS)
+    leaves = {path: normal(*mlax.get(shapes, path).shape, seed=i) for i, path in enumerate(mlax.paths(shapes))}
+    return model, unflatten_paths(leaves.items())
+
+
+def without_lora(model):
+    return map_layers(model, "", lambda path, layer: layer.layer if isinstance(layer, nn.LoRA) else layer)
+
+
+def test_tied_leaves_beside_lora_stay_tied():
+    ties = [mlax.Tie("second/bias", to="first/bias")]
+    model, trainables = tied(nn.LoRA(nn.Linear(5), 2), nn.LoRA(nn.Linear(5), 2), *ties)
+    merged = nn.merge_lora(model, trainables)
+    assert mlax.paths(merged) == ("embed/table", "first/bias", "first/kernel", "second/kernel")
+    wanted, _ = model.fwd(IDS, trainables)
+    np.testing.assert_allclose(without_lora(model).fwd(IDS, merged)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_tied_kernels_with_one_tied_lora_stay_tied():
+    leaves = ("kernel", "lora/down", "lora/up")
+    ties = [mlax.Tie(f"second/{leaf}", to=f"first/{leaf}") for leaf in leaves]
+    model, trainables = tied(nn.LoRA(nn.Linear(5), 2), nn.LoRA(nn.Linear(5), 2), *ties)
+    merged = nn.merge_lora(model, trainables)
+    assert mlax.paths(merged) == ("embed/table", "first/bias", "first/kernel", "second/bias")
+    plain = mlax.Tied(without_lora(model.layer), ties[0])
+    np.testing.assert_allclose(plain.fwd(IDS, merged)[0], model.fwd(IDS, trainables)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tie"),
+    [
+        (nn.Linear(5), nn.LoRA(nn.Linear(7), 2), mlax.Tie("second/kernel", to="embed/table", transpose=True)),
+        (nn.LoRA(nn.Linear(5), 2), nn.Linear(5), mlax.Tie("second/kernel", to="first/kernel")),
+        (nn.LoRA(nn.Linear(5), 2), nn.LoRA(nn.Linear(5), 2), mlax.Tie("second/kernel", to="first/kernel")),
+    ],
+)
+def test_a_tied_kernel_that_merging_would_change_is_refused_and_can_be_untied(first, second, tie):
+    model, trainables = tied(first, second, tie)
+    with pytest.raises(ValueError, match=f"merge_lora: {tie.leaf} is tied to {tie.to}, but merging would make them"):
+        nn.merge_lora(model, trainables)
+    merged = nn.merge_lora(model.layer, model.untie(trainables))
+    plain = without_lora(model.layer)
+    np.testing.assert_allclose(plain.fwd(IDS, merged)[0], model.fwd(IDS, trainables)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_example_in_the_docstring_trains_only_the_lora():
+    attend = mlax.Series(query=nn.Linear(6), out=nn.Linear(6))
+    model = mlax.Series(blocks=mlax.Series(attend=attend))
+    pretrained, _ = model.init(RNG, X)
+    lines = [line.strip() for line in nn.LoRA.__doc__.splitlines() if line.strip().startswith(("model =", "lora ="))]
+    names = {"mlax": mlax, "nn": nn, "model": model, "rng": RNG, "x": X}
+    exec("\n".join(lines).replace("rank=8", "rank=2"), names)
+    assert mlax.paths(names["lora"]) == ("blocks/attend/query/lora/down", "blocks/attend/query/lora/up")
+    tuned = mlax.merge(names["lora"], pretrained)
+    np.testing.assert_array_equal(names["model"].fwd(X, tuned)[0], model.fwd(X, pretrained)[0])
 
 
 def test_surgery_reaches_the_inner_linear():
