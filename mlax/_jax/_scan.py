@@ -139,16 +139,31 @@ def time_vmap(function: Callable[[Any], Any], value: Any) -> Any:
 
     On a CPU, time is merged with the batch, (t, b, ...) to (t b, ...), which is faster: XLA copies the operands of a
     product that sums over two axes, as the gradient of a kernel does. Elsewhere, where an axis is or may be sharded,
-    and for leaves without a batch, such as keys, it is a vmap.
+    and for leaves without a batch, such as keys, it is a vmap. Images with an explicitly sharded batch are merged the
+    other way round, (b t, ...): the vmap of a convolution would put time first, which JAX refuses for such a batch.
     """
     leaves = jax.tree.leaves(value)
     sizes = {leaf.shape[:2] for leaf in leaves}
+    if len(sizes) == 1 and all(map(_has_sharded_images, leaves)):
+        y = function(jax.tree.map(_merge_batch_first, value))
+        times, batch = sizes.pop()
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf.reshape(batch, times, *leaf.shape[1:]), 1, 0), y)
     if len(sizes) != 1 or not all(map(_is_mergeable, leaves)):
         return jax.vmap(function)(value)
     times, batch = sizes.pop()
     y = function(jax.tree.map(lambda leaf: leaf.reshape(times * batch, *leaf.shape[2:]), value))
     y = fusion_barrier(y)  # XLA adds a bias in place, but fused with the reshape it allocates a second array
     return jax.tree.map(lambda leaf: leaf.reshape(times, batch, *leaf.shape[1:]), y)
+
+
+def _has_sharded_images(leaf: jax.Array) -> bool:
+    """Whether it is (t, b, *spatial, c) with an explicitly sharded batch."""
+    spec = jax.typeof(leaf).sharding.spec
+    return leaf.ndim >= 4 and spec[0] is None and spec[1] is not None
+
+
+def _merge_batch_first(leaf: jax.Array) -> jax.Array:
+    return jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
 def _is_mergeable(leaf: jax.Array) -> bool:

@@ -49,7 +49,7 @@ from mlax.core._paths import (
     replace_leaves,
     unflatten_paths,
 )
-from mlax.core._recurrent import Cell, CompositeCell, Recurrent
+from mlax.core._recurrent import Cell, CompositeCell, Recurrent, unpack_sequence
 from mlax.core._surgery import (
     all_layers,
     count,

@@ -11,9 +11,19 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax._jax import Apply, Function, ScanStep, add_feedback, batched_grad_scan, named_key, shard_like, time_vmap
+from mlax._jax import (
+    Apply,
+    Function,
+    ScanStep,
+    add_feedback,
+    batched_grad_scan,
+    explicit_sharding,
+    named_key,
+    shard_like,
+    time_vmap,
+)
 from mlax.core._composite import Composite, Sub, split_parts
-from mlax.core._errors import error_scope, short_repr, signature
+from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, shape_dtypes
 from mlax.core._wrappers import Wrapper, slice_shapes
@@ -52,7 +62,13 @@ class CompositeCell(Composite, Cell):
         """The next carry and the output (b, ...), from the carry and `ahead`, to which `feedback` has been added."""
 
     def wire(self, sub: Sub, x: Any) -> tuple[Any, Any]:
+        if not isinstance(x, tuple) or len(x) != 2:
+            raise ValueError(
+                f"{short_repr(self)}: the input is {signature(x)}, but must be the pair (carry, x); for a "
+                "sequence, use mlax.Recurrent(cell)."
+            )
         carry, x = x
+        _check_carry(self, carry, x)
         return self.step(sub, carry, add_feedback(self.ahead(sub, x), self.feedback(sub, carry)))
 
 
@@ -76,22 +92,24 @@ class Recurrent(Wrapper):
     lengths: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, Cell):
+        if isinstance(self.layer, Layer) and not isinstance(self.layer, Cell):
             raise TypeError(
                 f"Recurrent: {self.layer!r} is not an mlax.Cell; it needs `initial_carry` beside `init` and `fwd`."
             )
+        if not isinstance(self.layer, Cell):
+            raise TypeError(wrong_instance_message("Recurrent", "layer", self.layer, Cell))
         if self.unroll is not None and (not isinstance(self.unroll, int) or self.unroll < 1):
             raise ValueError(f"Recurrent: unroll is {self.unroll!r}, but must be an integer of at least 1.")
 
     def init(self, rng, x):
-        carry, x, lengths = self._unpack(x)
+        carry, x, lengths = unpack_sequence(self, x)
         times, step = slice_shapes(self, x, self.axis)
         if lengths is not None:
             _check_lengths(self, lengths, times, step)
         return self.layer.init(rng, (jax.eval_shape(self.layer.initial_carry, step) if carry is None else carry, step))
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        carry, x, lengths = self._unpack(x)
+        carry, x, lengths = unpack_sequence(self, x)
         times, step = slice_shapes(self, x, self.axis)
         x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, self.axis, 0), x)  # (t, b, ...)
         carry = shard_like(self.layer.initial_carry(step), x, axis=1) if carry is None else carry
@@ -99,8 +117,11 @@ class Recurrent(Wrapper):
         valid = None
         if lengths is not None:
             _check_lengths(self, lengths, times, step)
-            valid = lax.broadcasted_iota(lengths.dtype, (times, *lengths.shape), 0) < lengths  # (t, b)
+            step_index = lax.broadcasted_iota(lengths.dtype, (times, *lengths.shape), 0)
+            valid = step_index < lax.expand_dims(lengths, (0,))  # (t, b)
+            x = _zero_padding(x, valid)
         if isinstance(self.layer, CompositeCell) and non_trainables is None:
+            _check_carry(self.layer, carry, step)
             self.layer.check_variables((carry, x), trainables, None)
             weights = split_parts(self.layer, trainables)
             carry, y = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
@@ -198,18 +219,42 @@ class Recurrent(Wrapper):
 
         return jax.tree.map(select, after, carry), jax.tree.map(lambda leaf: select(leaf, jnp.zeros_like(leaf)), y)
 
-    def _unpack(self, x: Any) -> tuple[Any, Any, Any]:
-        """(carry, x, lengths), with None for what the input does not hold."""
-        wanted = ["carry"] * self.carry + ["x"] + ["lengths"] * self.lengths
-        if len(wanted) == 1:
-            return None, x, None
-        if not isinstance(x, tuple) or len(x) != len(wanted):
-            options = " and ".join(f"{field}=True" for field in wanted if field != "x")
-            raise ValueError(
-                f"{short_repr(self)}: the input is {signature(x)}, but with {options} must be the tuple "
-                f"({', '.join(wanted)})."
-            )
-        return (None, *x) if not self.carry else (*x, None) if not self.lengths else x
+
+def unpack_sequence(layer: Any, x: Any) -> tuple[Any, Any, Any]:
+    """(carry, x, lengths) of the input of a layer with the fields `carry` and `lengths`; None for what it lacks."""
+    wanted = ["carry"] * layer.carry + ["x"] + ["lengths"] * layer.lengths
+    if len(wanted) == 1:
+        return None, x, None
+    if not isinstance(x, tuple) or len(x) != len(wanted):
+        options = " and ".join(f"{field}=True" for field in wanted if field != "x")
+        raise ValueError(
+            f"{short_repr(layer)}: the input is {signature(x)}, but with {options} must be the tuple "
+            f"({', '.join(wanted)})."
+        )
+    return (None, *x) if not layer.carry else (*x, None) if not layer.lengths else x
+
+
+def _check_carry(cell: CompositeCell, carry: Any, x: Any) -> None:
+    """Raise unless the carry is like the initial one for a step's input like `x`."""
+    wanted = jax.eval_shape(cell.initial_carry, shape_dtypes(x))
+    if signature(carry) != signature(wanted):
+        raise ValueError(
+            f"{short_repr(cell)}: the carry is {signature(carry)}, but must be {signature(wanted)} for a step's input "
+            f"of {signature(x)}; cell.initial_carry(x) makes one."
+        )
+
+
+def _zero_padding(x: Any, valid: jax.Array) -> Any:
+    """The input (t, b, ...) with zeros past each length.
+
+    What a padded step computes has no effect, unless it is NaN: the backward pass multiplies it by zero.
+    """
+
+    def mask(leaf: jax.Array) -> jax.Array:
+        inside = lax.broadcast_in_dim(valid, leaf.shape, (0, 1), out_sharding=explicit_sharding(leaf))
+        return lax.select(inside, leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(mask, x)
 
 
 def _apply_to(weights: dict[str, Tree]) -> Apply:

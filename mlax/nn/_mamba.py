@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mlax import ops
 from mlax._jax import named_key
@@ -120,7 +121,8 @@ class SelectiveScan(Layer):
 
     def init(self, rng, x):
         (b, _, c), n, dtype = x["x"].shape, x["write"].shape[-1], self.param_dtype or x["x"].dtype
-        log_rate = jnp.broadcast_to(jnp.log(jnp.arange(1, n + 1, dtype=dtype)), (c, n))
+        # by NumPy, since XLA's logarithm of a constant may differ by a bit from that of an array
+        log_rate = jnp.asarray(np.broadcast_to(np.log(np.arange(1, n + 1)), (c, n)).astype(jnp.dtype(dtype)))
         state = {"state": jnp.zeros((b, c, n), self.accum_dtype or x["x"].dtype)} if self.decode else None
         return {"log_rate": log_rate, "skip": Ones()(named_key(rng, "skip"), (c,), dtype)}, state
 

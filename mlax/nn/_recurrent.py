@@ -20,8 +20,12 @@ from mlax.core import (
     Size,
     Sub,
     Zeros,
+    check_layer,
     frozen,
     lecun,
+    short_repr,
+    signature,
+    unpack_sequence,
     with_fields,
 )
 from mlax.nn._conv import Conv
@@ -57,7 +61,7 @@ class RNNCell(CompositeCell):
         return {"input": _input_linear(self, 1), "recurrent": _recurrent_linear(self, 1)}
 
     def initial_carry(self, x):
-        return _zeros(x, self.features)
+        return _zeros(self, x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -97,7 +101,7 @@ class MGUCell(CompositeCell):
         }
 
     def initial_carry(self, x):
-        return _zeros(x, self.features)
+        return _zeros(self, x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -145,7 +149,7 @@ class GRUCell(CompositeCell):
         }
 
     def initial_carry(self, x):
-        return _zeros(x, self.features)
+        return _zeros(self, x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -218,7 +222,7 @@ class LSTMCell(CompositeCell):
         return parts
 
     def initial_carry(self, x):
-        return _zeros(x, self.projection or self.features), _zeros(x, self.features)
+        return _zeros(self, x, self.projection or self.features), _zeros(self, x, self.features)
 
     def ahead(self, sub, x):
         return sub.input(x)
@@ -269,7 +273,7 @@ class ConvLSTMCell(CompositeCell):
         }
 
     def initial_carry(self, x):
-        zeros = _zeros(x, self.features)
+        zeros = _zeros(self, x, self.features)
         return zeros, zeros
 
     def ahead(self, sub, x):
@@ -303,9 +307,21 @@ class Bidirectional(Composite):
             if getattr(self.forward, field) != getattr(self.backward, field):
                 raise ValueError(f"Bidirectional: forward and backward differ in `{field}`; set it equally on both.")
 
+    @property
+    def carry(self) -> bool:
+        """Whether the input holds a pair of carries."""
+        return self.forward.carry
+
+    @property
+    def lengths(self) -> bool:
+        """Whether the input holds lengths."""
+        return self.forward.lengths
+
     def wire(self, sub: Sub, x: Any) -> Any:
-        if not self.forward.carry:
+        carries, _, _ = unpack_sequence(self, x)
+        if not self.carry:
             return jnp.concatenate([sub.forward(x), sub.backward(x)], -1)
+        _check_carries(self, carries, 2)
         (forward_carry, backward_carry), *rest = x
         forward_carry, y = sub.forward((forward_carry, *rest))
         backward_carry, z = sub.backward((backward_carry, *rest))
@@ -328,13 +344,16 @@ class Stacked(Composite):
     lengths: bool = False
 
     def __init__(self, *layers: Layer, carry: bool = False, lengths: bool = False):
+        if any(isinstance(layer, list | tuple) for layer in layers):
+            raise TypeError("Stacked: pass the layers themselves, nn.Stacked(*layers), rather than a sequence of them.")
         object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "carry", carry)
         object.__setattr__(self, "lengths", lengths)
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            check_layer("Stacked", f"layer {index}", layer)
             inner = _recurrent_of(layer)
             if inner is not None and (inner.carry, inner.lengths) != (self.carry, self.lengths):
                 raise ValueError(
@@ -349,8 +368,11 @@ class Stacked(Composite):
         return with_fields(self, layers=tuple({**self.parts(), **parts}.values()))
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        y, *lengths = x[self.carry :] if self.carry or self.lengths else (x,)
-        carries, new_carries = iter(x[0]) if self.carry else None, []
+        first, y, lengths = unpack_sequence(self, x)
+        if self.carry:
+            _check_carries(self, first, sum(_recurrent_of(layer) is not None for layer in self.layers))
+        lengths = (lengths,) if self.lengths else ()
+        carries, new_carries = iter(first) if self.carry else None, []
         for layer, part in zip(self.layers, sub, strict=True):
             if _recurrent_of(layer) is None:
                 y = part(y)
@@ -364,6 +386,14 @@ class Stacked(Composite):
     def __repr__(self) -> str:
         options = [f"{name}=True" for name in ("carry", "lengths") if getattr(self, name)]
         return f"Stacked({', '.join([*map(repr, self.layers), *options])})"
+
+
+def _check_carries(layer: Any, carries: Any, number: int) -> None:
+    if not isinstance(carries, tuple) or len(carries) != number:
+        raise ValueError(
+            f"{short_repr(layer)}: the carry is {signature(carries)}, but must be a tuple of {number}, one for each "
+            "recurrent layer."
+        )
 
 
 def _input_linear(cell: Any, gates: int) -> Linear:
@@ -393,7 +423,12 @@ def _shared_fields(cell: Any) -> dict[str, Any]:
     return {"precision": cell.precision, "accum_dtype": cell.accum_dtype, "param_dtype": cell.param_dtype}
 
 
-def _zeros(x: Any, width: int) -> Any:
+def _zeros(cell: Any, x: Any, width: int) -> Any:
+    if x.ndim < 2:
+        raise ValueError(
+            f"{short_repr(cell)}: a step's input has the shape {x.shape}, but must be (b, ..., d); a sequence of "
+            "numbers (b, t) needs an axis of features: x[..., None]."
+        )
     return jnp.zeros((*x.shape[:-1], width), x.dtype)
 
 

@@ -1,6 +1,7 @@
 """Mixture of experts: routing, dispatch to the experts, and combination of their outputs."""
 
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from mlax._jax import explicit_sharding
+from mlax.ops._checks import is_static
 from mlax.ops._norms import mean
 
 
@@ -52,15 +54,18 @@ def jitter(x: Float[Array, "..."], rng: jax.Array, noise: float) -> Float[Array,
     return x * (1.0 - noise + high.astype(x.dtype) * (2.0 * noise / 4095.0))
 
 
-def expert_capacity(tokens: int, experts: int, k: int, factor: float) -> int:
+def expert_capacity(tokens: Any, experts: int, k: int, factor: float) -> Any:
     """The most tokens that an expert takes: `factor` times an equal share, rounded up, and at most all `tokens`.
 
     Equation 3 of https://arxiv.org/abs/2101.03961.
     """
-    return max(1, min(tokens, math.ceil(factor * k * tokens / experts)))
+    share = Fraction(factor).limit_denominator(1_000_000) * k / experts  # of the tokens, which may be symbolic
+    if share >= 1 or not is_static(tokens):
+        return tokens if share >= 1 else -(-tokens * share.numerator // share.denominator)
+    return max(1, math.ceil(tokens * share))
 
 
-def expert_slots(expert: Integer[Array, "b t k"], experts: int, capacity: int) -> Integer[Array, "b t k"]:
+def expert_slots(expert: Integer[Array, "b t k"], experts: int, capacity: Any) -> Integer[Array, "b t k"]:
     """The slot of each choice among the `experts * capacity` slots of a row: `expert * capacity + rank`.
 
     Slots are assigned in the order of the tokens, so that no token loses its slot to a later one. A choice whose expert
@@ -75,10 +80,10 @@ def expert_slots(expert: Integer[Array, "b t k"], experts: int, capacity: int) -
     return slot.reshape(b, t, k)
 
 
-def dispatch(x: Float[Array, "b t d"], slot: Integer[Array, "b t k"], size: int) -> Float[Array, "b size d"]:
+def dispatch(x: Float[Array, "b t d"], slot: Integer[Array, "b t k"], size: Any) -> Float[Array, "b size d"]:
     """Copy each token to its slots in a row of `size`; unused slots are 0."""
     t, k = slot.shape[1:]
-    token = jnp.repeat(jnp.arange(t, dtype=jnp.int32), k)
+    token = lax.broadcasted_iota(jnp.int32, (t, k), 0).reshape(t * k)
 
     def one(x: jax.Array, slot: jax.Array) -> jax.Array:
         source = jnp.full(size, t, jnp.int32).at[slot.reshape(-1)].set(token, mode="drop")

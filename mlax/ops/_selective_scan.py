@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import pcast_like, shard_like
-from mlax.ops._checks import check_same_dtype
+from mlax.ops._checks import check_same_dtype, is_static
 
 
 def selective_scan(
@@ -40,13 +40,13 @@ def selective_scan(
     rate = -jnp.exp(lax.convert_element_type(log_rate, dtype))
     zeros = jnp.zeros((b, c, rate.shape[-1]), dtype)
     last: Any = shard_like(zeros, x) if state is None else pcast_like(state, x)
-    chunk = max(1, min(chunk, t))
+    chunk = max(1, min(chunk, t)) if is_static(t) else chunk
     chunks = [_split_chunks(array, chunk) for array in wide]
 
     def scan_chunk(state: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return _scan_chunk(state, rate, *arrays)
 
-    if t <= chunk:
+    if is_static(t) and t <= chunk:
         last, y = scan_chunk(last, [array[0] for array in chunks])
     else:
         last, y = lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), last, chunks)
@@ -79,7 +79,7 @@ def causal_filter(
 def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
     """(b, t, ...) as (chunks, b, chunk, ...), padded with zeros: a step of 0 leaves the state unchanged."""
     b, t, *rest = x.shape
-    count = max(1, -(-t // chunk))
+    count = max(1, -(-t // chunk)) if is_static(t) else (t + chunk - 1) // chunk
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, count * chunk - t, 0), *((0, 0, 0) for _ in rest)])
     return jnp.moveaxis(x.reshape(b, count, chunk, *rest), 1, 0)
 

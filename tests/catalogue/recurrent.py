@@ -182,8 +182,6 @@ ROWS = {
         lambda x, w: over_time(conv_lstm, (np.zeros((4, 6, 2)), np.zeros((4, 6, 2))), x, w),
         tolerance=3e-6,
         thorough=True,
-        # JAX computes a convolution of all time steps as one of a larger batch
-        no_explicit_mesh="JAX cannot merge the time axis with a sharded batch axis",
     ),
     "Bidirectional": LayerRow(
         lambda dtype: nn.Bidirectional(mlax.Recurrent(nn.GRUCell(5)), mlax.Recurrent(nn.GRUCell(5), reverse=True)),

@@ -44,7 +44,6 @@ class LayerRow(Row):
     needs_key: bool = False  # to train
     tolerance: float = 1e-6  # of float32 against the reference, relative
     no_dtype_error: str = ""  # why it accepts an input of another dtype than its weights
-    no_explicit_mesh: str = ""  # why its gradients cannot be traced on a mesh with explicit axes
     no_exported_call: str = ""  # why the exported program cannot be called
 
     def x(self, dtype: str, seed: int = 0) -> Any:

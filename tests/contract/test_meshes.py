@@ -17,10 +17,8 @@ from mlax._jax import abstract_key
 
 
 @pytest.fixture(params=["auto", "manual", "explicit"])
-def over_devices(request, row):
+def over_devices(request):
     """Shards a function and its arguments over two devices: returns (jitted function, arguments, context to run in)."""
-    if request.param == "explicit" and row.no_explicit_mesh:
-        request.applymarker(pytest.mark.xfail(reason=row.no_explicit_mesh, strict=True))
 
     def shard(function, arguments, specs, out):
         kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto

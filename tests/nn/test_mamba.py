@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import mlax
 from mlax import dtypes, nn, ops
@@ -81,6 +82,35 @@ def test_decoding_token_by_token_after_a_prompt_equals_one_pass_and_compiles_onc
         ys.append(y)
     np.testing.assert_allclose(np.concatenate(ys, 1), whole, rtol=1e-5, atol=1e-5)
     assert traces == [(2, 5, 6), (2, 1, 6)]
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_time_may_be_symbolic_in_an_export(decode):
+    layer = nn.Mamba(4, states=3, chunk=4, decode=decode)
+    b, t = export.symbolic_shape("b, t")
+    x = jax.ShapeDtypeStruct((b, t, 4), jnp.float32)
+    trainables, _ = layer.init(RNG, jnp.ones((1, 1, 4)))
+
+    @jax.jit
+    def gradient(trainables, state, x):
+        return jax.grad(lambda *at: (layer.fwd(at[1], at[0], state)[0] ** 2).sum(), (0, 1))(trainables, x)
+
+    exported = export.export(gradient)(trainables, jax.eval_shape(layer.init, RNG, x)[1], x)
+    for length in (1, 4, 7):
+        given = normal(2, length, 4)
+        state = layer.init(RNG, given)[1]
+        assert_close(exported.call(trainables, state, given), gradient(trainables, state, given), 1e-5)
+
+
+def test_initial_rates_are_bitwise_equal_under_jit():
+    layer = nn.Mamba(4, states=64)
+    init = jax.jit(layer.init)
+    for dtype in ("float32", "bfloat16", "float16"):
+        x = jnp.ones((1, 2, 4), dtype)
+        eager, jitted = layer.init(RNG, x), init(RNG, x)
+        jax.tree.map(np.testing.assert_array_equal, eager, jitted)
+        exact = np.log(np.arange(1, 65)).astype(jnp.dtype(dtype))
+        np.testing.assert_array_equal(eager[0]["scan"]["log_rate"][0], exact)
 
 
 def test_no_step_depends_on_a_later_one():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,6 +62,16 @@ def test_capacity_for_all_tokens_equals_no_capacity():
     trainables, _ = limited.init(RNG, x)
     a, b = (jax.jit(layer.fwd)(x, trainables)[0] for layer in (limited, unlimited))
     assert_close(a, b, 1e-5, 1e-6)
+
+
+def test_the_number_of_tokens_may_be_symbolic_in_an_export():
+    layer = nn.MoE(nn.Linear(3), 4, k=1)
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("b, t, 5"), jnp.float32)
+    trainables, _ = layer.init(RNG, jnp.ones((1, 1, 5)))
+    fwd = jax.jit(lambda x: layer.fwd(x, trainables)[0])
+    exported = export.export(fwd)(x)
+    for length in (1, 6, 9):
+        assert_close(exported.call(normal(2, length, 5)), fwd(normal(2, length, 5)), 1e-6)
 
 
 def test_no_token_depends_on_a_later_one():

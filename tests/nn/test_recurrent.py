@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import mlax
 from mlax import nn
 from tests.catalogue import recurrent as reference
+from tests.layers import Cell
 
 RNG = jax.random.key(0)
 STORED = np.load(Path(__file__).parents[1] / "references" / "recurrent.npz")
@@ -197,6 +198,82 @@ def test_steps_beyond_a_length_change_nothing():
     spoilt = jax.jit(jax.value_and_grad(loss, (0, 1)))(trainables, jnp.where(beyond, 7.0, x))
     jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
     np.testing.assert_array_equal(clean[1][1][jnp.broadcast_to(beyond, x.shape)], 0)
+
+
+EACH = (nn.RNNCell(4), nn.GRUCell(4), nn.MGUCell(4), nn.LSTMCell(4), nn.ConvLSTMCell(4))
+
+
+@pytest.mark.parametrize("cell", [*EACH, Cell(4)], ids=lambda cell: type(cell).__name__)
+def test_nan_beyond_a_length_spoils_no_gradient(cell):
+    layer = mlax.Recurrent(cell, lengths=True)
+    x = jax.random.normal(RNG, (3, 6, 2, 4) if isinstance(cell, nn.ConvLSTMCell) else (3, 6, 4))
+    beyond = (jnp.arange(6)[None, :] >= LENGTHS[:, None]).reshape(3, 6, *[1] * (x.ndim - 2))
+    trainables, _ = layer.init(RNG, (x, LENGTHS))
+
+    @jax.jit
+    def gradients(trainables, x):
+        return jax.value_and_grad(lambda *at: (layer.fwd((at[1], LENGTHS), at[0])[0] ** 2).sum(), (0, 1))(trainables, x)
+
+    jax.tree.map(
+        np.testing.assert_array_equal, gradients(trainables, x), gradients(trainables, jnp.where(beyond, jnp.nan, x))
+    )
+
+
+def test_a_convolutional_lstm_can_be_differentiated_on_an_explicit_mesh():
+    layer = mlax.Recurrent(nn.ConvLSTMCell(2), lengths=True)
+    trainables, _ = layer.init(RNG, (jnp.ones((4, 3, 6, 3)), jnp.asarray([3, 1, 2, 3])))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    batch = jax.NamedSharding(mesh, jax.P("data"))
+    with jax.set_mesh(mesh):
+        x, lengths = jax.device_put((jnp.ones((4, 3, 6, 3)), jnp.asarray([3, 1, 2, 3])), batch)
+        gradient = jax.grad(lambda x: (layer.fwd((x, lengths), trainables)[0] ** 2).sum())
+        assert jax.typeof(jax.eval_shape(jax.jit(gradient), x)).sharding.spec[0] == "data"
+
+
+@pytest.mark.parametrize("cell", EACH[:4], ids=lambda cell: type(cell).__name__)
+def test_a_sequence_without_features_is_refused_by_init_and_by_fwd(cell):
+    trainables, _ = mlax.Recurrent(cell).init(RNG, jnp.ones((3, 6, 4)))
+    for call in (lambda x: mlax.Recurrent(cell).init(RNG, x), lambda x: mlax.Recurrent(cell).fwd(x, trainables)):
+        with pytest.raises(
+            ValueError, match=r"a step's input has the shape \(4,\).*needs an axis of features: x\[\.\.\., None\]"
+        ):
+            call(jnp.ones((4, 4)))
+
+
+def test_a_cell_refuses_an_input_that_is_not_its_carry_and_x():
+    x = jnp.ones((3, 4))
+    for cell in (nn.RNNCell(5), nn.GRUCell(5), nn.LSTMCell(5)):
+        carry = cell.initial_carry(x)
+        with pytest.raises(ValueError, match=r"the input is float32\[3, 4\], but must be the pair \(carry, x\)"):
+            cell.init(RNG, x)
+        with pytest.raises(ValueError, match=r"the carry is .*, but must be .*cell\.initial_carry\(x\) makes one"):
+            cell.init(RNG, (x, carry if isinstance(carry, jax.Array) else carry[0]))
+        trainables, _ = cell.init(RNG, (carry, x))
+        wide = jax.tree.map(lambda leaf: jnp.ones((3, 6)), carry)
+        for layer, inputs in ((cell, (wide, x)), (mlax.Recurrent(cell, carry=True), (wide, x[:, None]))):
+            with pytest.raises(ValueError, match=r"the carry is .*\[3, 6\].*, but must be .*\[3, 5\]"):
+                layer.fwd(inputs, trainables)
+
+
+def test_stacks_and_both_directions_check_what_they_unpack():
+    x = jnp.ones((3, 6, 4))
+    one = mlax.Recurrent(nn.RNNCell(5), carry=True)
+    both = nn.Bidirectional(one, mlax.Recurrent(nn.RNNCell(5), carry=True, reverse=True))
+    first = nn.RNNCell(5).initial_carry(x[:, 0])
+    for layer, number in ((nn.Stacked(one, one, carry=True), 2), (both, 2)):
+        with pytest.raises(ValueError, match=r"with carry=True must be the tuple \(carry, x\)"):
+            layer.init(RNG, x)
+        with pytest.raises(ValueError, match=rf"the carry is .*, but must be a tuple of {number}"):
+            layer.init(RNG, ((first,), x))
+    lengths = nn.Stacked(mlax.Recurrent(nn.RNNCell(5), lengths=True), lengths=True)
+    with pytest.raises(ValueError, match=r"with lengths=True must be the tuple \(x, lengths\)"):
+        lengths.init(RNG, x)
+    with pytest.raises(TypeError, match=r"pass the layers themselves, nn\.Stacked\(\*layers\)"):
+        nn.Stacked([one, one])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"Stacked: layer 0 is the class Dropout, .* did you mean Dropout\(\)"):
+        nn.Stacked(nn.Dropout)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"Recurrent: layer is the class LSTMCell, .* did you mean LSTMCell\(\.\.\.\)"):
+        mlax.Recurrent(nn.LSTMCell)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_stack_passes_lengths_only_to_its_recurrent_layers():
