@@ -2,6 +2,7 @@
 
 from mlax._jax._barrier import fusion_barrier
 from mlax._jax._custom_jvp import with_jvps
+from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._memory import (
     is_on_host,
     map_chunks,
@@ -77,6 +78,7 @@ __all__ = [
     "widest_dtype",
     "with_auto_axes",
     "with_jvps",
+    "with_vjp",
     "with_weak_type",
     "write_slice",
 ]

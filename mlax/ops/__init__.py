@@ -4,6 +4,8 @@ from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squ
 from mlax.ops._attention import attention
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
 from mlax.ops._attention_chunked import chunked_attention
+from mlax.ops._attention_cudnn import cudnn_attention
+from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
 from mlax.ops._checks import check_groups, check_kernel, is_static
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad

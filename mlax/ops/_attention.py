@@ -1,5 +1,7 @@
 """Attention: for each query, the mean of the values weighted by the softmax of its products with the keys."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +11,11 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax.ops._activations import softmax_parts
-from mlax.ops._attention_backend import AttentionBackend, attention_backend
+from mlax.ops._attention_backend import AttentionBackend, attention_backend, holds_too_many_scores
 from mlax.ops._attention_chunked import chunked_attention
-from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, accum_einsum, add_biases, dot_scores, visibility_mask
+from mlax.ops._attention_cudnn import cudnn_attention
+from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, dense_attention
 from mlax.ops._checks import check_same_dtype
-from mlax.ops._dropout import dropout as apply_dropout
 
 
 def attention(
@@ -68,13 +69,13 @@ def attention(
         alibi=alibi,
         softcap=softcap,
         sinks=sinks,
+        scale=scale,
         dropout=dropout,
         accum_dtype=accum_dtype,
         implementation=implementation,
     ).partition(":")[0]
-    (b, t, h, width), (s, g) = q.shape, k.shape[1:3]
     spec = ScoreSpec(
-        scale=width**-0.5 if scale is None else scale,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -83,70 +84,51 @@ def attention(
         precision=precision,
         accum_dtype=None if accum_dtype is None else jnp.dtype(accum_dtype).name,
     )
-    query_segments, key_segments = segments if isinstance(segments, tuple) else (segments, segments)
-    if positions is None:
-        query_positions, key_positions = (lax.iota(np.int32, length)[None] for length in (t, s))
-    else:
-        query_positions, key_positions = map(jnp.atleast_2d, positions)
-    inputs = ScoreInputs(
-        query_positions=query_positions,
-        key_positions=key_positions,
-        key_indices=lax.iota(np.int32, s),
-        key_limit=lengths,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        mask=_split_heads(mask, g),
-        bias=_split_heads(bias, g),
-    )
-    grouped_sinks = None if sinks is None else sinks.reshape(g, h // g)
-
-    def composed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        q = q.reshape(b, t, g, h // g, width).transpose(0, 2, 3, 1, 4)  # (b, g, r, t, k)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (b, g, s, k)
-        if backend == "chunked" and t and s:  # an empty array has no tiles
-            y = chunked_attention(q, k, v, inputs, grouped_sinks, spec)
-        else:
-            y = dense_attention(q, k, v, inputs, grouped_sinks, spec, dropout, rng)
-        return y.transpose(0, 3, 1, 2, 4).reshape(b, t, h, v.shape[-1])
-
+    consts = _score_inputs(q, k, segments=segments, lengths=lengths, positions=positions, mask=mask)
+    primals = (q, k, v, bias, sinks)
+    if dropout > 0.0:
+        return _attend_dense(primals, consts, spec, dropout, rng)
+    # cuDNN's derivatives other than the gradient are those of a form that does not hold all scores if they are many
+    composed = _compose(spec, is_chunked=backend == "chunked" or (backend == "cudnn" and holds_too_many_scores(q, k)))
     if backend != "cudnn":
-        return composed(q, k, v)
-
-    def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            bias,
-            scale=spec.scale,
-            is_causal=causal,
-            key_value_seq_lengths=None if lengths is None else lengths.astype(np.int32),
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-        )
-
-    return lax.platform_dependent(q, k, v, cuda=cudnn, default=composed)  # part of a GPU program may run on its CPU
+        return composed(primals, consts)
+    fused = cudnn_attention(spec, composed)
+    # part of a GPU program may run on its CPU
+    return lax.platform_dependent(primals, consts, cuda=fused, default=composed)
 
 
-def dense_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    inputs: ScoreInputs,
-    sinks: jax.Array | None,
-    spec: ScoreSpec,
-    dropout: float,
-    rng: jax.Array | None,
+@functools.cache
+def _compose(spec: ScoreSpec, *, is_chunked: bool) -> Callable[..., jax.Array]:
+    """Attention of (q, k, v, bias, sinks) by XLA's operations."""
+    return functools.partial(_attend_chunked if is_chunked else _attend_dense, spec=spec)
+
+
+def _attend_dense(
+    primals: Any, consts: ScoreInputs, spec: ScoreSpec, dropout: float = 0.0, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Attention of q (b, g, r, t, k), k and v (b, g, s, k) with all scores in memory: (b, g, r, t, k)."""
-    scores = add_biases(dot_scores(q * spec.scale, k, spec), inputs, spec)
-    if sinks is not None:
-        sinks = sinks[:, :, None, None].astype(scores.dtype)
-    weights, total, _ = softmax_parts(scores, visibility_mask(inputs, spec), sinks)
-    if dropout > 0.0 and rng is not None:
-        weights = apply_dropout(weights, rng, dropout)
-    # dividing after the product takes t x k divisions and not t x s, and the backward pass keeps one array less
-    return (accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec) / total).astype(q.dtype)
+    q, k, v, inputs, sinks = _group_heads(primals, consts)
+    return _ungroup_heads(dense_attention(q, k, v, inputs, sinks, spec, dropout, rng))
+
+
+def _attend_chunked(primals: Any, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
+    q, k, v, inputs, sinks = _group_heads(primals, consts)
+    form = chunked_attention if q.shape[3] and k.shape[2] else dense_attention  # an empty array has no tiles
+    return _ungroup_heads(form(q, k, v, inputs, sinks, spec))
+
+
+def _group_heads(primals: Any, consts: ScoreInputs) -> tuple[Any, Any, Any, ScoreInputs, Any]:
+    """The primals with grouped heads: q (b, t, h, k) as (b, g, r, t, k), k as (b, g, s, k), ..."""
+    q, k, v, bias, sinks = primals
+    (b, t, h, width), g = q.shape, k.shape[2]
+    q = q.reshape(b, t, g, h // g, width).transpose(0, 2, 3, 1, 4)
+    k, v = (None if x is None else x.transpose(0, 2, 1, 3) for x in (k, v))
+    inputs = consts._replace(mask=_split_heads(consts.mask, g), bias=_split_heads(bias, g))
+    return q, k, v, inputs, None if sinks is None else sinks.reshape(g, h // g)
+
+
+def _ungroup_heads(y: jax.Array) -> jax.Array:
+    b, g, r, t, width = y.shape
+    return y.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, width)
 
 
 def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
@@ -155,6 +137,25 @@ def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
         return None
     b, h, t, s = x.shape
     return x.reshape((b, 1, 1, t, s) if h == 1 else (b, groups, h // groups, t, s))
+
+
+def _score_inputs(q: jax.Array, k: jax.Array, *, segments: Any, lengths: Any, positions: Any, mask: Any) -> ScoreInputs:
+    """The arrays that mask and order the scores; heads are not split yet, and the bias is left out."""
+    t, s = q.shape[1], k.shape[1]
+    query_segments, key_segments = segments if isinstance(segments, tuple) else (segments, segments)
+    if positions is None:
+        query_positions, key_positions = (lax.iota(np.int32, length)[None] for length in (t, s))
+    else:
+        query_positions, key_positions = map(jnp.atleast_2d, positions)
+    return ScoreInputs(
+        query_positions=query_positions,
+        key_positions=key_positions,
+        key_indices=lax.iota(np.int32, s),
+        key_limit=lengths,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        mask=mask,
+    )
 
 
 def _check(

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mlax.ops._attention_cudnn import find_refusal
+from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import is_static
 
 AttentionBackend = Literal["cudnn", "xla", "chunked"]
@@ -30,6 +32,7 @@ def attention_backend(
     alibi: bool = False,
     softcap: float | None = None,
     sinks: Any = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     accum_dtype: Any = None,
     implementation: AttentionBackend | None = None,
@@ -43,15 +46,17 @@ def attention_backend(
     - "xla" for the rest: plain products, which XLA fuses.
 
     The device is JAX's default backend while tracing. `lax.platform_dependent` alone cannot decide, since cuDNN's form
-    cannot even be traced where cuDNN is not installed. `implementation="cudnn"` raises where cuDNN cannot compute it.
+    cannot even be traced where cuDNN is not installed. cuDNN is asked by compiling the forward and the backward pass
+    once for each shape, and what it refuses another backend computes; `implementation="cudnn"` raises then.
     """
+    spec = ScoreSpec(scale=q.shape[-1] ** -0.5 if scale is None else scale, causal=causal, window=window)
     obstacle = _cudnn_obstacle(
         q,
         k,
         v,
-        causal=causal,
-        window=window,
         bias=bias,
+        lengths=lengths,
+        spec=spec,
         unsupported={
             "segments": segments is not None,
             "positions": positions is not None,
@@ -62,44 +67,63 @@ def attention_backend(
             "dropout": dropout > 0.0,
         },
     )
+    if obstacle is None and implementation is None and (accum_dtype is None or jnp.dtype(accum_dtype) != jnp.float32):
+        obstacle = "its softmax is in float32, which needs accum_dtype='float32'"
+    if obstacle is None and implementation in (None, "cudnn"):
+        refusal = find_refusal(q, k, v, bias, lengths, spec)
+        obstacle = None if refusal is None else f"it refuses this attention: {refusal}"
     if implementation == "cudnn" and obstacle is not None:
         raise ValueError(
             f"attention: implementation is 'cudnn', but {obstacle}; leave implementation out to choose one that works."
         )
     if implementation is not None:
         return f"{implementation}: chosen by implementation="
-    if obstacle is None and (accum_dtype is None or jnp.dtype(accum_dtype) != jnp.float32):
-        obstacle = "its softmax is in float32, which needs accum_dtype='float32'"
     if obstacle is None:
         return "cudnn: the device and the arguments allow it"
-    head_scores = math.prod(filter(is_static, (q.shape[1], k.shape[1])))  # a lower bound
-    scores = math.prod(filter(is_static, (q.shape[0], q.shape[2]))) * head_scores
     if dropout > 0.0:
         return f"xla: the only one with dropout; not cudnn, since {obstacle}"
-    if scores >= CHUNK_SCORES or (head_scores >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu"):
-        return f"chunked: {scores:,} scores are too many to hold in memory at once; not cudnn, since {obstacle}"
-    return f"xla: {scores:,} scores fit in memory at once; not cudnn, since {obstacle}"
+    scores = f"{math.prod(_score_sizes(q, k)):,} scores"
+    if holds_too_many_scores(q, k):
+        return f"chunked: {scores} are too many to hold in memory at once; not cudnn, since {obstacle}"
+    return f"xla: {scores} fit in memory at once; not cudnn, since {obstacle}"
+
+
+def holds_too_many_scores(q: Any, k: Any) -> bool:
+    """Whether attention of these shapes is computed in tiles unless cuDNN computes it."""
+    heads, head_scores = _score_sizes(q, k)
+    return heads * head_scores >= CHUNK_SCORES or (head_scores >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu")
+
+
+def _score_sizes(q: Any, k: Any) -> tuple[int, int]:
+    """Batch times heads, and the scores of each; lower bounds where a size is symbolic."""
+    return math.prod(filter(is_static, (q.shape[0], q.shape[2]))), math.prod(
+        filter(is_static, (q.shape[1], k.shape[1]))
+    )
 
 
 def _cudnn_obstacle(
-    q: Any, k: Any, v: Any, *, causal: bool, window: int | None, bias: Any, unsupported: dict[str, bool]
+    q: Any, k: Any, v: Any, *, bias: Any, lengths: Any, spec: ScoreSpec, unsupported: dict[str, bool]
 ) -> str | None:
-    """Why cuDNN cannot compute this attention on the default device; None if it can."""
+    """Why cuDNN should not be asked to compute this attention on the default device; None if it should."""
     capability = _compute_capability()
     if capability is None:
         return "there is no NVIDIA GPU"
     (_, t, h, width), s = q.shape, k.shape[1]
     widest = 256 if capability >= 9.0 else 128
     present = [name for name, is_present in unsupported.items() if is_present]
+    if not is_static(*q.shape, *k.shape):
+        return "it needs sizes that are known while tracing"
     if jnp.dtype(q.dtype) not in (jnp.float16, jnp.bfloat16):
         return f"it supports float16 and bfloat16 but not {q.dtype}"
-    if width != v.shape[-1] or width % 8 or width > widest:
+    if width != v.shape[-1]:
+        return f"it supports keys and values of equal width but not {width} and {v.shape[-1]}"
+    if width % 8 or width > widest:
         return f"it supports head widths that are multiples of 8 up to {widest} but not {width}"
     if 0 in (math.prod(q.shape), math.prod(k.shape)):
         return "there is nothing to compute"
     if present:
         return f"it does not support {' or '.join(present)}"
-    if window is not None and not causal:
+    if spec.window is not None and not spec.causal:
         return "its window looks back only, and this attention is not causal"
     # for any other shape it would silently return no gradient of the bias
     if bias is not None and (bias.shape != (1, h, t, s) or t % 2 or s % 2 or capability < 9.0):

@@ -1,10 +1,12 @@
 """Attention in tiles with a running softmax, so that no t x s array exists, forward or backward.
 
 Algorithms 1 and 2 of https://arxiv.org/abs/2307.08691. Tiles that the causal mask or the window hides entirely are
-skipped.
+skipped. Forward mode too goes by tiles; gradients of gradients hold all scores, as `dense_attention` does.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax._jax import explicit_sharding, pcast_like
+from mlax._jax import explicit_sharding, pcast_like, with_vjp
 from mlax.ops._activations import guard_zero, min_value, safe_max
-from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, accum_einsum, add_biases, dot_scores, visibility_mask
+from mlax.ops._attention_scores import (
+    ScoreInputs,
+    ScoreSpec,
+    accum_einsum,
+    add_biases,
+    dense_attention,
+    dot_scores,
+    visibility_mask,
+)
 
 QUERY_BLOCK, KEY_BLOCK = 512, 512  # the sides of a tile
 
@@ -48,17 +58,41 @@ def chunked_attention(
         bias=_pad_ends(inputs.bias, {3: more_t, 4: more_s}),
     )
     q, k, v = _pad_ends(q * spec.scale, {3: more_t}), _pad_ends(k, {2: more_s}), _pad_ends(v, {2: more_s})
-    arrays = (q, k, v, inputs, sinks)
-    y: Any = _attend_tiles(spec, tiles, *pcast_like(arrays, arrays))
-    return y[:, :, :, :t]
+    primals, consts = pcast_like(((q, k, v, inputs.bias, sinks), inputs._replace(bias=None)), (q, k, v, inputs, sinks))
+    return _attend_tiles(spec, tiles)(primals, consts)[:, :, :, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(spec: ScoreSpec, tiles: Tiles, q: Any, k: Any, v: Any, inputs: ScoreInputs, sinks: Any) -> jax.Array:
-    return _forward(spec, tiles, q, k, v, inputs, sinks)[0]
+@functools.cache
+def _attend_tiles(spec: ScoreSpec, tiles: Tiles) -> Callable[..., jax.Array]:
+    """Attention of (q, k, v, bias, sinks), q already scaled, to (b, g, r, t, w)."""
+    spec = dataclasses.replace(spec, scale=1.0)
+
+    def attend_dense(primals: Any, consts: ScoreInputs) -> jax.Array:
+        q, k, v, bias, sinks = primals
+        return dense_attention(q, k, v, consts._replace(bias=bias), sinks, spec)
+
+    def forward(primals: Any, consts: ScoreInputs) -> tuple[jax.Array, Any]:
+        q, k, v, bias, sinks = primals
+        y, top, total = _forward(spec, tiles, q, k, v, consts._replace(bias=bias), sinks)
+        return y, (y, top, total)
+
+    def backward(residuals: Any, primals: Any, consts: ScoreInputs, grad: jax.Array) -> Any:
+        q, k, v, bias, sinks = primals
+        y, top, total = residuals
+        return _backward(spec, tiles, q, k, v, consts._replace(bias=bias), sinks, y, top, total, grad)
+
+    def tangent(residuals: Any, primals: Any, consts: ScoreInputs, tangents: Any) -> jax.Array:
+        q, k, v, bias, sinks = primals
+        y, top, total = residuals
+        return _tangent(spec, tiles, q, k, v, consts._replace(bias=bias), sinks, y, top, total, tangents)
+
+    return with_vjp(attend_dense, forward, backward, tangent)
 
 
-def _forward(spec: ScoreSpec, tiles: Tiles, q: Any, k: Any, v: Any, inputs: ScoreInputs, sinks: Any) -> tuple[Any, Any]:
+def _forward(
+    spec: ScoreSpec, tiles: Tiles, q: Any, k: Any, v: Any, inputs: ScoreInputs, sinks: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result (b, g, r, t, w), and for each query its largest score and the sum of its weights, (b, g, r, t, 1)."""
     wide = jnp.dtype(spec.accum_dtype or q.dtype)
 
     def row(i: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -92,11 +126,23 @@ def _forward(spec: ScoreSpec, tiles: Tiles, q: Any, k: Any, v: Any, inputs: Scor
         return (sums / guard_zero(total)).astype(q.dtype), safe_max(top), guard_zero(total)
 
     y, top, total = (_merge_blocks(blocks) for blocks in lax.map(row, jnp.arange(tiles.rows, dtype=np.int32)))
-    return y, (q, k, v, inputs, sinks, y, top, total)
+    return y, top, total
 
 
-def _backward(spec: ScoreSpec, tiles: Tiles, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, k, v, inputs, sinks, y, top, total = residuals
+def _backward(
+    spec: ScoreSpec,
+    tiles: Tiles,
+    q: Any,
+    k: Any,
+    v: Any,
+    inputs: ScoreInputs,
+    sinks: Any,
+    y: jax.Array,
+    top: jax.Array,
+    total: jax.Array,
+    grad: jax.Array,
+) -> tuple[Any, ...]:
+    """The gradients of q, k, v, the bias and the sinks."""
     wide = total.dtype
     y_dot = lax.reduce_sum(grad.astype(wide) * y.astype(wide), (4,))[..., None]  # (b, g, r, t, 1)
 
@@ -135,13 +181,62 @@ def _backward(spec: ScoreSpec, tiles: Tiles, residuals: Any, grad: jax.Array) ->
     if sinks is not None:
         weights = lax.exp(_broadcast_sinks(sinks, top) - top) / total
         sinks_grad = -lax.reduce_sum(weights * y_dot, (0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
-    inputs_grad: Any = jax.tree.map(lambda x: None, inputs)  # integers and booleans have no gradient
     if bias_grad is not None:
-        inputs_grad = inputs_grad._replace(bias=bias_grad.astype(q.dtype))
-    return q_grad.astype(q.dtype), _merge_blocks(k_grad, 2), _merge_blocks(v_grad, 2), inputs_grad, sinks_grad
+        bias_grad = bias_grad.astype(q.dtype)
+    return q_grad.astype(q.dtype), _merge_blocks(k_grad, 2), _merge_blocks(v_grad, 2), bias_grad, sinks_grad
 
 
-_attend_tiles.defvjp(_forward, _backward)
+def _tangent(
+    spec: ScoreSpec,
+    tiles: Tiles,
+    q: Any,
+    k: Any,
+    v: Any,
+    inputs: ScoreInputs,
+    sinks: Any,
+    y: jax.Array,
+    top: jax.Array,
+    total: jax.Array,
+    tangents: Any,
+) -> jax.Array:
+    """The tangent of the result, of the tangents of q, k, v, the bias and the sinks."""
+    q_dot, k_dot, v_dot, bias_dot, sinks_dot = tangents
+    wide = total.dtype
+
+    def row(i: Any) -> jax.Array:
+        queries, queries_dot, row_top, row_total = (
+            _slice_block(array, 3, i, tiles.queries) for array in (q, q_dot, top, total)
+        )
+
+        def tile(j: Any, carry: Any) -> Any:
+            sums, mean = carry
+            keys, keys_dot, values, values_dot = (_slice_block(x, 2, j, tiles.keys) for x in (k, k_dot, v, v_dot))
+            local = _slice_inputs(inputs, tiles, i, j)
+            raw = dot_scores(queries, keys, spec)
+            scores, mask = add_biases(raw, local, spec), visibility_mask(local, spec)
+            if mask is not None:
+                scores = jnp.where(mask, scores, min_value(wide))
+            weights = lax.exp(scores - row_top) / row_total
+            change = accum_einsum("bgrtk,bgsk->bgrts", queries_dot, keys, spec)
+            change = change + accum_einsum("bgrtk,bgsk->bgrts", queries, keys_dot, spec)
+            if spec.softcap is not None:
+                change = change * (1.0 - (raw / spec.softcap) * (raw / spec.softcap))
+            if bias_dot is not None:
+                change = change + _slice_inputs(inputs._replace(bias=bias_dot), tiles, i, j).bias.astype(wide)
+            change = weights * change
+            sums = sums + accum_einsum("bgrts,bgsk->bgrtk", change.astype(v.dtype), values, spec)
+            sums = sums + accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), values_dot, spec)
+            return sums, mean + lax.reduce_sum(change, (4,))[..., None]
+
+        zeros = jnp.zeros_like(row_total)
+        start = jnp.broadcast_to(zeros, (*zeros.shape[:-1], v.shape[-1])), zeros
+        sums, mean = lax.fori_loop(*_visible_key_blocks(spec, tiles, i), tile, start)
+        if sinks is not None:
+            weights = lax.exp(_broadcast_sinks(sinks, row_top) - row_top) / row_total
+            mean = mean + weights * _broadcast_sinks(sinks_dot, row_top)
+        return sums - _slice_block(y, 3, i, tiles.queries).astype(wide) * mean
+
+    return _merge_blocks(lax.map(row, jnp.arange(tiles.rows, dtype=np.int32))).astype(q.dtype)
 
 
 def _visible_key_blocks(spec: ScoreSpec, tiles: Tiles, i: Any) -> tuple[Any, Any]:
@@ -202,7 +297,10 @@ def _add_bias_tile(total: jax.Array | None, tile: jax.Array, tiles: Tiles, i: An
         return None
     broadcast = tuple(axis for axis in range(5) if total.shape[axis] == 1 and tile.shape[axis] != 1)
     tile = lax.expand_dims(lax.reduce_sum(tile, broadcast), broadcast)
-    starts = [0, 0, 0, 0 if total.shape[3] == 1 else i * tiles.queries, 0 if total.shape[4] == 1 else j * tiles.keys]
+    zero = jnp.zeros_like(i)  # start indices are of one integer type, also with 64-bit integers enabled
+    row = zero if total.shape[3] == 1 else i * tiles.queries
+    column = zero if total.shape[4] == 1 else j * tiles.keys
+    starts = [zero, zero, zero, row, column]
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, tile.shape) + tile, starts)
 
 
@@ -226,5 +324,5 @@ def _merge_blocks(blocks: jax.Array, axis: int = 3) -> jax.Array:
 
 def _broadcast_sinks(sinks: jax.Array, like: jax.Array) -> jax.Array:
     """Sinks (g, r) broadcast to (b, g, r, t, 1)."""
-    expanded = sinks[:, :, None, None].astype(like.dtype)
+    expanded = sinks[None, :, :, None, None].astype(like.dtype)
     return jnp.broadcast_to(expanded, like.shape, out_sharding=explicit_sharding(like))

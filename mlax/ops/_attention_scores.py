@@ -1,17 +1,20 @@
-"""The scores of attention and the mask over them, which dense and chunked attention share.
+"""Attention with all scores in memory, and the scores and the mask over them, which chunked attention shares.
 
 Heads are split into two axes, h = g * r: g key-value heads, each used by r query heads.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import pcast_like
+from mlax._jax import pcast_like, with_jvps
+from mlax.ops._activations import softmax_parts
+from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
 
 
@@ -42,6 +45,42 @@ class ScoreInputs(NamedTuple):
     bias: jax.Array | None = None  # (b, g, r, t, s)
 
 
+def dense_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    inputs: ScoreInputs,
+    sinks: jax.Array | None,
+    spec: ScoreSpec,
+    dropout: float = 0.0,
+    rng: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of q (b, g, r, t, k), k (b, g, s, k) and v (b, g, s, w) with all scores in memory: (b, g, r, t, w)."""
+    weights, total = _unnormalized_weights(q, k, inputs, sinks, spec)
+    if dropout > 0.0 and rng is not None:
+        weights = apply_dropout(weights, rng, dropout)
+    # dividing after the product takes t x k divisions and not t x s, and the backward pass keeps one array less
+    return (accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec) / total).astype(q.dtype)
+
+
+def dense_weights(
+    q: jax.Array, k: jax.Array, inputs: ScoreInputs, sinks: jax.Array | None, spec: ScoreSpec
+) -> jax.Array:
+    """The weights (b, g, r, t, s) with which `dense_attention` sums the values."""
+    weights, total = _unnormalized_weights(q, k, inputs, sinks, spec)
+    return (weights / total).astype(q.dtype)
+
+
+def _unnormalized_weights(
+    q: jax.Array, k: jax.Array, inputs: ScoreInputs, sinks: jax.Array | None, spec: ScoreSpec
+) -> tuple[jax.Array, jax.Array]:
+    scores = add_biases(dot_scores(q * spec.scale, k, spec), inputs, spec)
+    if sinks is not None:
+        sinks = sinks[None, :, :, None, None].astype(scores.dtype)
+    weights, total, _ = softmax_parts(scores, visibility_mask(inputs, spec), sinks)
+    return weights, total
+
+
 def dot_scores(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> jax.Array:
     """The products of q (b, g, r, t, k), already scaled, and k (b, g, s, k), soft-capped: (b, g, r, t, s)."""
     scores = accum_einsum("bgrtk,bgsk->bgrts", q, k, spec)
@@ -55,7 +94,7 @@ def add_biases(scores: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.A
     if spec.alibi:
         distance = jnp.abs(_relative_positions(inputs)).astype(scores.dtype)  # (b, 1, 1, t, s)
         g, r = scores.shape[1:3]
-        slopes = jnp.asarray(alibi_slopes(g * r).reshape(g, r, 1, 1).astype(scores.dtype))
+        slopes = jnp.asarray(alibi_slopes(g * r).reshape(1, g, r, 1, 1).astype(scores.dtype))
         scores = scores - slopes * distance
     if inputs.bias is not None:
         scores = scores + inputs.bias.astype(scores.dtype)
@@ -86,29 +125,21 @@ def accum_einsum(subscripts: str, a: jax.Array, b: jax.Array, spec: ScoreSpec) -
     """An einsum with sums and result in `accum_dtype` if there is one; its gradients multiply in the dtype of a."""
     if spec.accum_dtype is None or jnp.dtype(spec.accum_dtype) == a.dtype:
         return jnp.einsum(subscripts, a, b, precision=spec.precision)
-    return _accum_einsum(subscripts, spec, *pcast_like((a, b), (a, b)))
+    return _wide_einsum(subscripts, spec.precision, spec.accum_dtype)(*pcast_like((a, b), (a, b)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _accum_einsum(subscripts: str, spec: ScoreSpec, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, precision=spec.precision, preferred_element_type=spec.accum_dtype)
+@functools.cache
+def _wide_einsum(subscripts: str, precision: Any, accum_dtype: Any) -> Callable[..., Any]:
+    """The einsum of narrow arrays with a wide result. Tangents, and so cotangents, are multiplied and rounded narrow.
 
-
-def _accum_einsum_fwd(subscripts: str, spec: ScoreSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, Any]:
-    return _accum_einsum(subscripts, spec, a, b), (a, b)
-
-
-def _accum_einsum_bwd(subscripts: str, spec: ScoreSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # JAX's own rule would multiply float32 by bfloat16, which no tensor core does
-    a, b = residuals
-    (left, right), out = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
-    narrow = grad.astype(a.dtype)
-    a_grad: Any = _accum_einsum(f"{out},{right}->{left}", spec, narrow, b)
-    b_grad: Any = _accum_einsum(f"{out},{left}->{right}", spec, narrow, a)
-    return a_grad.astype(a.dtype), b_grad.astype(b.dtype)
-
-
-_accum_einsum.defvjp(_accum_einsum_fwd, _accum_einsum_bwd)
+    JAX's own rule would multiply a wide cotangent by a narrow array, which no tensor core does.
+    """
+    narrow = functools.partial(jnp.einsum, subscripts, precision=precision)
+    return with_jvps(
+        functools.partial(narrow, preferred_element_type=accum_dtype),
+        lambda dot, a, b: narrow(dot, b).astype(accum_dtype),
+        lambda dot, a, b: narrow(a, dot).astype(accum_dtype),
+    )
 
 
 def _relative_positions(inputs: ScoreInputs) -> jax.Array:

@@ -1,5 +1,6 @@
 """Attention against PyTorch and its definition, in each of its forms, and decoding against the uncached pass."""
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -127,6 +128,118 @@ def test_any_combination_of_options_computes_the_definition(sizes, causal, windo
         bias = 0.0 if exact[4] is None else exact[4]
         assert_close_to_scale(y, attend(*exact[:3], **options, sinks=exact[3], bias=bias, visible=seen))
     assert y.shape == (b, t, h, width)
+
+
+def pull(function, at):
+    """A JVP, a gradient of a gradient and a column of the Hessian of a scalar function, at `at` and along it."""
+    _, slope = jax.jvp(function, (at,), (at,))
+    squared = lambda x: sum((leaf**2).sum() for leaf in jax.tree.leaves(jax.grad(function)(x)))  # noqa: E731
+    _, column = jax.jvp(jax.grad(function), (at,), (at,))
+    return slope, jax.grad(squared)(at), column
+
+
+@pytest.mark.parametrize("mode", ["float32", "mixed", "x64"])
+def test_the_chunked_form_has_every_derivative_of_the_plain_one(mode, monkeypatch):
+    monkeypatch.setattr(inspect.getmodule(ops.chunked_attention), "QUERY_BLOCK", 3)
+    monkeypatch.setattr(inspect.getmodule(ops.chunked_attention), "KEY_BLOCK", 2)
+    dtype = {"float32": "float32", "mixed": "bfloat16", "x64": "float64"}[mode]
+
+    def loss(arrays, implementation):
+        q, k, v, sinks, bias = arrays
+        options = {"causal": True, "softcap": 1.5, "alibi": True, "accum_dtype": "float32" if mode == "mixed" else None}
+        y = ops.attention(q, k, v, **options, sinks=sinks, bias=bias, implementation=implementation)
+        return (y.astype(jnp.float32 if mode == "mixed" else dtype) ** 2).sum()
+
+    with jax.enable_x64(mode == "x64"):
+        arrays = normals((1, 4, 4, 2), (1, 3, 2, 2), (1, 3, 2, 2), (4,), (1, 1, 4, 3), dtype=dtype)
+        plain, chunked = (
+            jax.jit(pull, static_argnums=0)(functools.partial(loss, implementation=name), arrays) for name in KERNELS
+        )
+    tolerance = {"float32": 1e-5, "mixed": 6e-2, "x64": 1e-12}[mode]
+    for found, want in zip(jax.tree.leaves(chunked), jax.tree.leaves(plain), strict=True):
+        assert found.dtype == want.dtype
+        assert_close_to_scale(np.asarray(found, np.float64), np.asarray(want, np.float64), tolerance)
+
+
+def test_a_thousand_tokens_have_a_jvp_and_a_gradient_of_a_gradient():
+    q = normal(1, 1024, 1, 2)
+    assert ops.attention_backend(q, q, q).startswith("chunked")
+
+    def loss(scale, implementation=None):
+        return (ops.attention(q * scale, q, q, causal=True, implementation=implementation) ** 2).sum()
+
+    every = lambda f: (jax.jvp(f, (1.0,), (1.0,))[1], jax.grad(jax.grad(f))(1.0))  # noqa: E731
+    found, want = (jax.jit(lambda name=name: every(lambda x: loss(x, name)))() for name in (None, "xla"))
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The form that calls cuDNN, around a kernel that refuses what cuDNN's refuses: odd times and forward mode."""
+    plain = jax.nn.dot_product_attention
+    reverse_only = jax.custom_vjp(lambda x: x)
+    reverse_only.defvjp(lambda x: (x, None), lambda _, grad: (grad,))
+
+    def kernel(q, k, v, bias, *, implementation, **options):
+        if q.shape[1] % 2 or k.shape[1] % 2:
+            raise NotImplementedError(f"Unsupported sequence length Q {q.shape[1]}, KV {k.shape[1]}.")
+        return reverse_only(plain(q, k, v, bias, **options, implementation="xla"))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    spec = ops.ScoreSpec(scale=0.5, causal=True)
+    return ops.cudnn_attention(spec, lambda primals, consts: form(primals, consts, spec))
+
+
+def form(primals, consts, spec):
+    q, k, v, bias, _ = primals
+    return ops.attention(
+        q, k, v, bias=bias, lengths=consts.key_limit, causal=True, scale=spec.scale, implementation="xla"
+    )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_fused_form_takes_odd_times_and_has_every_derivative_and_vmap(fused, has_bias):
+    t, s = (4, 6) if has_bias else (5, 7)
+    q, k, v, bias = normals((2, t, 4, 2), (2, s, 2, 2), (2, s, 2, 2), (1, 4, t, s))
+    lengths = jnp.asarray([s, 3])
+
+    def both(function):
+        consts = ops.ScoreInputs(*[jnp.zeros((1, 1), jnp.int32)] * 3, key_limit=lengths)
+        spec = ops.ScoreSpec(scale=0.5, causal=True)
+        losses = [
+            lambda x, of=of: (of((*x, None), consts) ** 2).sum() for of in (fused, functools.partial(form, spec=spec))
+        ]
+        return [function(loss) for loss in losses]
+
+    at = (q, k, v, bias if has_bias else None)
+    assert_close_to_scale(*both(lambda loss: jax.jit(lambda x: (loss(x), jax.grad(loss)(x), pull(loss, x)))(at)))
+    # only the queries have the axis, and it is the last one
+    each = lambda loss: jax.jit(jax.vmap(jax.grad(lambda q: loss((q, *at[1:]))), -1))(jnp.stack([q, q + 1], -1))  # noqa: E731
+    assert_close_to_scale(*both(each))
+
+
+def test_what_cudnn_refuses_is_computed_by_another_backend_that_names_the_reason(monkeypatch):
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 9.0)
+    q = normal(1, 197, 1, 8, dtype=jnp.bfloat16)
+    for refuse in (NotImplementedError("Unsupported sequence length Q 197, KV 197."), RuntimeError("no engine")):
+
+        def kernel(*arguments, refuse=refuse, **options):
+            raise refuse
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+        clear_answers()
+        assert f"not cudnn, since it refuses this attention: {refuse}" in ops.attention_backend(
+            q, q, q, accum_dtype="float32"
+        )
+        y = ops.attention(q, q, q, accum_dtype="float32")
+        assert_close_to_scale(y, ops.attention(q, q, q, accum_dtype="float32", implementation="xla"))
+        with pytest.raises(ValueError, match="implementation is 'cudnn', but it refuses this attention"):
+            ops.attention(q, q, q, implementation="cudnn")
+    clear_answers()
+
+
+def clear_answers():
+    inspect.getmodule(ops.cudnn_attention)._find_refusal.cache_clear()
 
 
 def test_gradients_of_the_tiled_form_equal_those_of_the_whole(kernel):
@@ -343,6 +456,9 @@ def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
     assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: the only one with dropout")
     assert named(*small, implementation="chunked") == "chunked: chosen by implementation="
     monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 9.0)
+    refused = named(*small)  # asked, but there is no cuDNN here
+    assert refused.startswith("xla: 131,072 scores") and "not cudnn, since it refuses this attention: cuDNN" in refused
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "find_refusal", lambda *_: None)
     for options in ({}, {"causal": True}, {"causal": True, "window": 7}, {"lengths": jnp.ones(2)}, {"bias": even}):
         assert named(*small, **options).startswith("cudnn: ")
     assert named(2, 128, 4, 256).startswith("cudnn: ")
