@@ -11,6 +11,7 @@ from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates
 from mlax.optim._hyperparams import Beta, Count, NonNegative, Positive, PositiveCount, Rate
 from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
 from mlax.optim._hyperparams import hyperparams_at as hyperparams_at
+from mlax.optim._hyperparams import number_fields as number_fields
 from mlax.optim._lbfgs import LBFGS
 from mlax.optim._muon import Muon
 from mlax.optim._noise import GradientNoise

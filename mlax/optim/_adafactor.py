@@ -6,7 +6,7 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Count, NonNegative, Patterns, Rate
+from mlax.optim._hyperparams import TINY, Count, NonNegative, Patterns, Positive, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -25,7 +25,7 @@ class Adafactor(Leafwise):
     power: NonNegative = 0.8
     eps: NonNegative | None = None  # None: that of the dtype
     scale_eps: NonNegative = 1e-3
-    clip: NonNegative = 1.0
+    clip: Positive = 1.0
     decay: NonNegative = 0.0
     decayed: Patterns | None = None
     min_dim_size_to_factor: Count = 1
@@ -43,6 +43,7 @@ class Adafactor(Leafwise):
 
     def leaf_update(self, now, g, w, slots):
         eps = float(jnp.finfo(g.dtype).eps) if self.eps is None else now.eps
+        eps = jnp.maximum(eps, TINY**0.5)  # so that its square is not zero
         beta = 1 - (now.t**-now.power).astype(g.dtype)
         square = g * g
         if "square" in slots:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mlax
@@ -24,6 +25,14 @@ def test_fields_of_one_type_and_value_are_equal():
     assert Point(0.0) != Point(-0.0)
     assert Point(float("nan")) == Point(float("nan"))
     assert Point((1, 2)) != Point((1.0, 2.0))
+
+
+def test_a_scalar_of_numpy_is_a_python_number():
+    point = Point(np.float64(0.5), (np.int64(2), np.float32(0.25)))
+    assert point == Point(0.5, (2, 0.25)) and type(point.x) is float and type(point.y[0]) is int
+    assert Point(np.bool_(True)) == Point(True)
+    with pytest.raises(TypeError, match="field `x` is an array"):
+        Point(np.ones(()))
 
 
 def test_a_dtype_is_the_same_however_it_is_written():

@@ -1,5 +1,7 @@
 """Every mistake is an error in words: what came, what was wanted, what to do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import optax
 import pytest
 
 from mlax import optim
+from mlax.core import frozen, with_fields
 from tests.asserts import assert_raises
-from tests.catalogue.optimizers import tree
+from tests.catalogue.optimizers import ROWS, tree
 
 ADAM = optim.Adam(1e-2)
 W = tree("float32")
@@ -36,6 +39,15 @@ def after(optimizer, trainables=W):
 
 HALF = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), G)
 WIDER = with_leaf(W, "dense", "kernel", jnp.zeros((8, 5)))
+
+
+@frozen
+class Clashing(optim.SGD):
+    """An optimizer with a slot that is called as a scalar of NAdam."""
+
+    def leaf_slots(self, path, w):
+        return {"product": optim.Slot()}
+
 
 # what is done, which error it is, and the words that it must hold
 MISTAKES = {
@@ -214,6 +226,141 @@ MISTAKES = {
     "two that skip": (after(optim.SkipNonFinite(optim.SkipNonFinite(ADAM))), ValueError, ["scalar 'skipped' already"]),
     "two that watch": (after(optim.Plateau(optim.Plateau(ADAM))), ValueError, ["scalar 'best' already"]),
     "no steps to accumulate": (lambda: optim.Accumulate(ADAM, 0), ValueError, ["every is 0", "at least 1"]),
+    "a decay of no leaf": (
+        after(optim.AdamW(0.1), {"weight": jnp.ones(3)}),
+        KeyError,
+        ["AdamW: decay is 0.01", "no leaf is named kernel or table", "'weight'", "decayed=", "decay=0.0"],
+    ),
+    "a decay of no leaf by Optax": (
+        lambda: optim.to_optax(optim.Lion(0.1, decay=0.1)).init({"weight": jnp.ones(3)}),
+        KeyError,
+        ["Lion: decay is 0.1", "no leaf is named"],
+    ),
+    "a decay of packed weights": (
+        after(optim.SkipNonFinite(optim.SOAP(0.1)), optim.Packing.of(W).pack(W)),
+        KeyError,
+        ["SOAP: decay is 0.01", "'float32'"],
+    ),
+    "a scheduled decay of no leaf": (
+        after(optim.Decay(ADAM, optim.Cosine(0.1, 9)), {"weight": jnp.ones(3)}),
+        KeyError,
+        ["Decay: decay is Cosine(0.1, 9)", "no leaf is named"],
+    ),
+    "no matrices for Muon": (after(optim.Muon(), {"weight": jnp.ones((3, 2))}), KeyError, ["Muon", "matrices="]),
+    "no matrices for GaLore": (
+        after(optim.GaLore(0.1, decay=0.0), {"weight": jnp.ones((3, 2))}),
+        KeyError,
+        ["GaLore", "matrices="],
+    ),
+    "a dead group": (
+        after(optim.Groups(("**", ADAM), ("**/kernel", optim.SGD(0.1)))),
+        KeyError,
+        ["no leaf is left for ('**/kernel', SGD(0.1))", "put it before them"],
+    ),
+    "a slot with the name of a scalar": (
+        after(optim.Groups(("**/kernel", Clashing(0.1)), ("**", optim.NAdam(0.1)))),
+        ValueError,
+        ["two fields 'product'", "rename"],
+    ),
+    "a schedule that reaches 1": (
+        lambda: optim.Adam(0.1, b2=optim.ConstantSchedule(1.0)),
+        ValueError,
+        ["Adam: b2 is ConstantSchedule(1.0), which reaches 1", "below 1"],
+    ),
+    "a schedule that float32 rounds to 1": (
+        lambda: optim.Adam(0.1, b2=optim.ConstantSchedule(1 - 1e-9)),
+        ValueError,
+        ["which reaches 1", "below 1"],
+    ),
+    "a schedule that becomes negative": (
+        lambda: optim.SGD(optim.Warmup(optim.LinearSchedule(0.1, -0.1, 9), 5)),
+        ValueError,
+        ["which reaches -0.1", "at least 0"],
+    ),
+    "a rate that is missing": (lambda: optim.Adam(None), TypeError, ["rate is None", "a number, a schedule"]),
+    "a complex rate in update": (updated(rate=jnp.asarray(1j)), TypeError, ["rate is complex64", "real number"]),
+    "no momentum for b1 of ScheduleFree": (
+        lambda: optim.ScheduleFree(0.1, b1=0.0),
+        ValueError,
+        ["b1 is 0", "at least 0.01 and below 1"],
+    ),
+    "a schedule for b1 of ScheduleFree": (
+        lambda: optim.ScheduleFree(0.1, b1=optim.Cosine(0.9, 5)),
+        TypeError,
+        ["b1 is Cosine(0.9, 5)", "a number that does not change"],
+    ),
+    "an integer dtype of a slot": (
+        lambda: optim.Adam(0.1, slot_dtypes=(("mean", "int8"),)),
+        TypeError,
+        ["the slot 'mean' is 'int8'", "floating-point"],
+    ),
+    "slot_dtypes without pairs": (
+        lambda: optim.Adam(0.1, slot_dtypes=("mean", "bfloat16")),
+        TypeError,
+        ["slot_dtypes is ('mean', 'bfloat16')", "pairs of a slot and a dtype"],
+    ),
+    "a complex accum_dtype": (
+        lambda: optim.LBFGS(accum_dtype=jnp.complex64),
+        TypeError,
+        ["LBFGS: accum_dtype", "complex64", "floating-point"],
+    ),
+    "an integer dtype of an average": (lambda: optim.Average(ADAM, dtype="int32"), TypeError, ["Average: dtype is"]),
+    "a momentum in update without one": (
+        updated(optim.SGD(0.1), momentum=0.9),
+        TypeError,
+        ["SGD: update cannot set momentum", "the state has no momentum"],
+    ),
+    "a momentum of RMSProp in update without one": (
+        updated(optim.RMSProp(0.1), momentum=0.9),
+        TypeError,
+        ["RMSProp: update cannot set momentum"],
+    ),
+    "a decay in update of a uniform average": (
+        updated(optim.Average(ADAM, None), decay=0.9),
+        TypeError,
+        ["Average: update cannot set decay: it is None"],
+    ),
+    "a Wolfe constant in update without a search": (
+        updated(optim.LBFGS(max_search_steps=0), c1=0.1),
+        TypeError,
+        ["LBFGS: update cannot set c1", "max_search_steps=0"],
+    ),
+    "a value that is not a scalar": (
+        updated(optim.Plateau(ADAM), value=jnp.ones(3)),
+        ValueError,
+        ["value has shape (3,)", "scalar"],
+    ),
+    "one pair for factors": (lambda: optim.Rates(ADAM, ("kernel", 0.5)), TypeError, ["Rates: 'kernel' is not a pair"]),
+    "a negative factor": (
+        lambda: optim.Rates(ADAM, (("**", -1.0),)),
+        TypeError,
+        ["('**', -1.0) is not a pair of a pattern and a factor of at least 0"],
+    ),
+    "two leaves of one path": (
+        after(ADAM, {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}),
+        ValueError,
+        ["Two leaves have the path 'a/b'", "rename"],
+    ),
+    "a packing of two leaves of one path": (
+        lambda: optim.Packing.of({"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}),
+        ValueError,
+        ["Two leaves have the path 'a/b'"],
+    ),
+    "the state in place of the gradients": (
+        lambda: ADAM.update(ADAM.init(W), G, W),
+        TypeError,
+        ["the state came as gradients", "update(grads, state, trainables)"],
+    ),
+    "the state in place of the trainables": (
+        lambda: ADAM.update(G, W, ADAM.init(W)),
+        TypeError,
+        ["the state came as trainables", "update(grads, state, trainables)"],
+    ),
+    "the trainables in place of the state": (
+        lambda: ADAM.eval_trainables(W, ADAM.init(W)),
+        TypeError,
+        ["the state came as trainables", "eval_trainables(state, trainables)"],
+    ),
     "the average of another state": (
         lambda: optim.Average(ADAM).eval_trainables(ADAM.init(W), W),
         ValueError,
@@ -230,6 +377,29 @@ MISTAKES = {
     "the slots of Optax": (lambda: OPTAX.slots("dense/bias", jnp.zeros(4)), TypeError, ALONE),
     "a rest of Muon that is a number": (lambda: optim.Muon(rest=0.1), TypeError, ["Muon: 0.1 is not an optimizer"]),
 }
+
+
+COUNTS = [
+    (row.optimizer, name, number.range.minimum)
+    for row in {type(row.optimizer): row for row in ROWS.values()}.values()
+    for name, number in optim.number_fields(type(row.optimizer)).items()
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "minimum"), COUNTS, ids=lambda part: part if isinstance(part, str) else type(part).__name__
+)
+def test_no_number_may_be_below_its_minimum(optimizer, name, minimum):
+    below = minimum - 1 if isinstance(minimum, int) else -0.5
+    assert_raises(lambda: with_fields(optimizer, **{name: below}), ValueError, [f"{name} is {below:g}", "must be"])
+
+
+def test_every_integer_and_number_of_an_optimizer_has_a_range():
+    for row in ROWS.values():
+        ranged = optim.number_fields(type(row.optimizer))
+        for field in dataclasses.fields(row.optimizer):
+            number = isinstance(getattr(row.optimizer, field.name), int | float | optim.Schedule)
+            assert field.name in ranged or field.name == "seed" or not number or field.type is bool, (row, field.name)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

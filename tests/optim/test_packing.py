@@ -4,6 +4,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mlax import optim
@@ -12,6 +13,7 @@ from tests.catalogue.optimizers import loss, tree
 
 MIXED = {**tree("float32"), "half": {"kernel": jnp.ones((3, 2), jnp.bfloat16), "bias": jnp.zeros(2, jnp.bfloat16)}}
 DECAYED = ("decayed", "**/kernel")
+EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 @pytest.mark.parametrize("groups", [(), (DECAYED,), (("heat", "temperature"), DECAYED)])
@@ -93,9 +95,16 @@ def test_elementwise_optimizers_take_the_same_steps(optimizer):
         grads = tree("float32", seed)
         plain, state = update(grads, state, plain)
         packed, packed_state = update(packing.pack(grads), packed_state, packed)
-    assert not unequal_leaves(packing.unpack(packed), plain)
+    assert_same_steps(packing.unpack(packed), plain)
     for name in state._fields[1:]:
-        assert not unequal_leaves(packing.unpack(getattr(packed_state, name)), getattr(state, name))
+        assert_same_steps(packing.unpack(getattr(packed_state, name)), getattr(state, name))
+
+
+def assert_same_steps(found, wanted):
+    """Vectors and matrices are bitwise equal; a scalar, whose update XLA may fuse otherwise, within an ulp a step."""
+    scalars = found.pop("temperature"), wanted["temperature"]
+    np.testing.assert_allclose(*scalars, rtol=20 * EPS, atol=20 * EPS)
+    assert not unequal_leaves(found, {name: leaf for name, leaf in wanted.items() if name != "temperature"})
 
 
 def test_a_group_of_decayed_leaves_decays_as_the_leaves_would():

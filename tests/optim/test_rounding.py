@@ -174,6 +174,16 @@ def test_random_bits_differ_by_seed_path_and_step(other):
     assert abs(np.corrcoef(one, two)[0, 1]) < 5 / np.sqrt(4096)
 
 
+def test_members_of_an_ensemble_round_independently():
+    optimizer = optim.SGD(1.0, rounding=optim.StochasticRounding())
+    trainables = {"kernel": jnp.ones((2, 4096), jnp.bfloat16)}
+    state = jax.vmap(optimizer.init)(trainables)
+    grads = {"kernel": jnp.stack([jnp.full(4096, 2.0**-9), jnp.full(4096, 2.0**-9 + 2.0**-20)])}
+    one, two = np.float64(jax.vmap(optimizer.update)(grads, state, trainables)[0]["kernel"]) < 1
+    assert 0.4 < one.mean() < 0.6 and 0.4 < two.mean() < 0.6
+    assert abs(np.corrcoef(one, two)[0, 1]) < 5 / np.sqrt(4096)
+
+
 def test_random_bits_are_deterministic():
     np.testing.assert_array_equal(rounded(), rounded())
 

@@ -66,6 +66,39 @@ def test_first_peak_and_last_value_are_exact(case):
 
 
 @each_case
+def test_all_values_lie_between_the_bounds(case):
+    schedule = case.make()
+    if isinstance(schedule, schedules.FunctionSchedule):
+        assert schedule.bounds is None
+        return
+    low, high = schedule.bounds
+    values = np.float64(schedule.values(150))
+    slack = 1e-6 * max(abs(low), abs(high))
+    assert low - slack <= values.min() <= values.max() <= high + slack
+
+
+def test_an_unknown_bound_makes_the_bounds_of_the_whole_unknown():
+    unknown = schedules.FunctionSchedule(lambda step: 0.1)
+    for schedule in (
+        ScaledSchedule(unknown, 2.0),
+        JoinedSchedules(((ConstantSchedule(0.1), 5), (unknown, None))),
+        schedules.Warmup(unknown, 5),
+    ):
+        assert schedule.bounds is None
+
+
+def test_a_function_that_leaves_the_range_is_an_error_or_if_compiled_nan():
+    optimizer, trainables = optim.SGD(lambda step: 0.1 - 0.1 * step), {"w": jnp.ones(3)}
+    state = optimizer.init(trainables)
+    update = jax.jit(optimizer.update)
+    for finite in (True, True, False):
+        assert jnp.isfinite(update(trainables, state, trainables)[0]["w"]).all() == finite
+        last, state = state, state._replace(step=state.step + 1)
+    with pytest.raises(ValueError, match=r"SGD: rate is -0\.1, but must be finite, at least 0"):
+        optimizer.update(trainables, last, trainables)
+
+
+@each_case
 def test_values_are_those_of_single_calls(case):
     schedule = case.make()
     values = schedule.values(110)

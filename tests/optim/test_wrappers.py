@@ -8,7 +8,7 @@ import pytest
 from mlax import optim
 from tests.arrays import normal
 from tests.asserts import assert_close
-from tests.catalogue.optimizers import tree
+from tests.catalogue.optimizers import loss, tree
 
 
 def steps(optimizer, count=5, trainables=None, grads=None, **numbers):
@@ -74,6 +74,66 @@ def test_a_non_finite_step_changes_nothing():
     assert_close(state._asdict()["mean"], wanted.mean)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_that_skips_a_step_holds_back_no_other_group(first):
+    """A NaN in the gradients of one group: its optimizer has made two steps, the other one three."""
+    skipping, other = ("dense/*", optim.SkipNonFinite(optim.NAdam(1e-2))), ("**", optim.NAdam(1e-2))
+    groups = (skipping, other) if first else (("stack/*", other[1]), ("temperature", other[1]), skipping)
+    bad = tree("float32", 2)
+    bad = {**bad, "dense": jax.tree.map(lambda g: g * jnp.nan, bad["dense"])}
+    grads = [tree("float32", 1), bad, tree("float32", 3)]
+    found, state = steps(optim.Groups(*groups), 3, grads=grads)
+    twice, _ = steps(optim.NAdam(1e-2), 2, grads=[grads[0], grads[2]])
+    thrice, _ = steps(optim.NAdam(1e-2), 3, grads=grads)
+    assert state.step == 3 and state.skipped == 1
+    assert_close(found, {**thrice, "dense": twice["dense"]})
+
+
+def test_a_skipped_step_inside_accumulate_does_not_count_for_the_optimizer_inside():
+    bad = jax.tree.map(lambda g: g * jnp.nan, tree("float32", 9))
+    grads = [tree("float32", 1), bad, tree("float32", 2)]
+    found, state = steps(optim.Accumulate(optim.SkipNonFinite(optim.NAdam(1e-2)), 1), 3, grads=grads)
+    wanted, _ = steps(optim.NAdam(1e-2), 2, grads=[grads[0], grads[2]])
+    assert state.step == 3 and state.skipped == 1
+    assert_close(found, wanted)
+
+
+def test_scalars_and_slots_of_groups_have_names_of_their_own():
+    """Scalars `product` of three groups, two of them nested; slot `largest` beside the largest rate."""
+    slow, fast, free, largest = (
+        optim.NAdam(1e-3, b1=0.5),
+        optim.NAdam(1e-2),
+        optim.ScheduleFree(1e-2),
+        optim.AMSGrad(1e-2),
+    )
+    pair = optim.Groups(("dense/kernel", slow), ("**", fast))
+    found, _ = steps(optim.Groups(("dense/*", pair), ("temperature", slow), ("**", fast)))
+    assert_close(found["dense"], {"kernel": steps(slow)[0]["dense"]["kernel"], "bias": steps(fast)[0]["dense"]["bias"]})
+    assert_close(found["temperature"], steps(slow)[0]["temperature"])
+    found, _ = steps(optim.Groups(("dense/*", largest), ("**", free)))
+    assert_close(found, {**steps(free)[0], "dense": steps(largest)[0]["dense"]})
+
+
+def test_line_search_moves_only_the_leaves_of_its_group():
+    optimizer = optim.Groups(("**/kernel", optim.LBFGS()), ("**", optim.SGD(0.0)))
+    trainables = tree("float32")
+    state = optimizer.init(trainables)
+    values = []
+    for _ in range(3):
+        value, grads = jax.value_and_grad(loss)(trainables)
+        trainables, state = optimizer.update(grads, state, trainables, value=float(value), loss=loss)
+        values.append(float(value))
+    assert (np.diff(values) <= 0).all() and values[-1] < values[0]
+    np.testing.assert_array_equal(trainables["dense"]["bias"], tree("float32")["dense"]["bias"])
+
+
+def test_a_bare_array_is_matched_by_two_stars():
+    array = jnp.ones(3)
+    found, _ = steps(optim.Groups(("**", optim.AdamW(0.1, decayed="**"))), 1, array, [array])
+    assert (found < 1).all()
+    np.testing.assert_array_equal(steps(optim.Freeze(optim.SGD(0.1), "**"), 1, array, [array])[0], array)
+
+
 @pytest.mark.parametrize(("every", "cooldown", "falls"), [(1, 0, [4, 7, 10]), (1, 2, [4, 9]), (2, 0, [8])])
 def test_a_plateau_lowers_the_rate(every, cooldown, falls):
     optimizer = optim.Plateau(optim.SGD(1.0), factor=0.5, patience=2, cooldown=cooldown, every=every)
@@ -84,6 +144,43 @@ def test_a_plateau_lowers_the_rate(every, cooldown, falls):
         new, state = jax.jit(optimizer.update)({"w": jnp.ones(())}, state, trainables, value=jnp.asarray(3.0))
         moves.append(float(trainables["w"] - new["w"]))
     assert [step + 1 for step in range(1, 10) if moves[step] < moves[step - 1]] == falls
+
+
+def torch_plateau(values, factor, patience, threshold, cooldown):
+    """The factors of PyTorch's ReduceLROnPlateau after each value."""
+    best, bad, cooling, scale, scales = np.inf, 0, 0, 1.0, []
+    for value in values:
+        better = value < best * (1 - threshold)
+        best, bad = (value, 0) if better else (best, bad + 1)
+        if cooling > 0:
+            cooling, bad = cooling - 1, 0
+        if bad > patience:
+            scale, cooling, bad = scale * factor, cooldown, 0
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("cooldown", [0, 1, 5])
+def test_a_plateau_cools_down_as_in_pytorch_while_the_loss_falls_or_not(cooldown):
+    values = np.float32(3 - np.cumsum(np.random.default_rng(cooldown).choice([0.0, 0.05], 60, p=[0.8, 0.2])))
+    optimizer = optim.Plateau(optim.SGD(1.0), factor=0.5, patience=2, cooldown=cooldown)
+    trainables = {"w": jnp.zeros(())}
+
+    def step(state, value):
+        state = optimizer.update(trainables, state, trainables, value=value)[1]
+        return state, state.scale
+
+    _, scales = jax.lax.scan(step, optimizer.init(trainables), jnp.asarray(values))
+    assert scales[-1] < 0.2
+    np.testing.assert_array_equal(scales, torch_plateau(values, 0.5, 2, 1e-4, cooldown))
+
+
+def test_a_plateau_of_a_negative_loss_is_noticed():
+    optimizer, trainables = optim.Plateau(optim.SGD(1.0), patience=1), {"w": jnp.zeros(())}
+    state = optimizer.init(trainables)
+    for _ in range(4):
+        _, state = optimizer.update(trainables, state, trainables, value=-2.0)
+    assert state.scale < 1
 
 
 def test_a_falling_loss_keeps_the_rate():
