@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax._jax import is_typed_key
+from mlax._jax import is_typed_key, leaves_with_paths
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._paths import flatten_paths
 
@@ -76,6 +76,15 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
                 f"{short_repr(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(names) or 'nothing'}. "
                 f"{advice}"
             )
+
+
+def check_not_donated(owner: str, advice: str, **trees: Any) -> None:
+    """Raise if an array was donated to an earlier call; `advice` says which call that may have been, and what to do."""
+    for name, tree in trees.items():
+        for path, leaf in leaves_with_paths(tree):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                where = f"{name}/{path}" if path else name
+                raise ValueError(f"{owner}: {where} was donated to an earlier call, which reused its memory. {advice}")
 
 
 def check_floating_input(layer: Any, x: Any) -> None:

@@ -26,7 +26,7 @@ from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
 from mlax.optim._state_average import copy_floats, fill_in_average, move_average
-from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
+from mlax.optim._trees import FlatTree, cast_like, flatten_trainables, refuse_donated
 from mlax.optim._update import LeafArrays, Update, UpdateContext
 
 LeavesByPath = Mapping[str, Any]  # leaves by path
@@ -122,6 +122,7 @@ class Optimizer(abc.ABC):
 
     def init(self, trainables: Tree) -> OptimizerState:
         """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""
+        refuse_donated(self, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values()):
             return jax.eval_shape(self.init, trainables)
@@ -164,6 +165,7 @@ class Optimizer(abc.ABC):
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is `stacked`.
         """
+        refuse_donated(self, gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         live = [path for path in tree.by_path if not self.is_frozen(path)]
         flat_grads = tree.flatten_gradients(grads, live)
@@ -185,6 +187,7 @@ class Optimizer(abc.ABC):
 
     def eval_trainables(self, state: OptimizerState, trainables: Tree) -> Any:
         """The weights to evaluate with: an average, if the optimizer or one inside has one, else the trainables."""
+        refuse_donated(self, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         layout = slot_layout(self, tree)
         stored = layout.drop_empty(layout.flatten_slots(state))

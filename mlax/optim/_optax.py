@@ -14,7 +14,7 @@ from mlax.core import Tree, frozen
 from mlax.optim._base import Optimizer
 from mlax.optim._hyperparams import hyperparam_ranges
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
-from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
+from mlax.optim._trees import FlatTree, cast_like, flatten_trainables, refuse_donated
 
 if TYPE_CHECKING:
     import optax
@@ -67,6 +67,7 @@ class FromOptax(Optimizer):
         )
 
     def init(self, trainables):
+        refuse_donated(self, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         if _is_abstract(tree):
@@ -90,6 +91,7 @@ class FromOptax(Optimizer):
         skip_nonfinite=False,
         **overrides,
     ):
+        refuse_donated(self, gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         tree.flatten_gradients(grads, tree.by_path)

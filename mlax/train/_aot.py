@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
-from mlax.core import signature
+from mlax.core import check_not_donated, signature
 from mlax.inspect import flops, format_bytes, free_bytes
 from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
+from mlax.train._state import DONATED_STATE
 
 MEMORY_ADVICE = (
     "To need less memory, use smaller batches or gradient accumulation (accumulate=4), rematerialize activations "
@@ -40,6 +41,7 @@ class CompiledFunction:
         compilations: int,
         plan: Plan | None = None,
         stacked: bool = False,
+        owner: str = "step",
     ):
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
@@ -48,6 +50,7 @@ class CompiledFunction:
         self.donate = donate
         self.compilations = compilations
         self.plan = plan
+        self.owner = owner  # the function's name, for errors
         self.stacked = stacked  # batches have a leading axis that the plan does not know of
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         self._traced: dict[Any, jax.stages.Traced] = {}
@@ -59,24 +62,32 @@ class CompiledFunction:
         try:
             return run(*args)
         except (TypeError, ValueError, RuntimeError) as error:
-            if "Disallowed" in str(error):  # by jax.transfer_guard, which does not know the path of the leaf
-                shardings, _ = run.input_shardings
-                check_shardings(dict(zip(self.names, args, strict=True)), dict(zip(self.names, shardings, strict=True)))
-                raise
-            if isinstance(error, RetraceError):
-                raise
-            if "RESOURCE_EXHAUSTED" in str(error):
-                error.add_note(f"What was donated is lost: resume from the last checkpoint. {MEMORY_ADVICE}")
-                raise
-            _check_donated(self.names, args)
-            if message := self._describe_change(args) if self._signatures else "":
-                raise RetraceError(message) from None
+            self._explain(error, run, args)
             raise
+
+    def _explain(self, error: Exception, run: jax.stages.Compiled, args: Any) -> None:
+        """Raise a better error, which keeps this one as its cause, or add a note to it."""
+        named, text = dict(zip(self.names, args, strict=True)), str(error)
+        if "Disallowed" in text:  # by jax.transfer_guard, which does not know the path of the leaf
+            shardings, _ = run.input_shardings
+            check_shardings(named, dict(zip(self.names, shardings, strict=True)))
+        elif "RESOURCE_EXHAUSTED" in text:
+            error.add_note(f"What was donated is lost: resume from the last checkpoint. {MEMORY_ADVICE}")
+        elif "deleted or donated" in text or "Array has been deleted" in text:
+            try:
+                check_not_donated(self.owner, DONATED_STATE, **named)
+            except ValueError as better:
+                raise better from error
+        elif message := self._describe_change(args):
+            raise RetraceError(message) from None
+        elif any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(args)):
+            error.add_note("The state was donated to this call and is lost: resume from the last checkpoint.")
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The executable for these arguments, which may be `jax.ShapeDtypeStruct`s; compiled if it is not yet."""
         key = _batch_signature(args)
         if key not in self.compiled:
+            check_not_donated(self.owner, DONATED_STATE, **dict(zip(self.names, args, strict=True)))
             if len(self.compiled) == self.compilations:
                 raise RetraceError(self._describe_change(args))
             with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
@@ -155,18 +166,9 @@ def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
         )
 
 
-def _check_donated(names: tuple[str, ...], args: Any) -> None:
-    for name, arg in zip(names, args, strict=True):
-        for path, leaf in leaves_with_paths(arg):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise ValueError(
-                    f"{name}/{path} was donated to an earlier call; use the {name} that it returned."
-                ) from None
-
-
 def _batch_signature(args: Any) -> Any:
-    """Structure, shapes and dtypes of the last argument; the executable itself rejects changes of the others."""
-    leaves, structure = jax.tree.flatten(args[-1])
+    """Structure, shapes and dtypes of what follows the state; the executable itself rejects changes of that."""
+    leaves, structure = jax.tree.flatten(args[1:])
     return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 
+from mlax.core import check_not_donated
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._metrics import Metrics
 from mlax.train._objective import Objective, batch_weight, mean_contribution, unpack_output
-from mlax.train._state import TrainState
+from mlax.train._state import DONATED_STATE, TrainState
 
 EVALUATION_KEYS = 2**32 - 1  # folded into the key first; no training step has this number
 MAX_IN_FLIGHT = 4  # batches
@@ -33,11 +34,14 @@ class Evaluation:
         self.objective = objective
         self.optimizer = optimizer
         names = ("state", "index", "batch")
-        self.aot = CompiledFunction(self._sums, names, donate=False, compilations=compilations, plan=plan)
+        self.aot = CompiledFunction(
+            self._sums, names, donate=False, compilations=compilations, plan=plan, owner="evaluation"
+        )
 
     def __call__(self, state: TrainState, batches: Any) -> dict[str, float]:
         if not isinstance(state, TrainState):
             raise TypeError(f"evaluation: the state is a {type(state).__name__}; call evaluation(state, feed).")
+        check_not_donated("evaluation", DONATED_STATE, state=state)
         if hasattr(batches, "epoch"):
             with batches.epoch() as stream:
                 return self._means(state, stream)

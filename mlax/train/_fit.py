@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mlax._supervision import Phase
-from mlax.core import NoMatch
+from mlax.core import NoMatch, check_not_donated
 from mlax.train._divergence import Divergence
 from mlax.train._fingerprint import fingerprint
 from mlax.train._metrics import Record
@@ -26,7 +26,7 @@ from mlax.train._run import (
     trim_log,
 )
 from mlax.train._signals import Signals, exit_status, heartbeat
-from mlax.train._state import TrainState
+from mlax.train._state import DONATED_STATE, TrainState
 from mlax.train._step import Step
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 
@@ -55,6 +55,7 @@ def fit(
     best: Maximize | Minimize | None = None,
     resume: Resume = True,
     rollbacks: int = 2,
+    hyperparams: Callable[[int], Mapping[str, Any]] | None = None,
     grace: float | None = None,
     config: Any = None,
     tensorboard: bool = False,
@@ -70,6 +71,9 @@ def fit(
     configuration, to which `config` is added, the metrics, their curves, a report and the weights. `state` is donated:
     use the one in the result.
 
+    hyperparams
+            a function of the number of steps so far, called before each call of the step, which returns those to
+            override, `{"rate": 3e-4}` say, always of the same names. It may read a file that you edit.
     resume  A run is resumed only by the same experiment. Other data, another objective, model or key are refused with
             a list of the differences; another optimizer or batch size is reported. "anyway" resumes nevertheless,
             "restart" moves the run in the folder aside and starts over, and False refuses to resume.
@@ -110,6 +114,7 @@ def fit(
             monitor=monitor,
             divergence=Divergence(feed, checkpoints, monitor, rollbacks=rollbacks),
             signals=signals,
+            hyperparams=hyperparams,
             intervals=Intervals(steps, evaluate_every, save_every),
             current_step=current_step,
             # the scores of another experiment, resumed anyway, are not those of this one
@@ -164,6 +169,7 @@ class Loop:
     monitor: Monitor
     divergence: Divergence
     signals: Signals
+    hyperparams: Callable[[int], Mapping[str, Any]] | None
     intervals: Intervals
     current_step: int
     notes: dataclasses.InitVar[Mapping[str, Any]]  # of the checkpoint that training resumes from
@@ -178,11 +184,14 @@ class Loop:
     def train(self, batches: Any) -> None:
         """Train on all batches, or until a signal arrives; evaluate and save where that is due, and at the end."""
         self.position = batches.position
+        prepared = False
         for batch in batches:
-            if not self.step.aot.compiled:
-                self._compile(batch)
+            hyperparams = {} if self.hyperparams is None else self.hyperparams(self.current_step)
+            if not prepared:  # even if the step was compiled before, `best` and the evaluation are new
+                self._prepare(batch, hyperparams)
+                prepared = True
             heartbeat(self.current_step, Phase.STEP)
-            self.state, metrics = self.step(self.state, batch)
+            self.state, metrics = self.step(self.state, batch, **hyperparams)
             self.current_step += self.step.steps_per_call
             heartbeat(self.current_step, Phase.AFTER_STEP)
             ending = self.current_step >= self.intervals.steps or bool(self.signals.poll_all())
@@ -240,10 +249,11 @@ class Loop:
             **self.scores,
         }
 
-    def _compile(self, batch: Any) -> None:
+    def _prepare(self, batch: Any, hyperparams: Mapping[str, Any]) -> None:
+        """Compile what is not compiled yet, and check that the evaluation has the metric of `best`."""
         with self.signals.killable():
             heartbeat(self.current_step, Phase.COMPILING)
-            self.step.aot.compile(self.state, batch)
+            self.step.compile(self.state, batch, **hyperparams)
             if self.evaluate is not None:
                 _check_best_metric(self.best, self.step.evaluation.prepare(self.state, self.evaluate))
 
@@ -328,6 +338,7 @@ def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any,
         raise TypeError(f"fit: step is a {type(step).__name__}; make it by train.step(objective, optimizer).")
     if not isinstance(state, TrainState):
         raise TypeError(f"fit: state is a {type(state).__name__}; make it by step.init(rng, *model.init(...)).")
+    check_not_donated("fit", DONATED_STATE, state=state)
     for name, value in (("feed", feed), ("evaluate", evaluate)):
         if not hasattr(value, "stream") and not (name == "evaluate" and value is None):
             raise TypeError(

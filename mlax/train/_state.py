@@ -7,10 +7,19 @@ import jax.numpy as jnp
 from jax import random
 
 from mlax._jax import is_typed_key, leaves_with_paths
-from mlax.core import Tree, short_signature, signature
+from mlax.core import Tree, check_not_donated, short_signature, signature
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place import Plan
 from mlax.train._loss_scale import LossScale
+
+DONATED_STATE = (
+    "`step` and `fit` donate their state: use the one that they returned, as in `state, metrics = step(state, batch)`, "
+    "or `result.state` of fit. To run a cell again, run the one that makes the state first."
+)
+DONATED_VARIABLES = (
+    "`step.init` does not copy the variables, so that the first `step` or `fit` donates them: call `model.init` again, "
+    "or pass copies, jax.tree.map(jnp.copy, variables)."
+)
 
 
 class TrainState(NamedTuple):
@@ -75,6 +84,8 @@ def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> 
             f"step.init: trainables is {signature(trainables)}, but must be a dict of arrays; pass the pair that "
             "model.init returns as two arguments: step.init(rng, *model.init(...))."
         )
+    variables = {"rng": rng, "trainables": trainables, "non_trainables": non_trainables}
+    check_not_donated("step.init", DONATED_VARIABLES, **variables)
     seen: dict[int, str] = {}
     for path, leaf in leaves_with_paths({"trainables": trainables, "non_trainables": non_trainables}):
         if id(leaf) in seen:

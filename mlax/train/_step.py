@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax, random
 
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths
-from mlax.core import Layer, Tree, short_repr, signature
+from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
 from mlax.optim import Optimizer, UpdateContext
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
@@ -19,7 +19,7 @@ from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
 from mlax.train._objective import Backward, Gradients, Objective, check_non_trainables, gradients, loss_function
 from mlax.train._privacy import DifferentialPrivacy
-from mlax.train._state import TrainState, init_state
+from mlax.train._state import DONATED_STATE, TrainState, init_state
 from mlax.train.feeds._batch import MASK
 
 
@@ -97,12 +97,18 @@ class Step:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"step: the state is a {type(state).__name__}; call step(state, batch).")
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():  # all of it; XLA's error prints C++ lines
+            check_not_donated("step", DONATED_STATE, state=state)
         if not hyperparams:
             return self.aot(state, batch)
-        self.optimizer.check_overrides(hyperparams)
-        dtype = jnp.result_type(float)  # a Python number would be weakly typed, and an array would recompile
-        arrays = {name: np.asarray(value, dtype) for name, value in sorted(hyperparams.items())}
-        return self.overriding_aot(state, arrays, batch)
+        return self.overriding_aot(state, self._override(hyperparams), batch)
+
+    def compile(self, state: TrainState, batch: Any, **hyperparams: Any) -> None:
+        """Compile for these arguments, which may be `jax.ShapeDtypeStruct`s, unless that is done."""
+        if hyperparams:
+            self.overriding_aot.compile(state, self._override(hyperparams), batch)
+        else:
+            self.aot.compile(state, batch)
 
     def __repr__(self) -> str:
         defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
@@ -121,6 +127,12 @@ class Step:
         """FLOPs of one step over all devices, by the jaxpr of the last compilation."""
         aot = self.aot if self.aot.compiled else self.overriding_aot
         return aot.flops() // self.steps_per_call
+
+    def _override(self, hyperparams: dict[str, Any]) -> dict[str, np.ndarray]:
+        """The hyperparameters as arrays of one dtype, so that no value recompiles."""
+        self.optimizer.check_overrides(hyperparams)
+        dtype = jnp.result_type(float)
+        return {name: np.asarray(value, dtype) for name, value in sorted(hyperparams.items())}
 
     def advance(self, state: TrainState, batch: Any, **hyperparams: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""

@@ -258,7 +258,7 @@ def test_invalid_arguments_of_save_are_errors_at_once(checkpoints):
         (True, {}, "must be an integer"),
         (1, {"a": "x"}, "'a' is a str"),
         (1, {"a": np.array([object()])}, "dtype object"),
-        (1, {"a": deleted}, "donated or deleted"),
+        (1, {"a": deleted}, "tree/a was donated"),
         (1, {"..": jnp.ones(3)}, "rename it"),
         (1, {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, "Two leaves"),
     ):

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core import frozen, signature
+from mlax.core import check_not_donated, frozen, signature
 from mlax.files import InvalidFile, parse_json
 from mlax.train._checks import int_or_none
+from mlax.train._state import DONATED_STATE
 from mlax.train.checkpoints._manifest import MAX_MANIFEST_DEPTH, flatten_with_names, read_manifest
 from mlax.train.checkpoints._multiprocess import ProcessGroup, all_succeeded, broadcast_text, process_group
 from mlax.train.checkpoints._restore import RestoredCheckpoint, restore_step
@@ -124,6 +125,7 @@ class Checkpoints:
         Disk errors surface in `failure` or `wait`. Saving a step again replaces it.
         """
         step, metrics, notes = _check_step(step), _check_metrics(metrics or {}), _check_notes(notes or {})
+        check_not_donated("Checkpoints.save", DONATED_STATE, tree=tree)
         leaves, _ = flatten_with_names(tree)
         self._join()
         if failure := self.failure():

@@ -100,8 +100,6 @@ def _as_plain_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, Tracer):
         raise TypeError(f"save: {name!r} is being traced; save outside of jit, after the step has returned.")
     if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise ValueError(f"save: the buffer of {name!r} was donated or deleted; save the state that was returned.")
         return _check_axes(name, jax.random.key_data(leaf) if is_typed_key(leaf) else leaf)
     if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"save: {name!r} is a {type(leaf).__name__}, but leaves are arrays or scalars; use notes.")
