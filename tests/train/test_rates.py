@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from mlax import optim, train
+from tests.train.tasks import feed, init_state, objective
 
 SGD = optim.SGD(0.5)
 HALVES = optim.Plateau(SGD, factor=0.5, patience=0, threshold=0.0)
@@ -98,3 +99,19 @@ def test_wrong_overrides_are_rejected_before_anything_is_donated():
     with pytest.raises(train.RetraceError, match="hyperparams/momentum was missing"):
         step(state, given, rate=1.0, momentum=0.9)
     step(state, given, rate=0.5)
+
+
+def test_fit_sets_the_rate_of_each_step_by_a_function(tmp_path):
+    step = train.step(objective, optim.SGD(0.5))
+    rates = tmp_path / "rate"
+    rates.write_text("0.25")
+
+    def read_rate(done):
+        if done == 3:
+            rates.write_text("0.125")
+        return {"rate": float(rates.read_text())}
+
+    train.fit(step, init_state(step), feed(), steps=5, run=tmp_path / "run", hyperparams=read_rate, show=False)
+    records = [record for record in train.read_records(tmp_path / "run" / "metrics.jsonl") if "rate" in record]
+    assert [record["rate"] for record in records] == [0.25, 0.25, 0.25, 0.125, 0.125]
+    assert len(step.overriding_aot.compiled) == 1
