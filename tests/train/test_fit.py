@@ -14,7 +14,7 @@ import pytest
 from mlax import files, optim, train
 from mlax.train import Divergence, RunFolder, read_records
 from tests.asserts import unequal_leaves
-from tests.train.tasks import OPTIMIZER, arrays, batch, feed, init_state, objective
+from tests.train.tasks import OPTIMIZER, arrays, feed, init_state, objective
 from tests.train.test_step import compilations
 
 STEP = train.step(objective, OPTIMIZER)
@@ -343,6 +343,7 @@ def test_wrong_arguments_of_fit_are_rejected_with_advice(call, error, words):
 
 def test_the_metric_of_best_is_checked_for_a_step_that_was_compiled_before():
     state = init_state(STEP)
-    state, _ = STEP(state, batch())
+    with feed().stream(stop=1) as batches:
+        state, _ = STEP(state, next(iter(batches)))
     with pytest.raises(KeyError, match=r"best is .*, but the objective returns loss, accuracy"):
         train.fit(STEP, state, feed(), steps=5, evaluate=feed(), best=train.Maximize("f1"), show=False)
