@@ -3,9 +3,12 @@
 from mlax.train._aot import RetraceError
 from mlax.train._curves import plot_curves
 from mlax.train._curves import read_records as read_records
+from mlax.train._curves import smooth_values as smooth_values
 from mlax.train._divergence import Diverged
 from mlax.train._divergence import Divergence as Divergence
 from mlax.train._evaluation import Evaluation
+from mlax.train._fingerprint import differences as differences
+from mlax.train._fingerprint import fingerprint as fingerprint
 from mlax.train._fit import Fitted, fit
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
@@ -16,6 +19,9 @@ from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._objective import gradients as gradients
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._run import RunFolder as RunFolder
+from mlax.train._run import compare_config as compare_config
+from mlax.train._signals import Signals as Signals
+from mlax.train._signals import default_grace as default_grace
 from mlax.train._signals import heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step, step

@@ -10,8 +10,10 @@ import dis
 import enum
 import functools
 import importlib.util
+import inspect
 import itertools
 import platform
+import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -95,7 +97,7 @@ def _describe_function(function: Any, name: str) -> Fingerprint:
     if not isinstance(function, types.FunctionType):
         return {}
     seen = _Seen()
-    found: Fingerprint = {name: f"{function.__qualname__} #{_hash(_code_parts(function.__code__))} {_python()}"}
+    found: Fingerprint = {name: f"code #{_hash(_code_parts(function.__code__))} {_python()}"}
     for variable, value in itertools.chain(bound, _references(function)):
         if (text := _describe_value(value, seen)) is not None:
             found[f"{name}: {variable}"] = text
@@ -111,7 +113,10 @@ def _describe_value(value: Any, seen: _Seen) -> str | None:
     """A value in words, followed by a hash of what the words leave out; None if it cannot be told."""
     if isinstance(value, bool | int | float | complex | str | None):
         return repr(value)
-    parts = list(_parts(value, seen))
+    try:
+        parts = list(_parts(value, seen))
+    except Exception:  # objects may do anything when they are looked at, and no run should fail because of it
+        return None
     if UNKNOWN in parts:
         return None
     words = repr(value) if isinstance(value, Layer) else type(value).__name__
@@ -155,10 +160,9 @@ def _compound_parts(value: Any, seen: _Seen) -> Iterator[bytes]:
                 yield from _parts(each, seen)
     elif isinstance(value, type):
         yield _name_of(value)
-        if not _is_library(value.__module__):
-            methods = (getattr(each, "__func__", each) for each in vars(value).values())
-            functions = [each for each in methods if isinstance(each, types.FunctionType)]
-            yield from itertools.chain.from_iterable(_parts(each, seen) for each in functions)
+        for name in (name for base in value.__mro__ if not _is_library(base.__module__) for name in vars(base)):
+            if isinstance(method := getattr(value, name, None), types.FunctionType | types.MethodType):
+                yield from (name.encode(), *_parts(method, seen))
     elif callable(value):
         yield from _callable_parts(value, seen)
     else:
@@ -166,7 +170,8 @@ def _compound_parts(value: Any, seen: _Seen) -> Iterator[bytes]:
 
 
 def _callable_parts(value: Any, seen: _Seen) -> Iterator[bytes]:
-    function, bound = (value, []) if _is_library(getattr(value, "__module__", None)) else _unwrap(value)
+    opaque = _is_library(getattr(value, "__module__", None)) and not hasattr(value, "__self__")
+    function, bound = (value, []) if opaque and not isinstance(value, functools.partial) else _unwrap(value)
     yield from itertools.chain.from_iterable(_parts(each, seen) for _, each in bound)
     if not isinstance(function, types.FunctionType) or _is_library(function.__module__):
         yield _name_of(function)
@@ -244,14 +249,20 @@ def _code_parts(code: types.CodeType) -> Iterator[bytes]:
     """The instructions, names and constants of code, without its docstring and its place in a file."""
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars)).encode()
-    has_docstring = bool(code.co_consts) and isinstance(code.co_consts[0], str) and code.co_name != "<lambda>"
-    for constant in code.co_consts[has_docstring:]:
+    for constant in code.co_consts[_has_docstring_slot(code) :]:
         if isinstance(constant, types.CodeType):
             yield from _code_parts(constant)
         elif isinstance(constant, frozenset):
             yield repr(sorted(constant, key=repr)).encode()
         else:
             yield repr(constant).encode()
+
+
+def _has_docstring_slot(code: types.CodeType) -> bool:
+    """Whether the first constant is the docstring, or None in its place."""
+    if sys.version_info >= (3, 14):
+        return bool(code.co_flags & inspect.CO_HAS_DOCSTRING)
+    return not code.co_name.startswith("<") and isinstance(code.co_consts[0], str | None)  # no lambda, no comprehension
 
 
 def _name_of(value: Any) -> bytes:

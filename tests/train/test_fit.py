@@ -245,6 +245,7 @@ def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path):
     result = fit(tmp_path / "run", 40, data=feed(map_batch=stall, workers=1, prefetch=1))
     asked.set()
     assert result.step == result.saved == 6
+    assert [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == list(range(1, 7))
 
 
 def test_the_last_plot_replaces_one_in_progress(tmp_path, monkeypatch):

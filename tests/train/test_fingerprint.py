@@ -1,0 +1,193 @@
+"""Fingerprints: they differ where two experiments do, and nowhere else."""
+
+import argparse
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax import nn, optim, train
+from mlax.core import Layer, frozen, replace
+from mlax.train import differences, fingerprint
+from tests.train.tasks import MODEL, arrays, feed, init_state, objective
+
+SCALE = 1.0
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+    steps: int = 10
+
+
+@pytest.fixture(scope="module")
+def state():
+    return init_state(train.step(objective, optim.SGD(0.1)))
+
+
+@pytest.fixture
+def changed(state):
+    """The names under which the fingerprints of two objectives, feeds or states differ."""
+
+    def compare(first, second, part="objective"):
+        parts = {"objective": objective, "state": state, "feed": feed(), "evaluate": None}
+        marks = [fingerprint(**{**parts, part: each}) for each in (first, second)]
+        return [name for name, _, _ in differences(*marks)]
+
+    return compare
+
+
+def closing_over(value):
+    return lambda batch: value
+
+
+def reading(config):
+    return lambda batch: batch * config.rate
+
+
+def own_layer(factor):
+    @frozen
+    class Own(Layer):
+        def init(self, rng, x):
+            return None, None
+
+        def fwd(self, x, trainables=None, non_trainables=None, *, rng=None, inference_mode=False):
+            return x * factor, None
+
+    return Own()
+
+
+def multiply(batch):
+    return batch * SCALE
+
+
+def call_multiply(batch):
+    return multiply(batch)
+
+
+def cyclic(batch):
+    return cyclic(batch) if batch else closing_over(cyclic)
+
+
+def compiled(source):
+    return eval(f"lambda batch: {source}", {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 2),
+        (1, 1.0),
+        ("a", "b"),
+        (np.arange(3), np.arange(3) + 1),
+        (jnp.ones(3), jnp.zeros(3)),
+        (jnp.ones(3), np.ones(3, np.float64)),
+        (jax.random.key(0), jax.random.key(1)),
+        ([1, [2]], [1, [3]]),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        (Config(0.1), Config(0.2)),
+        (MODEL, replace(MODEL, "drop", nn.Dropout(0.3))),
+        (MODEL, replace(MODEL, "tanh", lambda x: 2 * x)),
+        (jnp.tanh, jnp.sin),
+        (lambda x: x, lambda x: -x),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (own_layer(1), own_layer(2)),
+        (MODEL.fwd, replace(MODEL, "drop", nn.Dropout(0.3)).fwd),
+        (jax.jit(lambda x: x), jax.jit(lambda x: -x)),
+        (argparse.Namespace(a=1), argparse.Namespace(a=2)),
+    ],
+)
+def test_values_that_differ_are_told_apart_and_equal_ones_are_not(changed, first, second):
+    assert changed(closing_over(first), closing_over(second)) == ["the objective: value"]
+    assert changed(closing_over(first), closing_over(first)) == []
+
+
+def test_equal_descriptions_and_arrays_made_twice_are_alike(changed):
+    assert changed(closing_over(replace(MODEL, "drop", nn.Dropout(0.1))), closing_over(MODEL)) == []
+    assert changed(closing_over(np.arange(9)), closing_over(np.arange(9).copy())) == []
+    assert changed(closing_over({3, 1, 2}), closing_over({2, 3, 1})) == []
+    assert changed(cyclic, cyclic) == []
+
+
+def test_what_cannot_be_told_is_not_refused(changed):
+    assert changed(closing_over(object()), closing_over(object())) == []
+    assert changed(closing_over(iter([1])), closing_over(open)) == []
+    assert changed(print, max) == []
+
+
+def test_of_a_configuration_only_what_the_objective_reads_counts(changed):
+    assert changed(reading(Config(steps=10)), reading(Config(steps=20))) == []
+    assert changed(reading(Config(rate=0.1)), reading(Config(rate=0.2))) == ["the objective: config.rate"]
+
+
+def test_globals_and_the_functions_that_are_called_count(changed, monkeypatch):
+    from tests.train import test_fingerprint
+
+    before = functools.partial(fingerprint, state=init_state(train.step(objective, optim.SGD(0.1))), feed=feed())
+    marks = {each: before(each, evaluate=None) for each in (multiply, call_multiply)}
+    monkeypatch.setattr(test_fingerprint, "SCALE", 2.0)
+    names = {each: [name for name, *_ in differences(marks[each], before(each, evaluate=None))] for each in marks}
+    assert names == {multiply: ["the objective: SCALE"], call_multiply: ["the objective: multiply"]}
+
+
+def test_code_of_another_version_of_python_is_not_compared(state):
+    now = fingerprint(multiply, state, feed(), None)
+    code = {name: mark for name, mark in now.items() if "Python 3." in mark}
+    before = {name: mark.replace("Python 3.", "Python 2.").replace("#", "#0") for name, mark in code.items()}
+    assert list(differences(before, now)) == []
+    assert [name for name, *_ in differences({**before, "the objective: SCALE": "3.0"}, now)] == [
+        "the objective: SCALE"
+    ]
+
+
+def test_weights_that_other_devices_round_differently_are_alike(changed, state):
+    def scaled(by):
+        return state._replace(trainables=jax.tree.map(lambda leaf: leaf * np.float32(by), state.trainables))
+
+    assert changed(state, scaled(1 + 1e-6), "state") == []
+    assert changed(state, scaled(1.5), "state") == ["the first weights"]
+    later = scaled(1.5)._replace(step=jnp.int32(3))
+    assert changed(state, later, "state") == [], "a later state is not the first"
+
+
+class Rows:
+    """A source that is not arrays; with `noise` it never returns the same twice."""
+
+    def __init__(self, value, noise=False):
+        self.value, self.draws = value, np.random.default_rng(0) if noise else None
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, ids):
+        extra = 0.0 if self.draws is None else self.draws.normal()
+        return {"x": np.full((len(ids), 2), self.value + extra)}
+
+
+def test_the_data_are_compared_by_their_contents(changed):
+    def with_last(value):
+        x = np.zeros((50, 3), np.float32)
+        x[-1, -1] = value
+        return train.Feed({"x": x}, batch=8)
+
+    assert changed(with_last(0), with_last(0), "feed") == []
+    assert changed(with_last(0), with_last(1), "feed") == ["the data"]
+    assert changed(train.Feed(Rows(1), batch=8), train.Feed(Rows(2), batch=8), "feed") == ["the data"]
+    noisy = [train.Feed(Rows(value, noise=True), batch=8) for value in (1, 2)]
+    assert changed(*noisy, "feed") == [], "what differs each time cannot be compared"
+    assert changed(train.Feed(arrays(), batch=8), train.Feed(arrays(seed=1), batch=8), "evaluate") == [
+        "the data of evaluations"
+    ]
+
+
+def test_of_large_arrays_blocks_are_compared(changed, monkeypatch):
+    import inspect
+
+    monkeypatch.setattr(inspect.getmodule(fingerprint), "MAX_HASHED_BYTES", 1 << 12)
+    x = np.random.default_rng(0).normal(size=(10_000, 2))
+    assert changed(train.Feed({"x": x}, batch=8), train.Feed({"x": x.copy()}, batch=8), "feed") == []
+    assert changed(train.Feed({"x": x}, batch=8), train.Feed({"x": x + 1}, batch=8), "feed") == ["the data"]
