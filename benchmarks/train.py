@@ -180,7 +180,7 @@ def peer_step(name: str, module: str, weights: dict[str, np.ndarray]) -> Callabl
     if name == "digits":
         return peer.build(peer.cnn(weights), RATE, DECAY)
     blocks = [
-        {path.removeprefix("blocks/"): leaf[i] for path, leaf in weights.items() if path.startswith("blocks/")}
+        {path.removeprefix("blocks/stacked/"): leaf[i] for path, leaf in weights.items() if path.startswith("blocks/")}
         for i in range(DEPTH)
     ]
     return peer.build(peer.LanguageModel(weights, blocks, HEADS), RATE, DECAY)

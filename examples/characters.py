@@ -162,7 +162,7 @@ def main(config: Config) -> dict[str, float]:
     rate = optim.WarmupCosine(config.rate, warmup=config.steps // 20, total=config.steps)
     matrices = ("blocks/**/kernel",)
     rest = optim.AdamW(optim.ScaledSchedule(rate, 0.25), b2=0.99)
-    optimizer = optim.Muon(rate, matrices=matrices, stacked=matrices, rest=rest)
+    optimizer = optim.Muon(rate, matrices=matrices, rest=rest)
     result = train_model(model, optim.ClipGlobalNorm(optimizer, 1.0), config)
     print(generate_text(generate, model, result.state.trainables, config))
     return dict(result.scores)

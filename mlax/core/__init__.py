@@ -41,12 +41,14 @@ from mlax.core._layer import (
     variable_shapes,
 )
 from mlax.core._paths import (
+    STACKED,
     NoMatch,
     flatten_paths,
     match_paths,
     matches,
     no_match_message,
     replace_leaves,
+    stacked_axes,
     unflatten_paths,
 )
 from mlax.core._recurrent import Cell, CompositeCell, Recurrent, unpack_sequence
@@ -66,7 +68,7 @@ from mlax.core._surgery import (
     select,
 )
 from mlax.core._tied import Tie, Tied
-from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, init_stacked
+from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, get_stack, init_stacked, name_stack
 
 __all__ = [
     "Cell",
@@ -114,4 +116,5 @@ __all__ = [
     "rename",
     "replace",
     "select",
+    "stacked_axes",
 ]

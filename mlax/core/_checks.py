@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from mlax._jax import is_typed_key, leaves_with_paths
 from mlax.core._errors import short_repr, short_signature, signature
-from mlax.core._paths import flatten_paths
+from mlax.core._paths import STACKED, flatten_paths
 
 KEY_ADVICE = "pass jax.random.key(0), for example"
 
@@ -49,6 +49,15 @@ def check_is_dict(layer: Any, what: str, got: Any) -> None:
         pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
         raise TypeError(
             f"{short_repr(layer)}: {what} is {short_signature(got)}, but must be a dict of arrays or None.{pair}"
+        )
+
+
+def check_leaf_names(layer: Any, variables: Any) -> None:
+    """Raise for a variable of a layer that is called "stacked", which would count its first axis as layers."""
+    if isinstance(variables, dict) and not isinstance(variables.get(STACKED), dict | None):
+        raise ValueError(
+            f"{short_repr(layer)}: a variable cannot be called {STACKED!r}, since that name in a path says that leaves "
+            "have a leading axis of layers, as in Repeat; rename it."
         )
 
 

@@ -28,7 +28,7 @@ from mlax.core._layer import (
     jitted_init,
     shape_dtypes,
 )
-from mlax.core._paths import unflatten_paths
+from mlax.core._paths import STACKED, unflatten_paths
 
 
 class Sub:
@@ -224,6 +224,11 @@ def parts_of(composite: Composite) -> Mapping[str, Layer]:
             raise ValueError(
                 f"{short_repr(composite)}: {'/'.join((name, *keys))!r} cannot name a part; use an identifier without a "
                 "leading underscore, other than inference_mode, since `wire` calls it as sub.name."
+            )
+        if STACKED in (name, *keys):
+            raise ValueError(
+                f"{short_repr(composite)}: a part cannot be called {STACKED!r}, since that name in a path says that "
+                "the leaves below have a leading axis of layers, as in Repeat; rename it."
             )
     parts = {**{"/".join(keys): part for keys, part in found.items()}, **dict(composite.edits)}
     for path, part in parts.items():

@@ -16,6 +16,7 @@ from mlax.core._checks import (
     check_floating_input,
     check_inference_mode,
     check_key,
+    check_leaf_names,
     check_names,
     check_not_swapped,
     check_shapes,
@@ -173,7 +174,10 @@ def _check_init_calls(init: Callable[..., Any]) -> Callable[..., Any]:
         check_sizes(self)
         x = shape_dtypes(x)
         check_floating_input(self, x)
-        return _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
+        variables = _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
+        for tree in variables:
+            check_leaf_names(self, tree)
+        return variables
 
     return checked_init
 

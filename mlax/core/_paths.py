@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+STACKED = "stacked"  # the name in a path below which every leaf has one more leading axis: see `stacked_axes`
+
 
 class NoMatch(KeyError):
     """A KeyError whose message is printed without quotes."""
@@ -33,6 +35,14 @@ def unflatten_paths(leaves: Iterable[tuple[str, Any]]) -> Any:
             raise ValueError(f"{path!r} occurs twice; rename one of the two.")
         node[name] = leaf
     return tree or None
+
+
+def stacked_axes(path: str) -> int:
+    """The number of leading axes of a leaf that count layers: one for each name "stacked" in its path.
+
+    `Repeat`, and `Map` with variables of its own for each slice, put their variables under that name.
+    """
+    return path.split("/").count(STACKED)
 
 
 def replace_leaves(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
@@ -71,8 +81,12 @@ def no_match_message(path: str, paths: Iterable[str]) -> str:
 
 
 def _similarity(path: str, other: str) -> tuple[float, int]:
-    """A score of similarity: name by name from either end, then by the difference in depth."""
-    names, others = [name for name in path.split("/") if name != "**"], other.split("/")
+    """A score of similarity: name by name from either end, then by the difference in depth.
+
+    The name of a stack does not count: it is easily forgotten.
+    """
+    names = [name for name in path.split("/") if name not in ("**", STACKED)]
+    others = [name for name in other.split("/") if name != STACKED]
     directions = (names, others), (names[::-1], others[::-1])
     scores = [sum(map(_ratio, *each)) for each in directions]
     return max(scores) / max(len(names), 1), -abs(len(names) - len(others))

@@ -8,7 +8,7 @@ from mlax.core._composite import Composite, parts_of
 from mlax.core._errors import short_repr
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer, Tree
-from mlax.core._paths import NoMatch, flatten_paths, match_paths, matches, no_match_message, unflatten_paths
+from mlax.core._paths import STACKED, NoMatch, flatten_paths, match_paths, matches, no_match_message, unflatten_paths
 from mlax.core._wrappers import Wrapper
 
 T = TypeVar("T")
@@ -18,7 +18,8 @@ L = TypeVar("L", bound=Layer)
 def get(source: Any, path: str) -> Any:
     """The part of a model, or the leaf or subtree of a variable tree, at `path`: `get(model, "blocks/norm")`.
 
-    Paths are the same in a model and in its variables: a wrapper (Repeat, Remat, Mixed...) adds no name.
+    Paths are the same in a model and in its variables. A wrapper (Remat, Mixed...) adds no name, except for one with
+    a stack of variables: `get(model, "blocks")` is a `Repeat`, and `get(model, "blocks/stacked")` the layer inside.
     """
     if isinstance(source, Layer):
         parts = layers(source)
@@ -69,10 +70,11 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
 def layers(model: Layer) -> dict[str, Layer]:
     """All parts of a model by path, recursively, each before its own parts."""
     inner = model
-    while isinstance(inner, Wrapper):
+    while isinstance(inner, Wrapper) and not inner.has_stack:
         inner = inner.layer
+    own = parts_of(inner) if isinstance(inner, Composite) else {}
     parts: dict[str, Layer] = {}
-    for name, part in parts_of(inner).items() if isinstance(inner, Composite) else ():
+    for name, part in {STACKED: inner.layer}.items() if isinstance(inner, Wrapper) else own.items():
         parts[name] = part
         parts.update({f"{name}/{below}": layer for below, layer in layers(part).items()})
     return parts
@@ -117,7 +119,8 @@ def map_layers(
         changed = {name: part for name, part in mapped.items() if part != parts[name]}
         layer = layer.with_parts(changed) if changed else layer
     elif isinstance(layer, Wrapper):
-        inner = map_layers(layer.layer, path, function, replacement)
+        below = "/".join(filter(None, (path, STACKED))) if layer.has_stack else path
+        inner = map_layers(layer.layer, below, function, replacement)
         layer = layer if inner == layer.layer else with_fields(layer, layer=inner)
     return function(path, layer)
 

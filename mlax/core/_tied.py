@@ -6,7 +6,7 @@ from typing import Any
 from mlax.core._errors import short_repr
 from mlax.core._frozen import call_repr, frozen
 from mlax.core._layer import Layer, Tree, variable_shapes
-from mlax.core._paths import flatten_paths, no_match_message, unflatten_paths
+from mlax.core._paths import flatten_paths, no_match_message, stacked_axes, unflatten_paths
 from mlax.core._wrappers import Wrapper
 
 
@@ -65,14 +65,21 @@ class Tied(Wrapper):
         for tie in self.ties:
             if tie.to not in leaves:
                 raise ValueError(f"{short_repr(self)}: trainables lacks the leaf {no_match_message(tie.to, leaves)}")
-            leaves[tie.leaf] = leaves[tie.to].T if tie.transpose else leaves[tie.to]
+            leaves[tie.leaf] = _transpose(tie.to, leaves[tie.to]) if tie.transpose else leaves[tie.to]
         return unflatten_paths(leaves.items())
 
     def _check(self, tie: Tie, leaves: dict[str, Any]) -> None:
         for path in (tie.leaf, tie.to):
             if path not in leaves:
                 raise ValueError(f"{short_repr(self)}: the layer has no such leaf: {no_match_message(path, leaves)}")
-        shape = leaves[tie.to].shape[::-1] if tie.transpose else leaves[tie.to].shape
+        axes = stacked_axes(tie.to)
+        shape = leaves[tie.to].shape
+        shape = (*shape[:axes], *shape[axes:][::-1]) if tie.transpose else shape
+        if axes != stacked_axes(tie.leaf):
+            raise ValueError(
+                f"{short_repr(self)}: {tie.leaf} and {tie.to} are not in the same stack of layers, so their "
+                "axes differ in meaning; tie leaves of the same stack, or of none."
+            )
         if leaves[tie.leaf].shape != shape:
             raise ValueError(
                 f"{short_repr(self)}: {tie.leaf} has the shape {leaves[tie.leaf].shape} but {tie.to} would give "
@@ -82,3 +89,9 @@ class Tied(Wrapper):
 
     def __repr__(self) -> str:
         return call_repr("Tied", [("", value) for value in (self.layer, *self.ties)])
+
+
+def _transpose(path: str, leaf: Any) -> Any:
+    """The leaf with its axes reversed, those of a stack excepted."""
+    stacked = stacked_axes(path)
+    return leaf.transpose(*range(stacked), *reversed(range(stacked, leaf.ndim)))

@@ -12,11 +12,12 @@ from jax import lax
 from jax.core import Tracer
 
 from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
+from mlax.core._checks import check_is_dict
 from mlax.core._composite import check_layer
 from mlax.core._errors import error_scope, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
-from mlax.core._paths import flatten_paths
+from mlax.core._paths import STACKED, flatten_paths
 
 Mode = Literal["scan", "remat", "unroll"]
 
@@ -32,6 +33,11 @@ class Wrapper(Layer):
 
     def __post_init__(self) -> None:
         check_layer(type(self).__name__, "layer", self.layer)
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether the variables are those of several calls of `layer`, stacked on a leading axis under "stacked"."""
+        return False
 
     def init(self, rng, x):
         return self.layer.init(rng, x)
@@ -69,18 +75,20 @@ class Map(Wrapper):
     """Apply `layer` to each slice of the input along `axis` by `jax.vmap`, and stack the outputs along that axis.
 
     `variables` is the `in_axes` of the variables: None shares one set between the slices; 0 gives each slice its
-    own, stacked on a leading axis. A layer with state needs `variables=0`.
+    own, stacked on a leading axis under the name "stacked". A layer with state needs `variables=0`.
     """
 
     _: KW_ONLY
     axis: int = 1
     variables: Literal[0] | None = None
 
+    @property
+    def has_stack(self) -> bool:
+        return self.variables is not None
+
     def init(self, rng, x):
         size, inner = self.slices(x)
-        if self.variables is None:
-            return self.layer.init(rng, inner)
-        return init_stacked(self.layer, rng, inner, size)
+        return init_stacked(self.layer, rng, inner, size) if self.has_stack else self.layer.init(rng, inner)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         size, _ = self.slices(x)
@@ -95,7 +103,16 @@ class Map(Wrapper):
 
         keys = None if rng is None else jax.random.split(rng, size)
         in_axes = (self.axis, self.variables, self.variables, None if rng is None else 0)
-        return jax.vmap(run, in_axes=in_axes, out_axes=(self.axis, 0))(x, trainables, non_trainables, keys)
+        run = jax.vmap(run, in_axes=in_axes, out_axes=(self.axis, 0))
+        if not self.has_stack:
+            return run(x, trainables, non_trainables, keys)
+        with error_scope(STACKED, x):
+            y, new = run(x, get_stack(trainables), get_stack(non_trainables), keys)
+        return y, name_stack(new)
+
+    def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
+        if self.has_stack:
+            check_stack(self, self.slices(x)[0], trainables, non_trainables)
 
     def slices(self, x: Any) -> tuple[int, Any]:
         """The number of slices, and the shapes and dtypes of one."""
@@ -106,8 +123,8 @@ class Map(Wrapper):
 class Repeat(Wrapper):
     """Apply `layer` `times` times in sequence, each time with its own variables.
 
-    The output must have the shapes and dtypes of the input. Variables: those of `layer`, each with a leading axis of
-    `times`, in every mode:
+    The output must have the shapes and dtypes of the input. Variables: those of `layer` under the name "stacked", each
+    with a leading axis of `times`, in every mode:
     - "scan" compiles the layer once, however large `times` is;
     - "remat" is a scan that stores only each layer's input for the backward pass;
     - "unroll" traces the layer `times` times, which takes longer to compile and may run faster.
@@ -123,6 +140,10 @@ class Repeat(Wrapper):
             raise ValueError(f"Repeat: times is {self.times!r}, but must be an integer of at least 1.")
         if self.mode not in get_args(Mode):
             raise ValueError(f"Repeat: mode is {self.mode!r}, but must be one of {', '.join(get_args(Mode))}.")
+
+    @property
+    def has_stack(self) -> bool:
+        return True
 
     def init(self, rng, x):
         _check_output_shapes(self, x)
@@ -148,25 +169,21 @@ class Repeat(Wrapper):
                 )
             return y, new
 
-        stacked = (trainables, non_trainables, keys)
+        stacked = (get_stack(trainables), get_stack(non_trainables), keys)
         if self.mode != "unroll":
-            return lax.scan(step, x, stacked, length=self.times)
+            with error_scope(STACKED, x):  # around the scan: inside, JAX repeats it in the backward pass of a remat
+                y, new = lax.scan(step, x, stacked, length=self.times)
+            return y, name_stack(new)
         states = []
         for index, own in enumerate(unstack(stacked, self.times)):
             with error_scope(str(index), x):
                 # without the barrier, 48 blocks take two to four times as long to compile on a CPU and run slower
                 x, state = step(*fusion_barrier((x, own)))
                 states.append(state)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        return x, name_stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
-        for tree in (trainables, non_trainables):
-            for path, leaf in flatten_paths(tree).items():
-                if leaf.shape[:1] != (self.times,):
-                    raise ValueError(
-                        f"{short_repr(self)}: {path} has the shape {leaf.shape}, but must have a leading axis of "
-                        f"{self.times}; pass what init returned for this layer."
-                    )
+        check_stack(self, self.times, trainables, non_trainables)
 
 
 @cached_by_shape
@@ -175,7 +192,35 @@ def _check_output_shapes(repeat: Repeat, x: Any) -> None:
     variables = variable_shapes(repeat.layer, x)
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((repeat.times, *leaf.shape), leaf.dtype), variables)
     fwd = jax.jit(repeat.fwd, static_argnames="inference_mode")
-    jax.eval_shape(functools.partial(fwd, inference_mode=True), x, *stacked, rng=abstract_key())
+    jax.eval_shape(functools.partial(fwd, inference_mode=True), x, *map(name_stack, stacked), rng=abstract_key())
+
+
+def name_stack(variables: Tree) -> Tree:
+    """Variables with a leading axis of layers, under the name that says so; None stays None."""
+    return None if variables is None else {STACKED: variables}
+
+
+def get_stack(variables: Tree) -> Tree:
+    """The variables that `name_stack` was given."""
+    return None if variables is None else variables[STACKED]
+
+
+def check_stack(layer: Layer, times: int, *variables: Tree) -> None:
+    """Raise unless variables are under the name "stacked", each with a leading axis of `times`."""
+    for tree in variables:
+        check_is_dict(layer, "a tree of variables", tree)
+        if tree is not None and tree.keys() != {STACKED}:
+            raise ValueError(
+                f"{short_repr(layer)}: the variables have {', '.join(map(repr, tree)) or 'no names'}, but those of a "
+                f"stack of layers are under {STACKED!r} alone; pass what init returned for this layer, or, for weights "
+                f'without that name, insert it: mlax.rename(trainables, {{"blocks": "blocks/{STACKED}"}}).'
+            )
+        for path, leaf in flatten_paths(tree).items():
+            if leaf.shape[:1] != (times,):
+                raise ValueError(
+                    f"{short_repr(layer)}: {path} has the shape {leaf.shape}, but must have a leading axis of "
+                    f"{times}; pass what init returned for this layer."
+                )
 
 
 def slice_shapes(layer: Layer, x: Any, axis: int) -> tuple[int, Any]:
@@ -199,7 +244,7 @@ def slice_shapes(layer: Layer, x: Any, axis: int) -> tuple[int, Any]:
 
 
 def init_stacked(layer: Layer, rng: jax.Array, x: Any, times: int, *, in_host: bool = False) -> tuple[Tree, Tree]:
-    """The variables of `times` calls of `layer.init`, each with an independent key, stacked on a leading axis.
+    """The variables of `times` calls of `layer.init`, each with an independent key, stacked under the name "stacked".
 
     Outside a trace each copy is created by itself and written into the stack, so that every compiled program is
     shared with the layer alone, and memory holds the stack and at most one copy. With `in_host` the trainables are
@@ -208,11 +253,12 @@ def init_stacked(layer: Layer, rng: jax.Array, x: Any, times: int, *, in_host: b
     if isinstance(rng, Tracer):
         init = functools.partial(_init_copy, layer, x, rng)
         indices = jnp.arange(times, dtype=np.uint32)
-        return lax.map(lambda index: _offload(init(index), in_host), indices) if in_host else jax.vmap(init)(indices)
+        stack = lax.map(lambda index: _offload(init(index), in_host), indices) if in_host else jax.vmap(init)(indices)
+        return name_stack(stack[0]), name_stack(stack[1])
     stack = _create_stack(*variable_shapes(layer, x), times, in_host)
     for index in range(times):
         stack = _write_copy(stack, _init_copy(layer, x, rng, np.uint32(index)), np.uint32(index))
-    return stack
+    return name_stack(stack[0]), name_stack(stack[1])
 
 
 def unstack(tree: Any, times: int) -> list[Any]:

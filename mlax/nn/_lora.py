@@ -37,7 +37,8 @@ class LoRA(Wrapper):
     values as without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up
     (rank, features), initially zero. To train only these:
 
-        model = mlax.replace(model, "blocks/attend/query", nn.LoRA(mlax.get(model, "blocks/attend/query"), rank=8))
+        path = "blocks/stacked/attend/query"
+        model = mlax.replace(model, path, nn.LoRA(mlax.get(model, path), rank=8))
         lora = mlax.select(model.init(rng, x)[0], "**/lora/*")
 
     and take gradients with respect to `lora` of a loss of `mlax.merge(lora, pretrained)`; `nn.merge_lora` then gives

@@ -24,7 +24,7 @@ class MoE(Composite):
     The output has the dtype of the input, the losses have `accum_dtype`.
 
     `expert` is any layer from (b, n, d) to (b, n, f). Parts: router, with kernel (d, experts), and experts, the
-    variables of `expert` with a leading axis of `experts`.
+    variables of `expert` with a leading axis of `experts`, under the name "stacked".
 
     An expert takes at most `capacity_factor` times an equal share of the tokens, rounded up, in the order of the
     tokens. A token gets 0 from an expert that is full, so use a residual connection around the layer. With

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
-from mlax.core import DType, Tree, frozen, matches, short_repr
+from mlax.core import DType, Tree, frozen, short_repr
 from mlax.optim._hyperparams import (
     Hyperparams,
     Patterns,
@@ -25,6 +25,7 @@ from mlax.optim._offload import apply_offloaded
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
+from mlax.optim._stacks import broadcast_over_layers, count_stacked_axes, layer_shape, map_layers_of, stack_slot
 from mlax.optim._state_average import copy_floats, fill_in_average, move_average
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables, refuse_donated
 from mlax.optim._update import LeafArrays, Update, UpdateContext
@@ -52,6 +53,7 @@ class Optimizer(abc.ABC):
     optimizer moves no slot. `update` preserves the shape, dtype, weak type and sharding of every leaf.
     """
 
+    shadows_overrides: ClassVar[bool] = False  # whether overrides of its fields are not passed to those inside
     nesting_error: ClassVar[str] = ""  # for an optimizer that cannot be wrapped: why, and what to do instead
     elementwise: ClassVar[bool] = False  # whether the update of each element depends on no other element
 
@@ -163,7 +165,7 @@ class Optimizer(abc.ABC):
         nothing changes either if a new weight is not finite, unless it is updated in host memory.
 
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
-        if the optimizer is elementwise or the leaf is `stacked`.
+        if the optimizer is elementwise or the leaf is a stack of layers.
         """
         refuse_donated(self, gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
@@ -248,8 +250,9 @@ class Leafwise(Optimizer):
     The update is computed in `accum_dtype`; None is the dtype of the weights, or float32 if that is narrower. Slots are
     stored in the dtype of the weights; those that change too slowly for a narrow dtype, such as mean squares, in the
     compute dtype; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
-    `stacked` are patterns of leaves whose first axis counts layers, as in `Repeat`: algorithms that use whole leaves
-    then treat each layer as a leaf.
+    Algorithms that use whole leaves treat each layer of a stack as a leaf: paths say which leaves of `Repeat` and of
+    experts are stacks (`mlax.stacked_axes`), and the patterns `stacked` name those that were stacked by hand, by
+    `jax.vmap` of `init` say.
 
     For authors: set `elementwise = True` if each element is updated independently of the others, so that leaves in host
     memory are updated in chunks. Three field names have a meaning: wrappers such as `Rates` scale `rate`, and `decay`
@@ -287,13 +290,11 @@ class Leafwise(Optimizer):
             check_decayed(self, paths)
 
     def slots(self, path, w):
-        if not self._is_stacked(path):
-            return self.leaf_slots(path, w)
-        one = self.leaf_slots(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
-        return {name: _stack_slot(slot) for name, slot in one.items()}
+        axes = self._layer_axes(path)
+        return {name: stack_slot(slot, axes) for name, slot in self.leaf_slots(path, layer_shape(w, axes)).items()}
 
     def is_chunkable(self, path):
-        return self.elementwise or self._is_stacked(path)
+        return self.elementwise or self._layer_axes(path) > 0
 
     def update_leaves(self, context, grads, weights, slots):
         values = context.hyperparams(self)
@@ -308,24 +309,27 @@ class Leafwise(Optimizer):
             here = values if self._is_decayed(path) else without_decay
             now = Hyperparams(context.step, here, path, g.dtype, context.rate_factors.get(path))
             own = {name: slots[name][path] for name in self.slots(path, weights[path])}
-            update = self._update_stacked if self._is_stacked(path) else self.leaf_update
             with jax.named_scope(path):
-                new[path], own = update(now, g, weights[path], own)
+                new[path], own = self._update_layers(now, g, weights[path], own) if g.size else (weights[path], own)
             for name, leaf in own.items():
                 new_slots[name][path] = leaf
         return StepResult(new, {"step": slots["step"], **{name: shared[name] for name in scalars}, **new_slots})
 
-    def _update_stacked(self, now: Hyperparams, g: Any, w: Any, slots: dict[str, Any]) -> Any:
-        """`leaf_update` of each layer of a stack."""
+    def _update_layers(self, now: Hyperparams, g: Any, w: Any, slots: dict[str, Any]) -> Any:
+        """`leaf_update` of a leaf, or of each layer of a stack."""
+        axes = self._layer_axes(now.path)
+        if not axes:
+            return self.leaf_update(now, g, w, slots)
 
         def one(rate_factor: Any, g: Any, w: Any, slots: Any) -> Any:
             return self.leaf_update(dataclasses.replace(now, rate_factor=rate_factor), g, w, slots)
 
-        factor_axis = 0 if getattr(now.rate_factor, "ndim", 0) else None
-        return jax.vmap(one, (factor_axis, 0, 0, 0))(now.rate_factor, g, w, slots)
+        factor = None if now.rate_factor is None else broadcast_over_layers(now.rate_factor, g, axes)
+        return map_layers_of(one, axes)(factor, g, w, slots)
 
-    def _is_stacked(self, path: str) -> bool:
-        return any(matches(pattern, path) for pattern in self.stacked)
+    def _layer_axes(self, path: str) -> int:
+        """The leading axes of a leaf over which updates are mapped: none if they are elementwise."""
+        return 0 if self.elementwise else count_stacked_axes(self.stacked, path)
 
     def _is_decayed(self, path: str) -> bool:
         return matches_any(getattr(self, "decayed", ("**",)), path)
@@ -346,13 +350,6 @@ def subset(leaves: LeavesByPath, paths: Iterable[str]) -> dict[str, Any]:
 
 def _slots_at(slots: Mapping[str, LeavesByPath], path: str) -> dict[str, Any]:
     return {name: slot[path] for name, slot in slots.items() if path in slot}
-
-
-def _stack_slot(slot: Slot) -> Slot:
-    """The slot of a stack of layers, from that of one layer."""
-    if slot.axes is ...:
-        return slot
-    return slot._replace(axes=(0, *(None if axis is None else axis + 1 for axis in slot.axes)))
 
 
 def _loss_and_grad(
@@ -402,7 +399,7 @@ def _check_overrides(optimizer: Optimizer, overrides: Mapping[str, Any]) -> None
     """Check that each override is a hyperparameter of exactly one type of optimizer in the nest, and in its range."""
     for name, value in overrides.items():
         nested = _nested_optimizers(optimizer)
-        owners = [one for one in nested if name in hyperparam_ranges(type(one))]
+        owners = _override_owners(optimizer, name)
         if not owners:
             known = sorted({field for one in nested for field in hyperparam_ranges(type(one))})
             raise TypeError(
@@ -415,6 +412,14 @@ def _check_overrides(optimizer: Optimizer, overrides: Mapping[str, Any]) -> None
                 "set that field to a schedule instead."
             )
         check_override(owners[0], name, value)
+
+
+def _override_owners(optimizer: Optimizer, name: str) -> list[Optimizer]:
+    """The optimizers of a nest that an override of this name reaches."""
+    own = [optimizer] if name in hyperparam_ranges(type(optimizer)) else []
+    if own and optimizer.shadows_overrides:
+        return own
+    return [*own, *(one for inner in optimizer.inner_optimizers() for one in _override_owners(inner, name))]
 
 
 def _nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:

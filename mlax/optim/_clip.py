@@ -1,12 +1,18 @@
 """Gradient clipping: ClipValue, ClipNorm, ClipGlobalNorm and ClipAdaptive."""
 
+import abc
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from mlax._jax import cast_scalar, tree_vdot
 from mlax.core import frozen
-from mlax.optim._base import LeavesByPath
-from mlax.optim._hyperparams import NonNegative
+from mlax.optim._hyperparams import NonNegative, Patterns
+from mlax.optim._stacks import count_stacked_axes, map_layers_of
 from mlax.optim._trees import norm
 from mlax.optim._wrappers import OptimizerWrapper
 
@@ -25,15 +31,42 @@ class ClipValue(OptimizerWrapper):
 
 
 @frozen
-class ClipNorm(OptimizerWrapper):
-    """Scale each leaf of the gradient down to the norm `limit`, if its norm is larger."""
+class LeafClip(OptimizerWrapper):
+    """A wrapper that clips each leaf of the gradient, or each layer of a stack: write `clip`.
+
+    Paths say which leaves of `Repeat` and of experts are stacks (`mlax.stacked_axes`); the patterns `stacked` name
+    those that were stacked by hand.
+    """
+
+    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
+
+    @abc.abstractmethod
+    def clip(self, values: Mapping[str, Any], g: jax.Array, w: jax.Array) -> jax.Array:
+        """The clipped gradient of one leaf with the weights `w`, given the hyperparameters at this step."""
+
+    def patterns(self):
+        return (*self.stacked, *self.optimizer.patterns())
+
+    def is_chunkable(self, path):
+        return count_stacked_axes(self.stacked, path) > 0 and self.optimizer.is_chunkable(path)
+
+    def update_leaves(self, context, grads, weights, slots):
+        clip = functools.partial(self.clip, context.hyperparams(self))
+        clipped = {
+            path: map_layers_of(clip, count_stacked_axes(self.stacked, path))(g, weights[path]) if g.size else g
+            for path, g in grads.items()
+        }
+        return self.optimizer.update_leaves(context, clipped, weights, slots)
+
+
+@frozen
+class ClipNorm(LeafClip):
+    """Scale each leaf of the gradient, or each layer of a stack, down to the norm `limit`, if its norm is larger."""
 
     limit: NonNegative = 1.0
 
-    def update_leaves(self, context, grads, weights, slots):
-        limit = context.hyperparams(self)["limit"]
-        clipped = {path: g * _clip_factor(norm(g), cast_scalar(limit, g)) for path, g in grads.items()}
-        return self.optimizer.update_leaves(context, clipped, weights, slots)
+    def clip(self, values, g, w):
+        return g * _clip_factor(norm(g), cast_scalar(values["limit"], g))
 
 
 @frozen
@@ -54,25 +87,19 @@ class ClipGlobalNorm(OptimizerWrapper):
 
 
 @frozen
-class ClipAdaptive(OptimizerWrapper):
+class ClipAdaptive(LeafClip):
     """Scale the gradient of each output unit down to `limit` times the norm of its weights, which is at least `eps`.
 
-    Units are on the last axis of a leaf of two axes, and on the first axis of one of more; a vector is one unit.
-    Equation 3 of https://arxiv.org/abs/2102.06171
+    Units are on the last axis of a leaf of two axes, and on the first axis of one of more; a vector is one unit. The
+    layers of a stack are leaves of their own. Equation 3 of https://arxiv.org/abs/2102.06171
     """
 
     limit: NonNegative = 0.01
     eps: NonNegative = 1e-3
 
-    def update_leaves(self, context, grads, weights, slots):
-        values = context.hyperparams(self)
-
-        def clip(g: jax.Array, w: jax.Array) -> jax.Array:
-            limit = cast_scalar(values["limit"], g) * jnp.maximum(_unit_norms(w), cast_scalar(values["eps"], g))
-            return g * _clip_factor(_unit_norms(g), limit)
-
-        clipped: LeavesByPath = {path: clip(g, weights[path]) for path, g in grads.items()}
-        return self.optimizer.update_leaves(context, clipped, weights, slots)
+    def clip(self, values, g, w):
+        limit = cast_scalar(values["limit"], g) * jnp.maximum(_unit_norms(w), cast_scalar(values["eps"], g))
+        return g * _clip_factor(_unit_norms(g), limit)
 
 
 def _clip_factor(size: jax.Array, limit: jax.Array) -> jax.Array:

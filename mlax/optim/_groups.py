@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mlax.core import NoMatch, frozen, matches, short_repr
+from mlax.core import NoMatch, frozen, matches, short_repr, stacked_axes
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
-from mlax.optim._hyperparams import Patterns, Range
+from mlax.optim._hyperparams import Patterns, Range, matches_any
 from mlax.optim._wrappers import OptimizerWrapper
 
 
@@ -178,17 +178,19 @@ def _is_factor(value: Any) -> bool:
 class LayerwiseRates(OptimizerWrapper):
     """Layer-wise rate decay: the last layer has the full rate, each layer before it `factor` times that of the next.
 
-    `layers` are patterns in order from the input. One that is also in `stacked`, for weights of a `Repeat`, counts as
-    many layers as the first axis of its leaves. https://arxiv.org/abs/2106.08254
+    `layers` are patterns in order from the input. One that is `stacked` counts as many layers as the first axis of its
+    leaves: None means those all of whose leaves are in a stack, as in `Repeat` (`mlax.stacked_axes`); name those of
+    `layers` that were stacked by hand, or pass () for experts, which are not in sequence.
+    https://arxiv.org/abs/2106.08254
     """
 
     layers: Patterns
     factor: Annotated[float, Range()] = 0.75
-    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
+    stacked: Patterns | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
-        unknown = set(self.stacked) - set(self.layers)
+        unknown = set(self.stacked or ()) - set(self.layers)
         if unknown:
             raise ValueError(f"LayerwiseRates: {min(unknown)!r} is stacked, but is not one of the layers.")
 
@@ -196,7 +198,9 @@ class LayerwiseRates(OptimizerWrapper):
         return (*self.layers, *self.optimizer.patterns())
 
     def is_chunkable(self, path):
-        return not self.stacked and self.optimizer.is_chunkable(path)  # a chunk does not know which layers it has
+        # a chunk does not know which layers it has
+        stacked = bool(stacked_axes(path)) if self.stacked is None else matches_any(self.stacked, path)
+        return not stacked and self.optimizer.is_chunkable(path)
 
     def update_leaves(self, context, grads, weights, slots):
         context = context.scale_rates(self.factors({path: g.shape for path, g in grads.items()}))
@@ -204,15 +208,27 @@ class LayerwiseRates(OptimizerWrapper):
 
     def factors(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         """The factor of each leaf: a number or, if it is stacked, an array that broadcasts along its first axis."""
-        paths = {pattern: [path for path in shapes if matches(pattern, path)] for pattern in self.layers}
-        depths = {p: shapes[paths[p][0]][0] if p in self.stacked and paths[p] else 1 for p in self.layers}
         above, factors = 0, {}
         for pattern in reversed(self.layers):
-            for path in paths[pattern]:
-                if pattern in self.stacked:
-                    each = self.factor ** (above + np.arange(depths[pattern])[::-1])
-                    factors[path] = each.reshape(-1, *[1] * (len(shapes[path]) - 1))
-                else:
-                    factors[path] = self.factor**above
-            above += depths[pattern]
+            own = {path: shape for path, shape in shapes.items() if matches(pattern, path)}
+            depth = self._depth(pattern, own)
+            for path, shape in own.items():
+                factors[path] = self.factor**above
+                if depth is not None:
+                    each = self.factor ** (above + np.arange(depth)[::-1])
+                    factors[path] = each.reshape(-1, *[1] * (len(shape) - 1))
+            above += 1 if depth is None else depth
         return factors
+
+    def _depth(self, pattern: str, shapes: dict[str, tuple[int, ...]]) -> int | None:
+        """The number of layers along the first axis of these leaves; None if they are not stacked."""
+        stacked = bool(shapes) and all(map(stacked_axes, shapes)) if self.stacked is None else pattern in self.stacked
+        if not stacked:
+            return None
+        depths = {shape[0] if shape else 0 for shape in shapes.values()}
+        if len(depths) > 1:
+            raise ValueError(
+                f"LayerwiseRates: the leaves of {pattern!r} have first axes of {sorted(depths)}, so they are not one "
+                "stack of layers; give each stack a pattern of its own."
+            )
+        return depths.pop() if depths else None

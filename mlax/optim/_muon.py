@@ -20,12 +20,15 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/po
 class Muon(Leafwise):
     """`w - rate * (sqrt(max(1, outputs / inputs)) * orthogonalise(mean) + decay * w)` for matrices; `rest` for others.
 
-    Matrices are the leaves that match `matrices`; without patterns, those named kernel. A leaf of more axes, a
-    convolution's say, is a matrix of its first axis against the others, unless it is `stacked`. `newton_dtype` is the
-    dtype of the matrix products. https://kellerjordan.github.io/posts/muon, with the weight decay of
-    https://arxiv.org/abs/2502.16982. Slots: mean, and those of `rest` for the other leaves.
+    Matrices are the leaves that match `matrices`; without patterns, those named kernel. Each layer of a stack, of
+    `Repeat` or of experts say, is a matrix of its own. A leaf of more axes that `matrices` names, a convolution's say,
+    is a matrix of its first axis against the others; one that it does not name is an error. An override of a name that
+    `rest` has too is Muon's. `newton_dtype` is the dtype of the matrix products.
+    https://kellerjordan.github.io/posts/muon, with the weight decay of https://arxiv.org/abs/2502.16982. Slots: mean,
+    and those of `rest` for the other leaves.
     """
 
+    shadows_overrides = True
     rate: Rate = 0.02
     momentum: Beta = 0.95
     nesterov: bool = True
@@ -38,6 +41,12 @@ class Muon(Leafwise):
     def __post_init__(self):
         super().__post_init__()
         check_wrappable(self, self.rest)
+
+    def inner_optimizers(self):
+        return (self.rest,)
+
+    def is_chunkable(self, path):
+        return super().is_chunkable(path) if self._is_matrix(path) else self.rest.is_chunkable(path)
 
     def patterns(self):
         return (*self.stacked, *(self.matrices or ()), *self.rest.patterns())
@@ -66,8 +75,18 @@ class Muon(Leafwise):
         return self.rest.scalars()
 
     def leaf_slots(self, path, w):
+        layer = " in each layer" if self._layer_axes(path) else ""
         if len(w.shape) < 2:
-            raise ValueError(f"Muon: {path!r} has shape {w.shape}, which is not a matrix; name matrices by `matrices`.")
+            raise ValueError(
+                f"Muon: {path!r} has shape {w.shape}{layer}, which is not a matrix; name matrices by `matrices`."
+            )
+        if len(w.shape) > 2 and self.matrices is None:
+            by_hand = "" if layer else f"stacked=({path!r},) to take it as matrices along its first axis, "
+            raise ValueError(
+                f"Muon: {path!r} has shape {w.shape}{layer}, which may be a convolution's or a stack of matrices; "
+                'write matrices=("**/kernel",) to take it as one matrix of its first axis against the others, '
+                f"{by_hand}or other patterns for `matrices`, which leave it to `rest`."
+            )
         return {"mean": Slot()}
 
     def update_leaves(self, context, grads, weights, slots):
@@ -95,7 +114,7 @@ class Muon(Leafwise):
     def _orthogonalise(self, x: jax.Array) -> jax.Array:
         """About `u v` where `x = u s v`: Newton-Schulz iterations bring every singular value near 1."""
         a, b, c = COEFFICIENTS
-        matrix = x.reshape(x.shape[0], -1)
+        matrix = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         matrix = (matrix / (norm(matrix) + 1e-7)).astype(self.newton_dtype or x.dtype)
         tall = matrix.shape[0] > matrix.shape[1]
         matrix = matrix.T if tall else matrix

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from mlax._jax import global_norm, layer_path
-from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
+from mlax.core import STACKED, Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
 from mlax.inspect import total_bytes, transfers
 from mlax.optim import Optimizer
 from mlax.place._pipeline import PipelineConfig, split_microbatches
@@ -189,10 +189,19 @@ def _residuals_by_layer(
     for result in {id(result): result for result in jaxpr.outvars}.values():
         path = _producer_path(jaxpr, result, ())
         if path is not None:
-            # numbers in a path are those of unrolled layers, whose weights are stacked
-            layer = "/".join(name for name in path.split("/") if not name.isdigit())
-            counts[_complete_path(layer, paths)] += math.prod(result.aval.shape) * result.aval.dtype.itemsize
+            counts[_complete_path(_path_in_stack(path, paths), paths)] += (
+                math.prod(result.aval.shape) * result.aval.dtype.itemsize
+            )
     return dict(counts)
+
+
+def _path_in_stack(path: str, paths: Collection[str]) -> str:
+    """The path of a layer, whose scope in an unrolled stack has its number in place of the name of the stack."""
+    names: list[str] = []
+    for name in path.split("/"):
+        is_number = name.isdigit() and "/".join([*names, name]) not in paths  # else it is a part in a tuple
+        names.append(STACKED if is_number else name)
+    return "/".join(names)
 
 
 def _complete_path(path: str, paths: Collection[str]) -> str:

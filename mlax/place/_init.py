@@ -15,6 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from mlax._jax import name_hash, named_key
 from mlax.core import (
+    STACKED,
     Composite,
     Layer,
     Map,
@@ -24,6 +25,7 @@ from mlax.core import (
     error_scope,
     find_layers,
     flatten_paths,
+    get_stack,
     part_inputs,
     parts_of,
     replace_leaves,
@@ -55,7 +57,8 @@ class PartInit(NamedTuple):
     @property
     def path(self) -> str:
         """The path of the part."""
-        return "/".join(name for names in self.names for name in names)
+        outer, *inner = self.names
+        return "/".join([*outer, *(name for names in inner for name in (STACKED, *names))])
 
 
 def init_sharded(layer: Layer, rng: jax.Array, x: Any, shardings: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -99,10 +102,12 @@ def _collect_parts(
     if isinstance(layer, Wrapper) and type(layer).init is Wrapper.init:
         yield from _collect_parts(layer.layer, names, times, x, shardings)
     elif isinstance(layer, Repeat):
-        yield from _collect_parts(layer.layer, (*names, ()), (*times, layer.times), x, shardings)
-    elif isinstance(layer, Map) and layer.variables == 0:
+        below = get_stack(shardings[0]), get_stack(shardings[1])
+        yield from _collect_parts(layer.layer, (*names, ()), (*times, layer.times), x, below)
+    elif isinstance(layer, Map) and layer.has_stack:
+        below = get_stack(shardings[0]), get_stack(shardings[1])
         size, inner = layer.slices(x)
-        yield from _collect_parts(layer.layer, (*names, ()), (*times, size), inner, shardings)
+        yield from _collect_parts(layer.layer, (*names, ()), (*times, size), inner, below)
     elif isinstance(layer, Composite) and type(layer).init is Composite.init:
         layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
         own = [split_parts(layer, tree) for tree in shardings]

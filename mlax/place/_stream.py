@@ -8,7 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax._jax import is_typed_key, partition_inexact, slice_to_device, to_host, to_memory_of, write_slice
-from mlax.core import Repeat, Tree, Wrapper, frozen, init_stacked, short_repr, signature
+from mlax.core import (
+    STACKED,
+    Repeat,
+    Tree,
+    Wrapper,
+    error_scope,
+    frozen,
+    get_stack,
+    init_stacked,
+    name_stack,
+    short_repr,
+    signature,
+)
 
 
 class LayerInputs(NamedTuple):
@@ -52,7 +64,10 @@ class Stream(Wrapper):
         keys = None if rng is None else jax.random.split(rng, self.layer.times)
         static_mode = inference_mode if isinstance(inference_mode, bool) else None
         mode = jnp.broadcast_to(inference_mode, (self.layer.times,)) if static_mode is None else None
-        return _stream(self, static_mode, x, trainables, LayerInputs(non_trainables, keys, mode))
+        inputs = LayerInputs(get_stack(non_trainables), keys, mode)
+        with error_scope(STACKED, x):
+            out: tuple[Any, Tree] = _stream(self, static_mode, x, get_stack(trainables), inputs)
+        return out[0], name_stack(out[1])
 
     def run_layer(self, static_mode: bool | None, x: Any, weights: Tree, inputs: LayerInputs) -> tuple[Any, Tree]:
         """One layer with its own weights and inputs."""

@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from mlax.core import Composite, Layer, Map, Recurrent, Wrapper, flatten_paths, part_inputs, parts_of, variable_shapes
+from mlax.core import (
+    STACKED,
+    Composite,
+    Layer,
+    Map,
+    Recurrent,
+    Wrapper,
+    flatten_paths,
+    part_inputs,
+    parts_of,
+    variable_shapes,
+)
 
 
 def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
@@ -16,10 +27,9 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
         shapes = _variable_shapes(layer, x)
         axes = {path: axis - len(shapes[path]) if axis >= 0 else axis for path, axis in own.items() if path in shapes}
         return {path: axis for path, axis in axes.items() if shapes[path][axis] % number == 0}
-    if isinstance(layer, Map):
-        return tensor_axes(layer.layer, layer.slices(x)[1], number)
     if isinstance(layer, Wrapper) and not isinstance(layer, Recurrent):
-        return tensor_axes(layer.layer, x, number)
+        axes = tensor_axes(layer.layer, layer.slices(x)[1] if isinstance(layer, Map) else x, number)
+        return {f"{STACKED}/{path}" if layer.has_stack else path: axis for path, axis in axes.items()}
     if not isinstance(layer, Composite):
         return {}
     found: dict[str, int] = {}
@@ -37,10 +47,11 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
 
 def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
     """The axis of experts, counted from the end, and the number of experts, of each variable that has such an axis."""
-    if isinstance(layer, Map) and layer.variables == 0:
+    if isinstance(layer, Map) and layer.has_stack:
         return {path: (-len(shape), shape[0]) for path, shape in _variable_shapes(layer, x).items()}
     if isinstance(layer, Wrapper):
-        return expert_axes(layer.layer, x)
+        axes = expert_axes(layer.layer, x)
+        return {f"{STACKED}/{path}" if layer.has_stack else path: axis for path, axis in axes.items()}
     if not isinstance(layer, Composite):
         return {}
     layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)

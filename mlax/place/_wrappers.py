@@ -15,11 +15,11 @@ from mlax.core import (
     Composite,
     Layer,
     Map,
-    Repeat,
     Tree,
     Wrapper,
     flatten_paths,
     frozen,
+    get_stack,
     jitted_init,
     layers,
     map_layers,
@@ -196,8 +196,8 @@ def all_gather_weights(layer: Layer, shardings: Tree, axes: tuple[str, ...], sta
     """
     if not shardings:
         return layer
-    if isinstance(layer, Repeat) or (isinstance(layer, Map) and layer.variables == 0):
-        return with_fields(layer, layer=_wrap_layer(layer.layer, shardings, axes, stacked + 1))
+    if isinstance(layer, Wrapper) and layer.has_stack:
+        return with_fields(layer, layer=_wrap_layer(layer.layer, get_stack(shardings), axes, stacked + 1))
     if isinstance(layer, Wrapper):
         return with_fields(layer, layer=all_gather_weights(layer.layer, shardings, axes, stacked))
     if isinstance(layer, Composite) and type(layer).init is Composite.init:

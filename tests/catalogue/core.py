@@ -35,7 +35,7 @@ def block(x, w):
 
 def repeated(x, w, times=3):
     for time in range(times):
-        x = block(x, {path: leaf[time] for path, leaf in w.items()})
+        x = block(x, {path.removeprefix("stacked/"): leaf[time] for path, leaf in w.items()})
     return x
 
 
@@ -53,7 +53,7 @@ def repeat(mode, variant=False):
     return LayerRow(
         lambda dtype: mlax.Repeat(Block(6), 3, mode=mode),
         (4, 6),
-        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        ({f"stacked/{path}": (3, *shape) for path, shape in BLOCK.items()}, {"stacked/count/calls": (3,)}),
         repeated,
         needs_key=True,
         tolerance=3e-6,
@@ -100,8 +100,8 @@ ROWS = {
     "Map": LayerRow(
         lambda dtype: mlax.Map(nn.Linear(4), axis=1, variables=0),
         (5, 3, 6),
-        ({"kernel": (3, 6, 4), "bias": (3, 4)}, {}),
-        lambda x, w: np.einsum("bad,adf->baf", x, w["kernel"]) + w["bias"],
+        ({"stacked/kernel": (3, 6, 4), "stacked/bias": (3, 4)}, {}),
+        lambda x, w: np.einsum("bad,adf->baf", x, w["stacked/kernel"]) + w["stacked/bias"],
     ),
     "Map shared": LayerRow(
         lambda dtype: mlax.Map(nn.LayerNorm(), axis=-1),

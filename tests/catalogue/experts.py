@@ -66,11 +66,11 @@ MAMBA = {
     "scan/skip": (12,),
     "contract/kernel": (12, 6),
 }
-EXPERTS = {"router/kernel": (6, 4), "experts/kernel": (4, 6, 5), "experts/bias": (4, 5)}
+EXPERTS = {"router/kernel": (6, 4), "experts/stacked/kernel": (4, 6, 5), "experts/stacked/bias": (4, 5)}
 
 
 def linear_expert(w):
-    return lambda index, token: token @ w["experts/kernel"][index] + w["experts/bias"][index]
+    return lambda index, token: token @ w["experts/stacked/kernel"][index] + w["experts/stacked/bias"][index]
 
 
 def folded(outputs, shape):

@@ -30,7 +30,7 @@ ROWS = {
     "Stream": LayerRow(
         lambda dtype: place.Stream(mlax.Repeat(Block(6), 3)),
         (4, 6),
-        ({path: (3, *shape) for path, shape in BLOCK.items()}, {"count/calls": (3,)}),
+        ({f"stacked/{path}": (3, *shape) for path, shape in BLOCK.items()}, {"stacked/count/calls": (3,)}),
         repeated,
         needs_key=True,
         tolerance=3e-6,
@@ -63,8 +63,8 @@ ROWS = {
     "Pipelined": LayerRow(
         lambda dtype: place.Pipelined(mlax.Repeat(stage(), 4), stages=2, microbatches=2),
         (4, 6),
-        ({f"layer/{path}": (4, *shape) for path, shape in BLOCK.items()}, {}),
-        lambda x, w: repeated(x, {path.removeprefix("layer/"): leaf for path, leaf in w.items()}, times=4),
+        ({f"stacked/layer/{path}": (4, *shape) for path, shape in BLOCK.items()}, {}),
+        lambda x, w: repeated(x, {path.replace("layer/", ""): leaf for path, leaf in w.items()}, times=4),
         needs_key=True,
         tolerance=3e-6,
     ),

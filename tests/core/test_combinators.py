@@ -89,7 +89,7 @@ def test_map_has_state_for_each_slice_only_with_variables():
     layer = mlax.Map(Count(), variables=0)
     _, state = layer.init(RNG, X)
     _, state = layer.fwd(X, None, state)
-    np.testing.assert_array_equal(state["calls"], np.ones(6))
+    np.testing.assert_array_equal(state["stacked"]["calls"], np.ones(6))
 
 
 def test_map_over_an_axis_that_does_not_exist_is_an_error():

@@ -37,7 +37,7 @@ def test_state_is_kept_for_each_repetition(mode):
     _, state = layer.init(RNG, X)
     _, state = layer.fwd(X, None, state)
     _, state = layer.fwd(X, None, state)
-    np.testing.assert_array_equal(state["calls"], [2, 2, 2])
+    np.testing.assert_array_equal(state["stacked"]["calls"], [2, 2, 2])
 
 
 @pytest.mark.parametrize("mode", ["scan", "remat", "unroll"])
@@ -49,7 +49,7 @@ def test_a_layer_without_variables_can_be_repeated(mode):
 
 def test_each_repetition_has_its_own_weights():
     trainables, _ = mlax.Repeat(nn.Linear(6), 3).init(RNG, X)
-    first, second, third = trainables["kernel"]
+    first, second, third = trainables["stacked"]["kernel"]
     assert not jnp.array_equal(first, second) and not jnp.array_equal(second, third)
 
 
@@ -61,7 +61,7 @@ def test_a_pytree_passes_through_repetitions():
 
 def test_a_repeat_inside_a_repeat_stacks_twice():
     trainables, _ = mlax.Repeat(mlax.Repeat(nn.Linear(6), 2, mode="unroll"), 3).init(RNG, X)
-    assert trainables["kernel"].shape == (3, 2, 6, 6)
+    assert trainables["stacked"]["stacked"]["kernel"].shape == (3, 2, 6, 6)
 
 
 def test_the_program_of_a_scan_does_not_grow_with_its_length():

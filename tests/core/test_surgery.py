@@ -23,7 +23,7 @@ def trainables():
 
 
 def test_parts_are_found_by_path_through_wrappers():
-    assert mlax.get(MODEL, "blocks/norm") == nn.LayerNorm()
+    assert mlax.get(MODEL, "blocks/stacked/norm") == nn.LayerNorm()
     assert mlax.get(MODEL, "tail/layer") == nn.LayerNorm()
     assert mlax.get(MODEL, "blocks") == mlax.Repeat(mlax.Remat(Block(6)), 2)
 
@@ -34,24 +34,26 @@ def test_a_path_in_the_model_is_the_path_of_its_variables(trainables):
 
 
 def test_replacing_a_part_changes_only_that_part():
-    edited = mlax.replace(MODEL, "blocks/norm", nn.LayerNorm(eps=1e-3))
-    assert mlax.get(edited, "blocks/norm") == nn.LayerNorm(eps=1e-3)
-    assert mlax.get(edited, "blocks/up") == mlax.get(MODEL, "blocks/up")
+    edited = mlax.replace(MODEL, "blocks/stacked/norm", nn.LayerNorm(eps=1e-3))
+    assert mlax.get(edited, "blocks/stacked/norm") == nn.LayerNorm(eps=1e-3)
+    assert mlax.get(edited, "blocks/stacked/up") == mlax.get(MODEL, "blocks/stacked/up")
     assert mlax.get(edited, "tail") == mlax.get(MODEL, "tail")
     assert edited != MODEL
-    assert mlax.replace(edited, "blocks/norm", nn.LayerNorm(eps=1e-3)) == edited
+    assert mlax.replace(edited, "blocks/stacked/norm", nn.LayerNorm(eps=1e-3)) == edited
 
 
 def test_an_edited_model_runs_and_keeps_the_other_variables(trainables):
-    edited = mlax.replace(MODEL, "blocks/norm", nn.Scaler())
+    edited = mlax.replace(MODEL, "blocks/stacked/norm", nn.Scaler())
     new, _ = edited.init(jax.random.key(0), X)
-    assert "shift" not in new["blocks"]["norm"]
-    np.testing.assert_array_equal(new["blocks"]["up"]["kernel"], trainables["blocks"]["up"]["kernel"])
+    assert "shift" not in new["blocks"]["stacked"]["norm"]
+    np.testing.assert_array_equal(
+        new["blocks"]["stacked"]["up"]["kernel"], trainables["blocks"]["stacked"]["up"]["kernel"]
+    )
 
 
 def test_a_pattern_replaces_every_match():
     edited = mlax.replace(MODEL, "**/norm", mlax.F(jnp.tanh))
-    assert mlax.get(edited, "blocks/norm") == mlax.F(jnp.tanh)
+    assert mlax.get(edited, "blocks/stacked/norm") == mlax.F(jnp.tanh)
 
 
 def test_a_field_is_overridden_on_all_parts_of_a_type():
@@ -68,7 +70,7 @@ def test_override_reaches_a_wrapped_layer_and_the_model_itself():
 
 
 def test_errors_of_surgery_suggest_the_closest_path():
-    with pytest.raises(KeyError, match="'blocks/nrom' matches nothing; did you mean 'blocks/norm'"):
+    with pytest.raises(KeyError, match="'blocks/nrom' matches nothing; did you mean 'blocks/stacked/norm'"):
         mlax.get(MODEL, "blocks/nrom")
     with pytest.raises(KeyError, match="matches nothing"):
         mlax.replace(MODEL, "**/attend", nn.Linear(3))
@@ -80,7 +82,7 @@ def test_errors_of_surgery_suggest_the_closest_path():
 
 def test_leaves_are_selected_by_pattern(trainables):
     kernels = mlax.select(trainables, "**/kernel")
-    assert set(mlax.paths(kernels)) == {"embed/kernel", "blocks/up/kernel", "blocks/down/kernel"}
+    assert set(mlax.paths(kernels)) == {"embed/kernel", "blocks/stacked/up/kernel", "blocks/stacked/down/kernel"}
     assert mlax.select(trainables, "tail/**", "embed/bias").keys() == {"tail", "embed"}
 
 
@@ -141,7 +143,7 @@ def test_leaves_and_subtrees_are_replaced(trainables):
     edited = mlax.replace(trainables, "tail/layer", {"gain": jnp.ones(6)})
     assert set(edited["tail"]["layer"]) == {"gain"}
     edited = mlax.replace(trainables, "**/bias", jnp.zeros(1))
-    assert edited["blocks"]["up"]["bias"].shape == (1,)
+    assert edited["blocks"]["stacked"]["up"]["bias"].shape == (1,)
 
 
 def test_the_error_names_a_path_that_does_not_exist(trainables):
@@ -183,7 +185,7 @@ def test_patterns_match_whole_names(pattern, path, matches):
 
 def test_presets_of_mixed_precision_widen_only_the_statistics():
     mixed = dtypes.mixed_bfloat16(MODEL)
-    assert mlax.get(mixed, "blocks/norm").accum_dtype == "float32"
+    assert mlax.get(mixed, "blocks/stacked/norm").accum_dtype == "float32"
     assert mlax.get(mixed, "tail/layer").accum_dtype == "float32"
-    assert mlax.get(mixed, "blocks/up").accum_dtype is None
+    assert mlax.get(mixed, "blocks/stacked/up").accum_dtype is None
     assert (mixed.compute, mixed.output, mixed.param_dtype) == ("bfloat16", "float32", "float32")

@@ -31,7 +31,7 @@ def test_only_norms_and_the_boundary_leave_the_narrow_dtype():
     mixed = dtypes.mixed_bfloat16(MODEL)
     trainables, state = mixed.init(RNG, X)
     violations = dtypes.audit(mixed.fwd, X, trainables, state, dtype="bfloat16")
-    assert {violation.path for violation in violations} == {"block/norm", ""}
+    assert {violation.path for violation in violations} == {"block/stacked/norm", ""}
     boundary = [violation for violation in violations if violation.path == ""]
     assert [(violation.primitive, violation.outputs) for violation in boundary] == [
         ("convert_element_type", ("float32",))
@@ -96,9 +96,9 @@ def test_an_upcast_deep_in_a_scanned_rematerialized_block_is_found():
     x = X.astype(jnp.bfloat16)
     trainables, state = model.init(RNG, x)
     violations = dtypes.audit(model.fwd, x, trainables, state)
-    assert {violation.path for violation in violations} == {"blocks/layer/deep/leak"}
+    assert {violation.path for violation in violations} == {"blocks/stacked/layer/deep/leak"}
     assert {violation.source.split(":")[0] for violation in violations} == {"test_mixed.py"}
     backward = dtypes.audit(jax.grad(lambda t: jax.lax.reduce_sum(model.fwd(x, t, state)[0], (0, 1))), trainables)
-    assert {violation.path for violation in backward} == {"blocks/layer/deep/leak"}
-    with pytest.raises(dtypes.DtypeError, match="blocks/layer/deep/leak"):
+    assert {violation.path for violation in backward} == {"blocks/stacked/layer/deep/leak"}
+    with pytest.raises(dtypes.DtypeError, match="blocks/stacked/layer/deep/leak"):
         dtypes.check(model.fwd, x, trainables, state)

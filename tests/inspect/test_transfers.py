@@ -65,7 +65,11 @@ def table(found):
 
 def test_data_parallel_training_reduces_each_gradient_once():
     found = transfers(gradient, variables(lambda path, leaf: P()), struct((64, D), P("data")))
-    sizes = {"blocks/up": (LAYERS, LAYERS * UP), "blocks/down": (LAYERS, LAYERS * DOWN), "head": (1, HEAD)}
+    sizes = {
+        "blocks/stacked/up": (LAYERS, LAYERS * UP),
+        "blocks/stacked/down": (LAYERS, LAYERS * DOWN),
+        "head": (1, HEAD),
+    }
     assert table(found) == {
         (layer, "all-reduce", DEVICES): (count, size, round(size * 2 * 7 / 8)) for layer, (count, size) in sizes.items()
     }
@@ -79,7 +83,7 @@ def test_sharded_weights_are_all_gathered_where_they_are_used():
         return P(None, "data") if path[0] == "blocks" else P("data")
 
     found = table(transfers(loss, variables(rule), struct((512, D), P("data"))))
-    sizes = {"blocks/up": LAYERS * UP, "blocks/down": LAYERS * DOWN, "head": HEAD}
+    sizes = {"blocks/stacked/up": LAYERS * UP, "blocks/stacked/down": LAYERS * DOWN, "head": HEAD}
     for layer, size in sizes.items():
         leaves = 2 * (1 if layer == "head" else LAYERS)
         assert found.pop((layer, "all-gather", DEVICES)) == (leaves, size, size * 7 // 8)
@@ -90,16 +94,16 @@ def test_tensor_parallel_layers_reduce_activations_forward_and_backward():
     over = mesh(data=2, model=4)
 
     def rule(path, leaf):
-        if path[:2] == ["blocks", "up"]:
+        if path[:3] == ["blocks", "stacked", "up"]:
             return P(*[None] * (leaf.ndim - 1), "model")
-        return P(None, "model") if path == ["blocks", "down", "kernel"] else P()
+        return P(None, "model") if path == ["blocks", "stacked", "down", "kernel"] else P()
 
     weights, x = variables(rule, over), struct((16, D), P("data"), over)
     forward = transfers(lambda *args: MODEL.fwd(*args)[0], x, weights)
     size = LAYERS * 4 * (16 // 2) * D  # the activations of a device's part of the batch, once a block
-    assert table(forward) == {("blocks/down", "all-reduce", 4): (LAYERS, size, size * 2 * 3 // 4)}
+    assert table(forward) == {("blocks/stacked/down", "all-reduce", 4): (LAYERS, size, size * 2 * 3 // 4)}
     both = table(transfers(jax.grad(lambda x, weights: loss(weights, x)), x, weights))
-    assert both[("blocks/up", "all-reduce", 4)] == (LAYERS, size, size * 2 * 3 // 4)
+    assert both[("blocks/stacked/up", "all-reduce", 4)] == (LAYERS, size, size * 2 * 3 // 4)
 
 
 def test_ppermute_and_all_to_all_send_their_operands():
@@ -220,7 +224,7 @@ def test_the_table_has_a_line_for_each_row_and_total():
     lines = str(found).splitlines()
     assert len(lines) == 1 + len(found.rows) + len(found.totals) + 1
     assert lines[0].split() == ["layer", "kind", "devices", "count", "bytes", "sent", "per", "device"]
-    assert re.fullmatch(r"blocks/up +all-reduce +8 +5 +41.2 KiB +72.2 KiB", lines[1])
+    assert re.fullmatch(r"blocks/stacked/up +all-reduce +8 +5 +41.2 KiB +72.2 KiB", lines[1])
     assert lines[-2].startswith("total")
     assert lines[-1] == "A collective of several layers counts in the row of each of them, and once in the total."
 

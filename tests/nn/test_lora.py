@@ -44,7 +44,7 @@ MODEL = mlax.Series(embed=nn.Linear(6), blocks=mlax.Repeat(mlax.Remat(Block(6, d
 
 
 def with_lora(model):
-    for path in ("blocks/up", "head"):
+    for path in ("blocks/stacked/up", "head"):
         model = mlax.replace(model, path, nn.LoRA(mlax.get(model, path), rank=2, alpha=4.0))
     return model
 
@@ -54,8 +54,13 @@ def test_parts_of_a_model_are_wrapped_and_merged_by_path():
     model = with_lora(MODEL)
     made, _ = model.init(jax.random.key(1), X)
     live = mlax.select(made, "**/lora/*")
-    assert set(mlax.paths(live)) == {"blocks/up/lora/down", "blocks/up/lora/up", "head/lora/down", "head/lora/up"}
-    assert live["blocks"]["up"]["lora"]["down"].shape == (2, 6, 2)
+    assert set(mlax.paths(live)) == {
+        "blocks/stacked/up/lora/down",
+        "blocks/stacked/up/lora/up",
+        "head/lora/down",
+        "head/lora/up",
+    }
+    assert live["blocks"]["stacked"]["up"]["lora"]["down"].shape == (2, 6, 2)
 
     @jax.jit
     def step(live):

@@ -161,7 +161,7 @@ def test_experts_may_have_state_and_keys():
     layer = nn.MoE(Block(6), 3)
     variables = layer.init(RNG, x)
     _, state = jax.jit(layer.fwd)(x, *variables, rng=RNG)
-    assert state["experts"]["count"]["calls"].tolist() == [1, 1, 1]
+    assert state["experts"]["stacked"]["count"]["calls"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])

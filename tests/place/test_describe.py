@@ -79,7 +79,7 @@ def test_activations_are_named_by_layer_and_remat_stores_less():
     stored = place.data().describe(gpt().model, gpt().x, OPTIMIZER, compile=False)
     again = place.data().describe(gpt(mode="remat").model, gpt().x, OPTIMIZER, compile=False)
     kept = {row.layer: row.activations for row in stored.rows}
-    assert kept["blocks/mlp/linear_0"] > 0 and kept["blocks/attend/attend"] > 0
+    assert kept["blocks/stacked/mlp/linear_0"] > 0 and kept["blocks/stacked/attend/attend"] > 0
     assert set(kept) <= {"", *mlax.layers(gpt().model)}
     assert 4 * again.bytes_of("activations") < stored.bytes_of("activations")
     bigger = place.data().describe(gpt().model, gpt().x, OPTIMIZER, 32, compile=False)

@@ -357,7 +357,7 @@ class TestOneForwardOneBackwardRefuses:
             return objective
 
         self.refused(
-            "blocks/layer/conv_0/bias, .* is a weight of the pipeline and is also used outside", None, penalised
+            "blocks/stacked/layer/conv_0/bias, .* is a weight of the pipeline and is also used outside", None, penalised
         )
 
     def test_an_input_that_depends_on_changing_state(self):

@@ -41,7 +41,7 @@ def test_plan_init_is_bitwise_equal_to_init_and_creates_each_variable_sharded():
     made, wanted = plan.init(task.model, rng, task.x), task.model.init(rng, task.x)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), made, wanted)
     assert made[0]["embed"]["table"].sharding == NamedSharding(plan.mesh, P("data"))
-    assert made[0]["blocks"]["mlp"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
+    assert made[0]["blocks"]["stacked"]["mlp"]["linear_0"]["kernel"].sharding.spec == P(None, None, "model")
 
 
 @pytest.mark.usefixtures("compiled_alike")
@@ -117,7 +117,7 @@ def test_the_first_matching_rule_applies():
     plan = plan_of(
         [("**/query/kernel", place.shard_last_axes("model")), ("**/kernel", place.shard_last_axes("data")), ("**", P())]
     )
-    attend = plan.variable_shardings(task.model, task.x)[0]["blocks"]["attend"]
+    attend = plan.variable_shardings(task.model, task.x)[0]["blocks"]["stacked"]["attend"]
     assert attend["query"]["kernel"].spec == P(None, None, "model")
     assert attend["key"]["kernel"].spec == P(None, None, "data")
 
@@ -134,7 +134,7 @@ def test_the_first_matching_rule_applies():
         (
             [("**/mlp/**", P()), ("**/kernel", place.shard_last_axes("model"))],
             ValueError,
-            "conflict for 'blocks/mlp/linear_0/kernel'; put a rule for what both match",
+            "conflict for 'blocks/stacked/mlp/linear_0/kernel'; put a rule for what both match",
         ),
         ([("**/scale", place.shard_last_axes("modle"))], ValueError, "the mesh has the axes data, model"),
         ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; give at most 1"),

@@ -93,11 +93,11 @@ def specs(plan, task):
 def test_fsdp_shards_the_largest_axis_and_tensor_shards_heads_and_hidden_features():
     task = gpt()
     found = specs(place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 4), task)
-    assert found["blocks/attend/query/kernel"] == P(None, "data", "model")
-    assert found["blocks/attend/out/kernel"] == P(None, "model", "data")
-    assert found["blocks/mlp/linear_0/kernel"] == P(None, "data", "model")
-    assert found["blocks/mlp/linear_1/kernel"] == P(None, "model", "data")
-    assert found["blocks/mlp/linear_0/bias"] == P("data", "model")
+    assert found["blocks/stacked/attend/query/kernel"] == P(None, "data", "model")
+    assert found["blocks/stacked/attend/out/kernel"] == P(None, "model", "data")
+    assert found["blocks/stacked/mlp/linear_0/kernel"] == P(None, "data", "model")
+    assert found["blocks/stacked/mlp/linear_1/kernel"] == P(None, "model", "data")
+    assert found["blocks/stacked/mlp/linear_0/bias"] == P("data", "model")
     assert found["embed/table"] == P("model", "data")
     assert specs(place.fsdp(2), task)["norm/scale"] == P()  # too small to be sharded
 
@@ -105,9 +105,9 @@ def test_fsdp_shards_the_largest_axis_and_tensor_shards_heads_and_hidden_feature
 def test_experts_are_sharded_along_their_axis_inside_a_repeat():
     task = gpt(experts=4)
     found = specs(place.expert(task.model, task.x, 2), task)
-    assert found["blocks/mlp/experts/linear_0/kernel"] == P(None, "expert", None, None)
-    assert found["blocks/mlp/experts/linear_0/bias"] == P(None, "expert", None)
-    assert found["blocks/mlp/router/kernel"] == P()
+    assert found["blocks/stacked/mlp/experts/stacked/linear_0/kernel"] == P(None, "expert", None, None)
+    assert found["blocks/stacked/mlp/experts/stacked/linear_0/bias"] == P(None, "expert", None)
+    assert found["blocks/stacked/mlp/router/kernel"] == P()
 
 
 def test_fsdp_all_gathers_weights_and_not_activations():
@@ -122,7 +122,7 @@ def test_experts_stay_and_tokens_are_sent_to_them_and_back():
     task = gpt(experts=8)
     moved = place.expert(task.model, task.x, 8).describe(task.model, task.x, OPTIMIZER).transfers
     sent = {(row.layer, row.kind) for row in moved.rows if "experts" in row.layer}
-    assert sent == {("blocks/mlp/experts", "all-to-all")}
+    assert sent == {("blocks/stacked/mlp/experts", "all-to-all")}
 
 
 def test_fsdp_all_gathers_experts_that_are_not_repeated():
@@ -141,23 +141,25 @@ def test_experts_and_pipelines_may_be_wrapped_or_be_the_whole_model(wrapped):
     assert "ExpertAllToAll" in repr(place.expert(experts, x, 8).parallelize(experts, x))
     repeat = wrapped(mlax.Repeat(nn.Linear(8), 8))
     plan = place.pipeline(repeat, 8, microbatches=8)
-    assert plan.variable_shardings(repeat, x)[0]["kernel"].spec == P("stage")
+    assert plan.variable_shardings(repeat, x)[0]["stacked"]["kernel"].spec == P("stage")
 
 
 def test_zero_shards_slots_and_replicates_weights():
     task = gpt()
     found = train_steps(task, place.zero(min_size=1), steps=1)
-    kernel = found.state.trainables["blocks"]["mlp"]["linear_0"]["kernel"]
-    mean = found.state.optimizer.mean["blocks"]["mlp"]["linear_0"]["kernel"]
+    kernel = found.state.trainables["blocks"]["stacked"]["mlp"]["linear_0"]["kernel"]
+    mean = found.state.optimizer.mean["blocks"]["stacked"]["mlp"]["linear_0"]["kernel"]
     assert kernel.sharding.spec == P() and mean.sharding.spec == P(None, None, "data")
 
 
 def test_factored_slots_of_adafactor_are_sharded_like_their_axes():
     task = gpt()
     plan = place.tensor(task.model, task.x, 4)
-    optimizer = optim.Adafactor(1e-2, stacked=("blocks/**/kernel",))
+    optimizer = optim.Adafactor(1e-2)
     found = plan.slot_shardings(optimizer, jax.eval_shape(task.model.init, jax.random.key(0), task.x)[0])
-    kernel = {name: flatten_paths(slot).get("blocks/mlp/linear_0/kernel") for name, slot in found._asdict().items()}
+    kernel = {
+        name: flatten_paths(slot).get("blocks/stacked/mlp/linear_0/kernel") for name, slot in found._asdict().items()
+    }
     spread = {str(place.spec) for place in kernel.values() if isinstance(place, NamedSharding)}
     assert any("model" in spec for spec in spread) and any("model" not in spec for spec in spread)
 

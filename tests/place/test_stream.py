@@ -70,13 +70,13 @@ def test_gradients_reach_the_state_and_integer_inputs_pass_through():
 
     def loss(layer):
         def of(trainables, a, s):
-            y, new = layer.fwd({**x, "a": a}, trainables, {**state, "s": s})
-            return (y["a"] ** 2).sum() + (new["s"] ** 3).sum()
+            y, new = layer.fwd({**x, "a": a}, trainables, {"stacked": {**state["stacked"], "s": s}})
+            return (y["a"] ** 2).sum() + (new["stacked"]["s"] ** 3).sum()
 
         return jax.jit(jax.grad(of, (0, 1, 2)))
 
-    stream = place.Stream(repeat)
-    assert_close(loss(stream)(trainables, x["a"], state["s"]), loss(repeat)(trainables, x["a"], state["s"]))
+    stream, s = place.Stream(repeat), state["stacked"]["s"]
+    assert_close(loss(stream)(trainables, x["a"], s), loss(repeat)(trainables, x["a"], s))
     y, new = jax.jit(stream.fwd)(x, trainables, state)  # inference_mode traced
     assert_close((y, new), repeat.fwd(x, trainables, state))
 

@@ -88,10 +88,10 @@ def moe(k, capacity):
             gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
             filled, ys = [0] * experts, []
             for token, gate, experts_of in zip(row, gates, best.tolist(), strict=True):
-                y = token.new_zeros(w["experts/bias"].shape[1])
+                y = token.new_zeros(w["experts/stacked/bias"].shape[1])
                 for g, e in zip(gate, experts_of, strict=True):
                     if filled[e] < capacity:
-                        y = y + g * (token @ w["experts/kernel"][e] + w["experts/bias"][e])
+                        y = y + g * (token @ w["experts/stacked/kernel"][e] + w["experts/stacked/bias"][e])
                     filled[e] += 1
                 ys.append(y)
             rows.append(torch.stack(ys))
@@ -131,7 +131,11 @@ def main():
         }
         case(f"mamba {times} {window} {rank}", draw(22, 2, times, 5), weights, mamba)
 
-    experts = {"router/kernel": draw(23, 6, 4), "experts/kernel": draw(24, 4, 6, 5), "experts/bias": draw(25, 4, 5)}
+    experts = {
+        "router/kernel": draw(23, 6, 4),
+        "experts/stacked/kernel": draw(24, 4, 6, 5),
+        "experts/stacked/bias": draw(25, 4, 5),
+    }
     for k, capacity in (1, 2), (2, 3), (3, 8):
         case(f"moe {k} {capacity}", draw(26, 3, 8, 6), experts, moe(k, capacity))
 

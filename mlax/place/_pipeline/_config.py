@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from mlax.core import Layer, Repeat, find_layers, frozen, map_layers, match_paths
+from mlax.core import Layer, Repeat, find_layers, frozen, map_layers, match_paths, stacked_axes
 from mlax.place._pipeline._layer import Pipelined, bubble_fraction
 from mlax.place._pipeline._one_f_one_b import one_forward_one_backward
 
@@ -61,14 +61,12 @@ def pipeline_repeats(
 ) -> Any:
     """A copy of a model in which each `Repeat`, or each at the paths or patterns `at`, is `Pipelined`.
 
-    Variables are the same. Of nested Repeats the outermost is pipelined.
+    Variables are the same. Of nested Repeats the outermost is pipelined; one inside a stack of experts is not.
     """
     model = map_layers(model, "", lambda path, layer: layer.layer if isinstance(layer, Pipelined) else layer)
-    repeats = find_layers(model, Repeat)
-    if not repeats:
+    outer = [each for each in find_layers(model, Repeat) if not stacked_axes(each[0])]
+    if not outer:
         raise ValueError("pipeline_repeats: the model has no Repeat to pipeline; put its equal layers into a Repeat.")
-    nested = {inner for path, layer in repeats for inner in find_layers(layer.layer, Repeat, path)}
-    outer = [each for each in repeats if each not in nested]
     paths = [path for path, _ in outer] if at is None else match_paths(list(at), [path for path, _ in outer])
 
     def wrap(path: str, layer: Layer) -> Layer:
