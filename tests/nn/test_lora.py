@@ -136,12 +136,16 @@ def test_a_tied_kernel_that_merging_would_change_is_refused_and_can_be_untied(fi
 
 def test_the_example_in_the_docstring_trains_only_the_lora():
     attend = mlax.Series(query=nn.Linear(6), out=nn.Linear(6))
-    model = mlax.Series(blocks=mlax.Series(attend=attend))
+    model = mlax.Series(blocks=mlax.Repeat(mlax.Series(attend=attend), 2))
     pretrained, _ = model.init(RNG, X)
-    lines = [line.strip() for line in nn.LoRA.__doc__.splitlines() if line.strip().startswith(("model =", "lora ="))]
+    lines = [
+        line.strip()
+        for line in nn.LoRA.__doc__.splitlines()
+        if line.strip().startswith(("path =", "model =", "lora ="))
+    ]
     names = {"mlax": mlax, "nn": nn, "model": model, "rng": RNG, "x": X}
     exec("\n".join(lines).replace("rank=8", "rank=2"), names)
-    assert mlax.paths(names["lora"]) == ("blocks/attend/query/lora/down", "blocks/attend/query/lora/up")
+    assert mlax.paths(names["lora"]) == (f"{names['path']}/lora/down", f"{names['path']}/lora/up")
     tuned = mlax.merge(names["lora"], pretrained)
     np.testing.assert_array_equal(names["model"].fwd(X, tuned)[0], model.fwd(X, pretrained)[0])
 

@@ -33,7 +33,7 @@ BY_PATH = {
     },
     "Freeze": optim.Freeze(optim.Adam(1e-2), ("**/bias",)),  # without a master slot, which depends on the dtype
 }
-BY_SHAPE = ("Adafactor", "SOAP", "Muon", "LBFGS", "LAMB", "FromOptax", "Everything")
+BY_SHAPE = ("Adafactor", "SOAP", "Muon", "LBFGS", "FromOptax", "Everything")
 
 
 def mesh(kind):

@@ -219,12 +219,10 @@ def test_a_stack_of_layers_is_updated_like_its_layers(kind):
         np.testing.assert_allclose(whole["stack"]["kernel"][layer], alone["stack"]["kernel"], rtol=1e-4, atol=1e-5)
 
 
-def test_muon_treats_a_convolution_kernel_as_a_matrix():
+def test_muon_treats_a_convolution_kernel_as_a_matrix_if_told():
     kernel = normal(6, 3, 3, 2)
-    state = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).init({"kernel": kernel})
-    new, _ = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False).update(
-        {"kernel": kernel}, state, {"kernel": kernel}
-    )
+    optimizer = optim.Muon(1.0, decay=0.0, momentum=0.0, nesterov=False, matrices="kernel")
+    new, _ = optimizer.update({"kernel": kernel}, optimizer.init({"kernel": kernel}), {"kernel": kernel})
     sizes = jnp.linalg.svd((kernel - new["kernel"]).reshape(6, -1), compute_uv=False)
     assert ((sizes > 0.6) & (sizes < 1.3)).all()
 
