@@ -2,7 +2,7 @@
 
 A child saves in a loop and acknowledges each step on a pipe. Half of the kills come at a random time; half are aimed
 at one system call: before it, after it, or halfway through a write. Every fifth trial starts in an empty folder; the
-others continue in what the previous kill has left.
+others continue in what the previous kill has left. Reading deletes none of that, and the next save all of it.
 """
 
 import json
@@ -39,6 +39,7 @@ def run(trials=200, seed=0):
             faults = [line for line in lines if line.startswith("failed")]
             saved = max([saved] + [int(line.split()[1]) for line in lines if line.startswith("saved")])
             faults += faults_in(folder, seed, saved)
+            faults += leftovers_after_a_save(folder, seed) if trial % 5 == 4 else []
             if faults:
                 failures.append(f"trial {trial}, {task}, acknowledged {saved}: {faults}")
     finally:
@@ -64,15 +65,13 @@ def one_kill(server, task, delay):
 
 def faults_in(folder, seed, saved):
     """What is wrong with the folder after the kill."""
-    reports = []
+    reports, faults, before = [], [], listing(folder)
     checkpoints = train.Checkpoints(folder, report=reports.append)
-    remains = [name for name in os.listdir(folder) if name.startswith(".")] if os.path.isdir(folder) else []
-    faults = [f"remains: {remains}"] if remains else []
     for step in (None, *checkpoints.steps()):
         try:
             restored = checkpoints.restore(example_tree(seed, 0), step=step)
         except FileNotFoundError as failure:
-            return faults + ([str(failure)] if saved else [])
+            return [str(failure)] if saved else []
         except Exception as failure:
             faults.append(f"step {step}: {failure!r}")
             continue
@@ -80,7 +79,21 @@ def faults_in(folder, seed, saved):
             faults.append(f"step {restored.step} is older than the acknowledged one")
         if unequal_leaves(restored.tree, example_tree(seed, restored.step)):
             faults.append(f"step {restored.step} has other values")
+    faults += [f"reading changed {before} to {listing(folder)}"] * (listing(folder) != before)
     return faults + reports
+
+
+def leftovers_after_a_save(folder, seed):
+    checkpoints = train.Checkpoints(folder, keep=2)
+    step = (checkpoints.latest() or 0) + 1
+    checkpoints.save(step, example_tree(seed, step))
+    checkpoints.wait()
+    left = [name for name in listing(folder) if name.startswith(".") and name != ".lock"]
+    return [f"left over: {left}"] * bool(left)
+
+
+def listing(folder):
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
 if __name__ == "__main__":

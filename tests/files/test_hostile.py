@@ -5,6 +5,7 @@ import json
 import os
 import tracemalloc
 
+import jax
 import numpy as np
 import pytest
 
@@ -36,6 +37,7 @@ HOSTILE = {
     "NUL": (file({"a\0b": entry()}, b"1234"), "control character"),
     "empty name": (file({"": entry()}, b"1234"), "0 characters"),
     "long name": (file({"a" * 5000: entry()}, b"1234"), "5,000 characters"),
+    "a name of 65 parts": (file({"/".join("a" * 65): entry()}, b"1234"), "has 65 parts, and at most 64"),
     "lone surrogate": (file(b'{"\\ud800":' + ONE + b"}", b"1234"), "control character"),
     "leaf and branch": (file({"a": entry(), "a/b": entry(offsets=(4, 8))}, b"12345678"), "is below 'a'"),
     "overlap": (file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "overlaps the array before it"),
@@ -107,6 +109,106 @@ def test_a_million_arrays_are_rejected(tmp_path, monkeypatch):
     path.write_bytes(file(b"{" + b",".join(b'"%d"' % number + one for number in range(1001)) + b"}"))
     with pytest.raises(files.InvalidFile, match="1,001 arrays"):
         files.load(path)
+
+
+def peak_of_rejecting(path, words):
+    """The most bytes that Python and NumPy allocated while the file was rejected."""
+    tracemalloc.start()
+    with pytest.raises(files.InvalidFile, match=words):
+        files.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+EMPTY = b':{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+
+
+@pytest.mark.parametrize(
+    "words, header",
+    [
+        (r"its names have 1,524,000 parts, and at most 1,000,000 are allowed", lambda: names_of_parts(3000, 508)),
+        (r"has 508 parts", lambda: names_of_parts(1000, 508)),
+        (r"it has 10,001 metadata, and at most 10,000", lambda: metadata_entries(10_001)),
+        (r"JSON has 5,000,001 values, and at most 1,200,000", lambda: metadata_entries(2_500_000)),
+        (
+            r"JSON has 3,000,000 values, and at most 1,200,000",
+            lambda: b'{"a":[' + b",".join([b"1"] * 3_000_000) + b"]}",
+        ),
+    ],
+)
+def test_a_header_cannot_exhaust_memory(words, header, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file(header()))
+    assert peak_of_rejecting(path, words) < 1 << 27
+
+
+def names_of_parts(count, parts):
+    lists = (b'"' + b"/".join([b"%d" % number] + [b"a"] * (parts - 1)) + b'"' + EMPTY for number in range(count))
+    return b"{" + b",".join(lists) + b"}"
+
+
+def metadata_entries(count):
+    return b'{"__metadata__":{' + b",".join(b'"%x":""' % number for number in range(count)) + b"}}"
+
+
+def sparse_file(path, dtype, length, offset=0):
+    """A file of one array of `length` bytes that takes no space, whose data start at a multiple of 8, plus `offset`."""
+    itemsize = np.dtype(dtype).itemsize
+    name = {"bool": "BOOL", "float32": "F32"}[dtype]
+    header = json.dumps({"a": entry(name, (length // itemsize,), (0, length))}).encode()
+    header += b" " * (-len(header) % 8 + offset)
+    path.write_bytes(file(header))
+    os.truncate(path, len(header) + 8 + length)
+    return len(header) + 8
+
+
+def test_a_sparse_terabyte_of_booleans_is_not_scanned_but_what_it_stores_is(tmp_path):
+    path = tmp_path / "x.safetensors"
+    start = sparse_file(path, "bool", 1 << 40)
+    array = files.load(path)["a"]
+    assert array.nbytes == 1 << 40 and not array[-1]
+    for at in (0, 1 << 39, (1 << 40) - 1):
+        start = sparse_file(path, "bool", 1 << 40)
+        with path.open("r+b") as written:
+            written.seek(start + at)
+            written.write(b"\7")
+        with pytest.raises(files.InvalidFile, match="boolean but contains 7"):
+            files.load(path)
+
+
+def test_booleans_are_scanned_in_full_where_holes_cannot_be_found(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    start = sparse_file(path, "bool", 1 << 20)
+    with path.open("r+b") as written:
+        written.seek(start + 70_000)
+        written.write(b"\2")
+    monkeypatch.delattr(os, "SEEK_DATA")
+    with pytest.raises(files.InvalidFile, match="boolean but contains 2"):
+        files.load(path)
+
+
+def test_unaligned_arrays_are_not_copied(tmp_path):
+    path = tmp_path / "x.safetensors"
+    start = sparse_file(path, "float32", 1 << 40, offset=1)
+    with path.open("r+b") as written:
+        written.seek(start + 4)
+        written.write(np.float32(2.5).tobytes())
+    array = files.load(path)["a"]
+    assert not array.flags.owndata and not array.flags.aligned
+    assert np.asarray(jax.device_put(array[:3])).tolist() == [0, 2.5, 0]
+
+
+def test_the_headers_of_an_index_are_bounded_together(tmp_path, monkeypatch):
+    files.save(tmp_path / "0.safetensors", {"a": np.ones(3)})
+    weight_map = {}
+    for number in range(1, 20):  # one file many times costs nothing to send
+        (tmp_path / f"{number}.safetensors").symlink_to("0.safetensors")
+        weight_map[f"a{number}"] = f"{number}.safetensors"
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": weight_map}))
+    monkeypatch.setattr(inspect.getmodule(files.load), "MAX_INDEX_HEADER_BYTES", 500)
+    with pytest.raises(files.InvalidFile, match="the headers of its files have more than 500 bytes"):
+        files.load(tmp_path / "index.json")
 
 
 def test_every_truncated_file_is_rejected(tmp_path):

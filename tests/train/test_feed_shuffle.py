@@ -1,6 +1,9 @@
 """Shuffling: a permutation for every n, statistically random, and the same in every version."""
 
+import inspect
 import itertools
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,7 +11,15 @@ import pytest
 from mlax.train.feeds import BLOCK, epoch_ids, permute
 
 
-def test_it_is_a_permutation_of_every_small_n():
+@pytest.fixture(params=["sorted", "feistel"])
+def construction(request, monkeypatch):
+    """How the permutation is made: small ranges as small ones are, and then as large ones are."""
+    if request.param == "feistel":
+        monkeypatch.setattr(inspect.getmodule(permute), "MAX_SORTED", 0)
+    return request.param
+
+
+def test_it_is_a_permutation_of_every_small_n(construction):
     for n in range(1, 301):
         assert sorted(permute(np.arange(n), n, seed=n, epoch=3)) == list(range(n))
 
@@ -25,7 +36,7 @@ def test_a_billion_examples_cost_only_the_requested_positions(n):
     assert abs(ids.mean() / n - 0.5) < 0.02
 
 
-def test_slices_of_an_epoch_come_from_one_permutation():
+def test_slices_of_an_epoch_come_from_one_permutation(construction):
     n = 3 * BLOCK + 17
     whole = permute(np.arange(n), n, seed=5, epoch=2)
     for start, stop in ((0, 1), (BLOCK - 3, BLOCK + 3), (0, n), (2 * BLOCK, n), (n - 1, n), (7, 7)):
@@ -34,7 +45,7 @@ def test_slices_of_an_epoch_come_from_one_permutation():
 
 
 @pytest.mark.parametrize("n", [3, 5, 11, 16])
-def test_every_id_is_equally_likely_at_every_position(n):
+def test_every_id_is_equally_likely_at_every_position(n, construction):
     epochs = 50 * n
     counts = np.zeros((n, n))
     for epoch in range(epochs):
@@ -45,15 +56,31 @@ def test_every_id_is_equally_likely_at_every_position(n):
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-def test_every_permutation_of_four_is_equally_likely():
-    seen = dict.fromkeys(itertools.permutations(range(4)), 0)
-    for epoch in range(2_400):
-        seen[tuple(permute(np.arange(4), 4, seed=0, epoch=epoch).tolist())] += 1
-    chi_square = sum((count - 100) ** 2 / 100 for count in seen.values())
-    assert chi_square < 23 + 5 * np.sqrt(46)
+def chi_square_of_permutations(n, draws):
+    """The chi-square statistic of all permutations of n, in standard deviations from its mean."""
+    counts = Counter(permute(np.arange(n), n, seed=0, epoch=epoch).tobytes() for epoch in range(draws))
+    kinds = math.factorial(n)
+    expected = draws / kinds
+    missing = (kinds - len(counts)) * expected
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values()) + missing
+    return (chi_square - (kinds - 1)) / math.sqrt(2 * (kinds - 1))
 
 
-def test_neighbours_are_scattered_and_few_ids_stay_in_place():
+def test_every_permutation_of_seven_is_equally_likely():
+    assert abs(chi_square_of_permutations(7, 60_000)) < 4
+
+
+def test_every_permutation_of_four_is_equally_likely(construction):
+    assert abs(chi_square_of_permutations(4, 2_400)) < 4
+
+
+def test_odd_permutations_are_as_likely_as_even_ones(construction):
+    """Also of a power of two, where no id is permuted twice."""
+    matrices = np.eye(8)[[permute(np.arange(8), 8, seed=0, epoch=epoch) for epoch in range(400)]]
+    assert abs(np.linalg.det(matrices).sum()) < 4 * np.sqrt(400)
+
+
+def test_neighbours_are_scattered_and_few_ids_stay_in_place(construction):
     n = 20_000
     ids = permute(np.arange(n), n, seed=0, epoch=0)
     assert np.sum(ids == np.arange(n)) < 10
@@ -70,5 +97,5 @@ def test_seeds_epochs_and_parts_differ():
 
 
 def test_the_order_never_changes_between_versions():
-    assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [8, 7, 4, 9, 3, 2, 6, 0, 1, 5]
-    assert permute(np.arange(3), 10**9, seed=7, epoch=2).tolist() == [248573524, 539153723, 935781170]
+    assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [6, 1, 4, 8, 2, 5, 9, 7, 3, 0]
+    assert permute(np.arange(3), 10**9, seed=7, epoch=2).tolist() == [662984029, 884536533, 647045966]
