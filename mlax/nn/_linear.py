@@ -8,7 +8,7 @@ import jax
 from jax.lax import PrecisionLike
 
 from mlax import ops
-from mlax._jax import named_key
+from mlax._jax import expand_last, named_key
 from mlax.core import Composite, DType, Initializer, Layer, Normal, Ones, Size, Sub, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape
@@ -66,7 +66,7 @@ class Bias(Layer):
         return {"bias": self.bias_init(named_key(rng, "bias"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return x + cast(trainables["bias"], x.dtype), non_trainables
+        return x + expand_last(cast(trainables["bias"], x.dtype), x), non_trainables
 
 
 @frozen
@@ -86,7 +86,7 @@ class Scaler(Layer):
         return {"scale": self.scale_init(named_key(rng, "scale"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return x * cast(trainables["scale"], x.dtype), non_trainables
+        return x * expand_last(cast(trainables["scale"], x.dtype), x), non_trainables
 
 
 @frozen

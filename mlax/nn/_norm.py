@@ -24,7 +24,8 @@ class BatchNorm(Layer):
     Trainables: scale and shift (c,), unless `scale=False` or `shift=False`. Non-trainables: mean and var (c,), in
     `accum_dtype`; each training step moves them towards the batch's (its unbiased variance) by the fraction
     `momentum`, which is PyTorch's convention and 1 minus that of Keras and Flax. `corrected=True` removes the bias
-    towards the initial zeros and ones, and counts the steps in count, an int32.
+    towards the initial zeros and ones; `momentum=None` takes the plain average over all steps. Both count the steps in
+    count, an int32, and compute that fraction from it in float32, or in float64 under x64, in every dtype.
 
     Under `jit`, the statistics of a batch that is sharded over devices are those of the whole batch. Under
     `shard_map`, pass the mesh axis as `axis_name`, or each device uses its own.
@@ -34,7 +35,7 @@ class BatchNorm(Layer):
 
     _: KW_ONLY
     axis: int = -1
-    momentum: float = 0.1
+    momentum: float | None = 0.1
     eps: float = 1e-5
     scale: bool = True
     shift: bool = True
@@ -47,49 +48,61 @@ class BatchNorm(Layer):
     param_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
-        if not 0.0 < self.momentum <= 1.0:
+        if self.momentum is None:
+            if self.corrected:
+                raise ValueError(
+                    "BatchNorm: momentum is None, a plain average without bias, but corrected is True; leave one out."
+                )
+        elif not 0.0 < self.momentum <= 1.0:
             raise ValueError(
                 f"BatchNorm: momentum is {self.momentum}, but must be above 0 and at most 1: the weight of the new "
-                "batch. To keep the running statistics as they are, pass frozen=True."
+                "batch, or None for the average over all batches. To keep the running statistics as they are, pass "
+                "frozen=True."
             )
 
     def init(self, rng, x):
         shape, dtype = (num_channels(self, x),), self.accum_dtype or x.dtype
         state = {"mean": jnp.zeros(shape, dtype), "var": jnp.ones(shape, dtype)}
-        if self.corrected:
+        if self._counts_steps:
             state["count"] = jnp.zeros((), jnp.int32)
         return _init_scale_and_shift(self, rng, shape, x), state
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state: Any = non_trainables
         check_state_dtype(self, state, self.accum_dtype or x.dtype)
+        weights = cast(trainables, x.dtype) or {}
         if self.frozen or inference_mode or x.size == 0:
-            mean, var = state["mean"], state["var"]
-        else:
-            mean, var, state = self._update_statistics(x, state)
-        y = ops.batch_norm(x, mean, var, **cast(trainables, x.dtype) or {}, axis=self.axis, eps=self.eps)
-        return y, state
-
-    def _update_statistics(self, x, state):
-        """The mean and variance of the batch, and the new running statistics."""
+            return ops.batch_norm(x, state["mean"], state["var"], **weights, axis=self.axis, eps=self.eps), state
         try:
-            mean, var, total = ops.batch_statistics(
-                x, axis=self.axis, axis_name=self.axis_name, accum_dtype=self.accum_dtype
+            y, mean, var, count = ops.normalize_batch(
+                x,
+                **weights,
+                axis=self.axis,
+                eps=self.eps,
+                axis_name=self.axis_name,
+                accum_dtype=self.accum_dtype,
             )
         except NameError as error:
             raise NameError(
                 f"{self}: there is no axis of that name here; call fwd under a shard_map or vmap with that axis, or "
                 "leave axis_name out: under jit a sharded batch gives the statistics of the whole batch."
             ) from error
+        return y, self._update_statistics(state, *lax.stop_gradient((mean, var)), count)
+
+    @property
+    def _counts_steps(self) -> bool:
+        return self.corrected or self.momentum is None
+
+    def _update_statistics(self, state, mean, var, count):
+        """The new running statistics, by those of a batch over `count` elements, which may be symbolic."""
         weight, new = self.momentum, {}
-        if self.corrected:
+        if self._counts_steps:
             new["count"] = state["count"] + 1
             steps = lax.full_like(1.0, new["count"])  # weakly typed, so that it is not rounded to a narrow dtype
-            weight = self.momentum / (1.0 - (1.0 - self.momentum) ** steps)
-        unbiased = lax.stop_gradient(var) * (total / max(total - 1, 1))
-        new["mean"] = state["mean"] + weight * (lax.stop_gradient(mean) - state["mean"])
-        new["var"] = state["var"] + weight * (unbiased - state["var"])
-        return mean, var, new
+            weight = 1.0 / steps if weight is None else weight / (1.0 - (1.0 - weight) ** steps)
+        new["mean"] = state["mean"] + weight * (mean - state["mean"])
+        new["var"] = state["var"] + weight * (var * _unbiased_factor(count, var.dtype) - state["var"])
+        return new
 
 
 @frozen
@@ -235,3 +248,11 @@ def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x:
     if layer.shift:
         trainables["shift"] = layer.shift_init(named_key(rng, "shift"), shape, dtype)
     return trainables or None
+
+
+def _unbiased_factor(count: Any, dtype: Any) -> Any:
+    """The unbiased variance over the biased one, of `count` elements."""
+    if ops.is_static(count):
+        return count / max(count - 1, 1)
+    count = jnp.asarray(count)
+    return (count / jnp.maximum(count - 1, 1)).astype(dtype)

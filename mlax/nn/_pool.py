@@ -123,6 +123,7 @@ class GlobalPool(Layer):
         ops.check_reduction(f"{self}", self.by)
 
     def init(self, rng, x):
+        ops.check_floating(f"{self}", x)
         parse_layout(f"{self}", self.layout, x)
         return None, None
 
@@ -152,6 +153,7 @@ class AdaptivePool(Layer):
         ops.check_reduction(f"{self}", self.by)
 
     def init(self, rng, x):
+        ops.check_floating(f"{self}", x)
         ops.adaptive_sizes(f"{self}", self.size, x, parse_layout(f"{self}", self.layout, x))
         return None, None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import ops
-from mlax._jax import named_key
+from mlax._jax import expand_last, named_key
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
 
@@ -40,7 +40,7 @@ class LearnedPositions(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + ops.embedding(positions, cast(trainables["table"], x.dtype)), non_trainables
+        return x + expand_last(ops.embedding(positions, cast(trainables["table"], x.dtype)), x), non_trainables
 
 
 @frozen

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from mlax._jax import broadcast_like, reduce_sum
 from mlax.ops._checks import check_same_dtype
 
 
@@ -60,7 +61,7 @@ def softmax(
     """
     wide = x if accum_dtype is None else lax.convert_element_type(x, jnp.dtype(accum_dtype))
     numerator, denominator, _ = softmax_parts(wide, visible, axis=axis)
-    return lax.convert_element_type(numerator / denominator, x.dtype)
+    return lax.convert_element_type(numerator / broadcast_like(denominator, numerator), x.dtype)
 
 
 def softmax_parts(
@@ -82,9 +83,9 @@ def softmax_parts(
         top = jnp.maximum(top, sinks)
     top = lax.stop_gradient(safe_max(top))
     numerator = lax.exp(x - top)
-    total = lax.expand_dims(lax.reduce_sum(numerator, (axis,)), (axis,))
+    total = lax.expand_dims(reduce_sum(numerator, (axis,)), (axis,))
     if sinks is not None:
-        total = total + lax.exp(sinks - top)
+        total = total + lax.exp(broadcast_like(sinks, top) - top)
     return numerator, guard_zero(total), top
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax._jax import explicit_sharding, pcast_like, with_vjp
+from mlax._jax import explicit_sharding, pcast_like, reduce_sum, with_vjp
 from mlax.ops._activations import guard_zero, min_value, safe_max
 from mlax.ops._attention_scores import (
     ScoreInputs,
@@ -107,7 +107,7 @@ def _forward(
                 scores = jnp.where(mask, scores, min_value(wide))
             new_top = jnp.maximum(top, lax.reduce_max(scores, (4,))[..., None])
             weights, decay = lax.exp(scores - safe_max(new_top)), lax.exp(top - safe_max(new_top))
-            total = total * decay + lax.reduce_sum(weights, (4,))[..., None]
+            total = total * decay + reduce_sum(weights, (4,))[..., None]
             values = _slice_block(v, 2, j, tiles.keys)
             return (
                 new_top,
@@ -144,7 +144,7 @@ def _backward(
 ) -> tuple[Any, ...]:
     """The gradients of q, k, v, the bias and the sinks."""
     wide = total.dtype
-    y_dot = lax.reduce_sum(grad.astype(wide) * y.astype(wide), (4,))[..., None]  # (b, g, r, t, 1)
+    y_dot = reduce_sum(grad.astype(wide) * y.astype(wide), (4,))[..., None]  # (b, g, r, t, 1)
 
     def column(carry: Any, j: Any) -> Any:
         keys, values = _slice_block(k, 2, j, tiles.keys), _slice_block(v, 2, j, tiles.keys)
@@ -180,7 +180,7 @@ def _backward(
     sinks_grad = None
     if sinks is not None:
         weights = lax.exp(_broadcast_sinks(sinks, top) - top) / total
-        sinks_grad = -lax.reduce_sum(weights * y_dot, (0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
+        sinks_grad = -reduce_sum(weights * y_dot, (0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
     if bias_grad is not None:
         bias_grad = bias_grad.astype(q.dtype)
     return q_grad.astype(q.dtype), _merge_blocks(k_grad, 2), _merge_blocks(v_grad, 2), bias_grad, sinks_grad
@@ -226,7 +226,7 @@ def _tangent(
             change = weights * change
             sums = sums + accum_einsum("bgrts,bgsk->bgrtk", change.astype(v.dtype), values, spec)
             sums = sums + accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), values_dot, spec)
-            return sums, mean + lax.reduce_sum(change, (4,))[..., None]
+            return sums, mean + reduce_sum(change, (4,))[..., None]
 
         zeros = jnp.zeros_like(row_total)
         start = jnp.broadcast_to(zeros, (*zeros.shape[:-1], v.shape[-1])), zeros
@@ -296,7 +296,7 @@ def _add_bias_tile(total: jax.Array | None, tile: jax.Array, tiles: Tiles, i: An
     if total is None:
         return None
     broadcast = tuple(axis for axis in range(5) if total.shape[axis] == 1 and tile.shape[axis] != 1)
-    tile = lax.expand_dims(lax.reduce_sum(tile, broadcast), broadcast)
+    tile = lax.expand_dims(reduce_sum(tile, broadcast), broadcast)
     zero = jnp.zeros_like(i)  # start indices are of one integer type, also with 64-bit integers enabled
     row = zero if total.shape[3] == 1 else i * tiles.queries
     column = zero if total.shape[4] == 1 else j * tiles.keys

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import pcast_like, with_jvps
+from mlax._jax import broadcast_like, pcast_like, with_jvps
 from mlax.ops._activations import softmax_parts
 from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
@@ -97,7 +97,7 @@ def add_biases(scores: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.A
         slopes = jnp.asarray(alibi_slopes(g * r).reshape(1, g, r, 1, 1).astype(scores.dtype))
         scores = scores - slopes * distance
     if inputs.bias is not None:
-        scores = scores + inputs.bias.astype(scores.dtype)
+        scores = scores + broadcast_like(inputs.bias.astype(scores.dtype), scores)
     return scores
 
 

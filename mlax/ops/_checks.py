@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mlax.ops._layout import Layout
 
@@ -18,6 +19,15 @@ def check_same_dtype(name: str, **arrays: jax.Array | None) -> None:
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{argument} is {dtype}" for argument, dtype in dtypes.items())
         raise TypeError(f"{name}: {found}; mlax never casts implicitly, so cast them to one dtype.")
+
+
+def check_floating(name: str, x: Any) -> None:
+    """Raise for integers, whose sums overflow and whose means are not integers."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{name}: the input {x.shape} is {x.dtype}, but must have a floating dtype; cast it, for example by "
+            "x.astype(jnp.float32)."
+        )
 
 
 def check_kernel(name: str, x: Any, kernel: Any, axes: Layout, groups: int) -> None:

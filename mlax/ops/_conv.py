@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from mlax._jax import with_jvps
+from mlax._jax import broadcast_like, with_jvps
 from mlax.ops._checks import check_kernel, check_same_dtype
 from mlax.ops._cpu import (
     Convolve,
@@ -129,7 +129,8 @@ def _check(
 
 def _add_bias(y: Array, bias: Array | None, axes: Layout, dtype: Any) -> Array:
     if bias is not None:
-        y = y + lax.expand_dims(lax.convert_element_type(bias, y.dtype), axes.non_channel_axes())
+        bias = lax.expand_dims(lax.convert_element_type(bias, y.dtype), axes.non_channel_axes())
+        y = y + broadcast_like(bias, y)
     return lax.convert_element_type(y, dtype)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from mlax._jax import explicit_sharding
+from mlax._jax import expand_last, explicit_sharding, take_rows
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._cpu import flatten_rows
 
@@ -31,7 +31,7 @@ def linear(
     check_same_dtype("linear", x=x, kernel=kernel, bias=bias)
     y = _dot(flatten_rows(x), kernel, 0, precision, accum_dtype).reshape(*x.shape[:-1], kernel.shape[1])
     if bias is not None:
-        y = y + lax.convert_element_type(bias, y.dtype)
+        y = y + expand_last(lax.convert_element_type(bias, y.dtype), y)
     return lax.convert_element_type(y, x.dtype)
 
 
@@ -76,7 +76,7 @@ def gather_rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "cli
         indices = jnp.where(wide < 0, table.shape[0], wide)
     sharding = explicit_sharding(indices)
     if sharding is None:
-        return jnp.take(table, indices, axis=0, mode=mode)
+        return take_rows(table, indices, mode)
     spec = PartitionSpec(*sharding.spec, *jax.typeof(table).sharding.spec[1:])
     return table.at[indices].get(mode=mode, out_sharding=NamedSharding(sharding.mesh, spec))
 

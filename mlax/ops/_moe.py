@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from mlax._jax import explicit_sharding
+from mlax._jax import broadcast_like, explicit_sharding, reduce_sum
 from mlax.ops._checks import is_static
 from mlax.ops._norms import mean
 
@@ -35,14 +35,14 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
     experts = logits.shape[-1]
     largest = lax.stop_gradient(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     exponentials = jnp.exp(logits - largest)
-    total = lax.expand_dims(lax.reduce_sum(exponentials, (2,)), (2,))
-    probability = exponentials / total
+    total = lax.expand_dims(reduce_sum(exponentials, (2,)), (2,))
+    probability = exponentials / broadcast_like(total, exponentials)
     gate, expert = lax.top_k(probability, k)
     if renormalize and k > 1:
-        gate = gate / lax.expand_dims(lax.reduce_sum(gate, (2,)), (2,))
+        gate = gate / broadcast_like(lax.expand_dims(reduce_sum(gate, (2,)), (2,)), gate)
     chosen = expert[..., None] == jnp.arange(experts, dtype=expert.dtype)  # (b, t, k, e)
     share = mean(lax.convert_element_type(chosen, logits.dtype), (1, 2))[:, 0, 0]  # (b, e)
-    balance = experts * lax.reduce_sum(share * mean(probability, (1,))[:, 0], (1,))
+    balance = experts * reduce_sum(share * mean(probability, (1,))[:, 0], (1,))
     log_total = jnp.log(total) + largest
     return Routes(expert, gate, balance, mean(log_total * log_total, (1, 2))[:, 0, 0])
 
@@ -97,4 +97,4 @@ def combine(
 ) -> Float[Array, "b t f"]:
     """For each token, the sum of the outputs in its slots times their gates; a slot out of bounds counts as 0."""
     found = jax.vmap(lambda out, slot: jnp.take(out, slot, axis=0, mode="fill", fill_value=0))(out, slot)
-    return lax.reduce_sum(found * gate[..., None], (2,))
+    return reduce_sum(found * broadcast_like(gate[..., None], found), (2,))

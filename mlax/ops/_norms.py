@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._checks import check_same_dtype
+from mlax._jax import broadcast_like, expand_last, reduce_mean, reduce_sum
+from mlax.ops._checks import check_floating, check_same_dtype
 
 
 def batch_norm(
@@ -28,35 +29,47 @@ def batch_norm(
     """
     check_same_dtype("batch_norm", x=x, scale=scale, shift=shift)
     check_same_dtype("batch_norm", mean=mean, var=var)
-
-    def broadcastable(weight: Any) -> Any:
-        return None if weight is None else lax.expand_dims(weight, _other_axes(x, axis))
-
+    check_floating("batch_norm", x)
+    others = _other_axes(x, axis)
     wide = lax.convert_element_type(x, mean.dtype)
-    y = (wide - broadcastable(mean)) * lax.rsqrt(broadcastable(var) + eps)
-    return lax.convert_element_type(_scale_and_shift(y, broadcastable(scale), broadcastable(shift)), x.dtype)
+    factor = lax.rsqrt(lax.expand_dims(var, others) + eps)
+    y = (wide - broadcast_like(lax.expand_dims(mean, others), wide)) * broadcast_like(factor, wide)
+    return lax.convert_element_type(_scale_and_shift(y, *_expand_channels(others, scale, shift)), x.dtype)
+
+
+def normalize_batch(
+    x: Float[Array, "..."],
+    scale: Float[Array, " c"] | None = None,
+    shift: Float[Array, " c"] | None = None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    axis_name: Any = None,
+    accum_dtype: Any = None,
+) -> tuple[Float[Array, "..."], Float[Array, " c"], Float[Array, " c"], Any]:
+    """`batch_norm` of `x` by its own `batch_statistics`, and these.
+
+    In float16 the result is right for a variance beyond its range, too, which is then infinite.
+    """
+    check_same_dtype("normalize_batch", x=x, scale=scale, shift=shift)
+    check_floating("normalize_batch", x)
+    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    others = _other_axes(x, axis)
+    center = _global_mean(wide, others, axis_name)
+    y, _, var = _divide_by_rms(wide - broadcast_like(center, wide), others, eps, axis_name)
+    y = lax.convert_element_type(_scale_and_shift(y, *_expand_channels(others, scale, shift)), x.dtype)
+    count = math.prod(x.shape[each] for each in others) * (1 if axis_name is None else lax.axis_size(axis_name))
+    return y, lax.squeeze(center, others), lax.squeeze(var, others), count
 
 
 def batch_statistics(
     x: Float[Array, "..."], *, axis: int = -1, axis_name: Any = None, accum_dtype: Any = None
-) -> tuple[Float[Array, " c"], Float[Array, " c"], int]:
+) -> tuple[Float[Array, " c"], Float[Array, " c"], Any]:
     """The mean and the (biased) variance over all axes but `axis`, and how many elements each is taken over.
 
     Both are in the dtype of `x`, or in `accum_dtype`, and over all devices along `axis_name` if given.
     """
-    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
-    others = _other_axes(x, axis)
-    count = math.prod(x.shape[each] for each in others)
-
-    def global_mean(x: Any) -> Any:
-        local = mean(x, others)
-        return local if axis_name is None else lax.pmean(local, axis_name)
-
-    center = global_mean(wide)
-    centered = wide - center
-    var = global_mean(centered * centered)
-    total = count if axis_name is None else count * lax.axis_size(axis_name)
-    return lax.squeeze(center, others), lax.squeeze(var, others), total
+    return normalize_batch(x, axis=axis, axis_name=axis_name, accum_dtype=accum_dtype)[1:]
 
 
 def layer_norm(
@@ -73,6 +86,7 @@ def layer_norm(
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
     check_same_dtype("layer_norm", x=x, scale=scale, shift=shift)
+    check_floating("layer_norm", x)
     wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
     return lax.convert_element_type(_scale_and_shift(_standardize(wide, axes, eps), scale, shift), x.dtype)
 
@@ -90,6 +104,7 @@ def rms_norm(
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
     check_same_dtype("rms_norm", x=x, scale=scale)
+    check_floating("rms_norm", x)
     wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
     return lax.convert_element_type(_scale_and_shift(_divide_by_rms(wide, axes, eps)[0], scale, None), x.dtype)
 
@@ -132,16 +147,12 @@ def group_norm(
 
 
 def mean(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """The mean over `axes`, which remain as axes of size 1, summed in the dtype of `x`.
+    """The mean over `axes`, which remain as axes of size 1, in the dtype of `x`; it overflows only if the result does.
 
     (`jnp.mean` sums float16 and bfloat16 in float32.)
     """
     axes = tuple(axis % x.ndim for axis in axes)
-    count = math.prod(x.shape[axis] for axis in axes)
-    # float16 ends at 65504: divide by about the square root of the count before the sum, and by the rest after it
-    before = 2.0 ** min(count.bit_length() // 2, 15) if x.dtype == jnp.float16 else 1.0
-    total = lax.reduce_sum(x / before if before > 1 else x, axes)
-    return lax.expand_dims(total, axes) / (count / before)
+    return lax.expand_dims(reduce_mean(x, axes), axes)
 
 
 def norm(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
@@ -150,44 +161,64 @@ def norm(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
     largest = lax.stop_gradient(lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes))
     largest = jnp.where(largest > 0, largest, jnp.ones_like(largest))
     scaled = x / largest
-    return largest * lax.sqrt(lax.expand_dims(lax.reduce_sum(scaled * scaled, axes), axes))
+    return largest * lax.sqrt(lax.expand_dims(reduce_sum(scaled * scaled, axes), axes))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _standardize(x: Array, axes: tuple[int, ...], eps: float) -> Array:
     """`(x - mean) / sqrt(var + eps)`."""
-    return _divide_by_rms(x - mean(x, axes), axes, eps)[0]
+    return _divide_by_rms(_subtract_mean(x, axes), axes, eps)[0]
 
 
 @_standardize.defjvp
 def _(axes: tuple[int, ...], eps: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """The chain rule with its terms collected; by JAX's own derivative, a training step takes twice as long."""
     (x,), (dx,) = primals, tangents
-    y, factor = _divide_by_rms(x - mean(x, axes), axes, eps)
-    return y, factor * (dx - mean(dx, axes) - y * mean(y * dx, axes))
+    y, factor, _ = _divide_by_rms(_subtract_mean(x, axes), axes, eps)
+    return y, broadcast_like(factor, x) * (_subtract_mean(dx, axes) - y * broadcast_like(mean(y * dx, axes), x))
 
 
-def _divide_by_rms(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
-    """`x / sqrt(mean(x * x) + eps)` over `axes`, and its factor; in float16 squares neither overflow nor underflow."""
+def _subtract_mean(x: Array, axes: tuple[int, ...]) -> Array:
+    return x - broadcast_like(mean(x, axes), x)
+
+
+def _divide_by_rms(x: Array, axes: tuple[int, ...], eps: float, axis_name: Any = None) -> tuple[Array, Array, Array]:
+    """`x / sqrt(mean(x * x) + eps)` over `axes`, the factor, and the mean square.
+
+    In float16 squares neither overflow nor underflow, and only the mean square may be infinite.
+    """
     if x.dtype != jnp.float16:
-        factor = lax.rsqrt(mean(x * x, axes) + eps)
-        return x * factor, factor
+        square = _global_mean(x * x, axes, axis_name)
+        factor = lax.rsqrt(square + eps)
+        return x * broadcast_like(factor, x), factor, square
     # the result is the same for x / size and sqrt(eps) / size, which are both at most 1
     axes = tuple(axis % x.ndim for axis in axes)
-    size = lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes)
-    size = lax.stop_gradient(lax.max(size, lax.full_like(size, math.sqrt(eps))))
+    size = lax.expand_dims(lax.reduce_max(lax.abs(lax.stop_gradient(x)), axes), axes)
+    size = size if axis_name is None else lax.pmax(size, axis_name)
+    size = lax.max(size, lax.full_like(size, math.sqrt(eps)))
     x, root = x / size, math.sqrt(eps) / size
-    factor = lax.rsqrt(mean(x * x, axes) + root * root)
-    return x * factor, factor / size
+    square = _global_mean(x * x, axes, axis_name)
+    factor = lax.rsqrt(square + root * root)
+    return x * broadcast_like(factor, x), factor / size, square * size * size
+
+
+def _global_mean(x: Array, axes: tuple[int, ...], axis_name: Any) -> Array:
+    """The mean over `axes`, and over all devices along `axis_name` if given."""
+    local = mean(x, axes)
+    return local if axis_name is None else lax.pmean(local, axis_name)
 
 
 def _scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array:
     """`x * scale + shift`, in the dtype of `x`, to which both are cast; None for 1 and 0."""
     if scale is not None:
-        x = x * lax.convert_element_type(scale, x.dtype)
+        x = x * expand_last(lax.convert_element_type(scale, x.dtype), x)
     if shift is not None:
-        x = x + lax.convert_element_type(shift, x.dtype)
+        x = x + expand_last(lax.convert_element_type(shift, x.dtype), x)
     return x
+
+
+def _expand_channels(axes: tuple[int, ...], *weights: Array | None) -> list[Array | None]:
+    return [None if weight is None else lax.expand_dims(weight, axes) for weight in weights]
 
 
 def _other_axes(x: Any, axis: int) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import explicit_sharding
+from mlax._jax import explicit_sharding, is_narrow, reduce_mean, reduce_sum
+from mlax.ops._checks import check_floating
 from mlax.ops._cpu import materialize
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Padding, Sizes, Windows, axis_window_slices, pad, resolve_windows, window_slices
@@ -98,8 +99,11 @@ def mean_pool(
     axes = parse_layout("mean_pool", layout, x)
     windows = resolve_pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
-    total = _reduce_windows(_pad_windows(wide, axes, windows, 0.0), axes, windows, lax.add)
+    padded = _pad_windows(wide, axes, windows, 0.0)
     counts = windows.element_counts(tuple(x.shape[axis] for axis in axes.spatial), count_padding)
+    if is_narrow(wide.dtype):
+        return _narrow_mean(padded, axes, windows, counts)
+    total = _reduce_windows(padded, axes, windows, lax.add)
     if all((each == each[0]).all() for each in counts):
         return lax.convert_element_type(total / math.prod(int(each[0]) for each in counts), x.dtype)
     divisor = np.ones((1,) * x.ndim)
@@ -122,15 +126,10 @@ def global_pool(
     maximum goes to the first of equal elements.
     """
     check_reduction("global_pool", by)
+    check_floating("global_pool", x)
     axes = parse_layout("global_pool", layout, x).spatial
-    if by == "max":
-        y = _global_max(x, axes)
-    else:
-        wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
-        y = lax.reduce_sum(wide, axes)
-        y = y / math.prod(x.shape[axis] for axis in axes) if by == "mean" else y
-        y = lax.convert_element_type(y, x.dtype)
-    return lax.expand_dims(y, axes) if keep_axes else y
+    wide = x if accum_dtype is None or by == "max" else lax.convert_element_type(x, accum_dtype)
+    return lax.convert_element_type(_reduce_axes(wide, axes, by, keep_axes), x.dtype)
 
 
 def adaptive_pool(
@@ -147,6 +146,7 @@ def adaptive_pool(
     where m does not divide n. A size of None leaves its axis as it is.
     """
     check_reduction("adaptive_pool", by)
+    check_floating("adaptive_pool", x)
     axes = parse_layout("adaptive_pool", layout, x)
     sizes = adaptive_sizes("adaptive_pool", size, x, axes)
     spatial = tuple(x.shape[axis] for axis in axes.spatial)
@@ -211,6 +211,7 @@ def resolve_pool_windows(
 ) -> Windows:
     """The windows of a pooling over inputs like `x`; `name` is the caller, for error messages."""
     axes = parse_layout(name, layout, x)
+    check_floating(name, x)
     windows = resolve_windows(name, x, axes, window, window if strides is None else strides, padding, dilation, ceil)
     counts = windows.element_counts(tuple(x.shape[axis] for axis in axes.spatial))
     if any((each == 0).any() for each in counts):
@@ -268,10 +269,36 @@ def _reduce_windows(x: Array, axes: Layout, windows: Windows, combine: Combine) 
     if combine is maximum and is_small:
         return _window_max(window_slices(x, axes, windows))
     if is_disjoint and is_small:
-        return functools.reduce(combine, window_slices(x, axes, windows))
+        return _fold(combine, window_slices(x, axes, windows))
     for number, axis in reversed(list(enumerate(axes.spatial))):
         x = _reduce_axis(x, axis, combine, *windows.along(number))
     return x
+
+
+def _fold(combine: Combine, slices: list[Array]) -> Array:
+    """Combine arrays in order: in a narrow dtype in pairs, then pairs of pairs, so that few roundings add up."""
+    while is_narrow(slices[0].dtype) and len(slices) > 2:
+        pairs = [combine(*pair) for pair in zip(slices[::2], slices[1::2], strict=False)]
+        slices = pairs + slices[len(slices) - len(slices) % 2 :]
+    return functools.reduce(combine, slices)
+
+
+def _narrow_mean(x: Array, axes: Layout, windows: Windows, counts: list[np.ndarray]) -> Array:
+    """The mean of each window of a padded input in float16 or bfloat16, along one axis after the other.
+
+    By one after the other, few bits are shifted out of the small numbers of float16.
+    """
+    for number, axis in reversed(list(enumerate(axes.spatial))):
+        before = _divisor_before(x.dtype, windows.window[number])
+        total = _reduce_axis(x / before, axis, lax.add, *windows.along(number))
+        rest = (counts[number] / before).reshape([-1 if other == axis else 1 for other in range(x.ndim)])
+        x = total / rest.astype(x.dtype)
+    return x
+
+
+def _divisor_before(dtype: Any, count: int) -> float:
+    """A power of two to divide by before the sum of a mean, so that float16, which ends at 65504, does not overflow."""
+    return 2.0 ** min((count - 1).bit_length(), 15) if dtype == jnp.float16 else 1.0
 
 
 @jax.custom_jvp
@@ -296,7 +323,7 @@ def _window_max_jvp(primals, tangents):
 def _reduce_axis(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:
     """Reduce windows along one axis; long ones in several steps, so that few arrays are combined."""
     if window <= MAX_UNROLLED:
-        return functools.reduce(combine, axis_window_slices(x, axis, count, window, stride, dilation))
+        return _fold(combine, axis_window_slices(x, axis, count, window, stride, dilation))
     part = next((part for part in range(MAX_UNROLLED, 1, -1) if window % part == 0), 1)
     if dilation == 1 and stride == window and part > 1:
         x = _reduce_axis(x, axis, combine, count * window // part, part, part, 1)
@@ -325,17 +352,30 @@ def _reduce_by_doubling(
 
 
 def _reduce_bins(x: Array, axis: int, bins: int, by: Reduction) -> Array:
-    """Reduce each bin along one axis: the first element of every bin with the second element of every bin..."""
+    """Reduce each bin along one axis: each by itself, or the first element of every bin with the second of every..."""
     starts = np.arange(bins) * x.shape[axis] // bins
     lengths = -(-np.arange(1, bins + 1) * x.shape[axis] // bins) - starts
+    if bins <= lengths.max():
+        pieces = [
+            lax.slice_in_dim(x, int(start), int(start + length), 1, axis)
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        return lax.concatenate([_reduce_axes(piece, (axis,), by, keep_axes=True) for piece in pieces], axis)
     along = [-1 if other == axis else 1 for other in range(x.ndim)]
+
+    before = _divisor_before(x.dtype, int(lengths.max())) if by == "mean" else 1.0
 
     def element(number: int) -> Array:
         piece = jnp.take(x, starts + np.minimum(number, lengths - 1), axis=axis, mode="clip")
-        return piece if by == "max" else piece * (number < lengths).reshape(along).astype(x.dtype)
+        return piece if by == "max" else piece * ((number < lengths) / before).reshape(along).astype(x.dtype)
 
-    y = functools.reduce(maximum if by == "max" else lax.add, map(element, range(lengths.max())))
-    return y / lengths.reshape(along).astype(x.dtype) if by == "mean" else y
+    y = _fold(maximum if by == "max" else lax.add, list(map(element, range(lengths.max()))))
+    return y / (lengths / before).reshape(along).astype(x.dtype) if by == "mean" else y
+
+
+def _reduce_axes(x: Array, axes: tuple[int, ...], by: Reduction, keep_axes: bool) -> Array:
+    y = {"mean": reduce_mean, "max": _global_max, "sum": reduce_sum}[by](x, axes)
+    return lax.expand_dims(y, axes) if keep_axes else y
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

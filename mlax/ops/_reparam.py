@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax._jax import broadcast_like, expand_last
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._norms import norm
 
@@ -16,8 +17,9 @@ def weight_norm(
     """`magnitude * direction / norm(direction)`, the norm over all axes but `axis`, in the dtype of `direction`."""
     check_same_dtype("weight_norm", direction=direction, magnitude=magnitude)
     length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
-    unit = lax.convert_element_type(direction, length.dtype) / length
-    return lax.convert_element_type(unit * lax.convert_element_type(magnitude, length.dtype), direction.dtype)
+    wide = lax.convert_element_type(direction, length.dtype)
+    scale = lax.convert_element_type(magnitude, length.dtype)
+    return lax.convert_element_type(wide / broadcast_like(length, wide) * broadcast_like(scale, wide), direction.dtype)
 
 
 def output_norms(kernel: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None) -> Float[Array, "..."]:
@@ -41,7 +43,8 @@ def spectral_norm(
     matrix = _as_matrix(lax.convert_element_type(kernel, left.dtype), axis)
     left, right = lax.stop_gradient((left, right))
     sigma = _dot(left, _dot(matrix, right, precision), precision)
-    return lax.convert_element_type(lax.convert_element_type(kernel, left.dtype) / sigma, kernel.dtype)
+    wide = lax.convert_element_type(kernel, left.dtype)
+    return lax.convert_element_type(wide / expand_last(sigma, wide), kernel.dtype)
 
 
 def power_iteration(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import pcast_like, shard_like
+from mlax._jax import broadcast_like, expand_last, pcast_like, reduce_sum, shard_like, sums_precisely
 from mlax.ops._checks import check_same_dtype, is_static
 
 
@@ -43,15 +43,19 @@ def selective_scan(
     chunk = max(1, min(chunk, t)) if is_static(t) else chunk
     chunks = [_split_chunks(array, chunk) for array in wide]
 
-    def scan_chunk(state: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _scan_chunk(state, rate, *arrays)
+    def scan_chunk(state: jax.Array, arrays: Any) -> tuple[jax.Array, jax.Array]:
+        rows, own_rate = arrays
+        return _scan_chunk(state, rate if own_rate is None else own_rate, *rows)
 
     if is_static(t) and t <= chunk:
-        last, y = scan_chunk(last, [array[0] for array in chunks])
+        last, y = scan_chunk(last, ([array[0] for array in chunks], None))
     else:
-        last, y = lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), last, chunks)
+        rates = None
+        if not sums_precisely(rate):  # one for each chunk, or the gradient would be rounded after each
+            rates = broadcast_like(rate[None], jnp.zeros((chunks[0].shape[0], *rate.shape), dtype))
+        last, y = lax.scan(jax.checkpoint(scan_chunk, prevent_cse=False), last, (chunks, rates))
         y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * chunk, c)[:, :t]
-    y = y + lax.convert_element_type(skip, dtype) * wide[0]
+    y = y + expand_last(lax.convert_element_type(skip, dtype), y) * wide[0]
     return lax.convert_element_type(y, x.dtype), last
 
 
@@ -70,9 +74,9 @@ def causal_filter(
     (b, t, c), w = x.shape, kernel.shape[0]
     first = shard_like(jnp.zeros((b, w - 1, c), x.dtype), x) if before is None else before
     history = jnp.concatenate([first, x], axis=1)  # (b, w - 1 + t, c)
-    y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias, x.shape)
+    y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(expand_last(bias, x), x.shape)
     for row in range(w):
-        y = y + history[:, row : row + t] * kernel[row]
+        y = y + history[:, row : row + t] * expand_last(kernel[row], x)
     return y, history[:, t:]
 
 
@@ -88,12 +92,24 @@ def _scan_chunk(
     state: jax.Array, rate: jax.Array, x: jax.Array, step: jax.Array, write: jax.Array, read: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The state after one chunk, and the output at each of its time steps, in parallel."""
-    decay = jnp.exp(step[..., None] * rate)  # (b, l, c, n)
-    added = (step * x)[..., None] * write[:, :, None]
+    decay = jnp.exp(_product("blc,cn->blcn", step, rate))
+    added = _product("blc,bln->blcn", step * x, write)
     decay, added = lax.associative_scan(_compose, (decay, added), axis=1)
     states = decay * state[:, None] + added
-    return states[:, -1], lax.reduce_sum(states * read[:, :, None], (3,))
+    return states[:, -1], _product("blcn,bln->blc", states, read)
 
 
 def _compose(first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return first[0] * then[0], then[0] * first[1] + then[1]
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum over axes b, l, c and n: elementwise, which XLA fuses, unless it would round every addition."""
+    if not sums_precisely(a):
+        return jnp.einsum(subscripts, a, b)
+    inputs, result = subscripts.split("->")
+    a, b = (
+        lax.expand_dims(each, [axis for axis, letter in enumerate("blcn") if letter not in letters])
+        for each, letters in zip((a, b), inputs.split(","), strict=True)
+    )
+    return reduce_sum(a * b, tuple(axis for axis, letter in enumerate("blcn") if letter not in result))

@@ -136,6 +136,7 @@ ROWS = {
         (linears(6, 6, 6, 6), {}),
         lambda x, w: multi_head(x, w, heads=2),
         tolerance=3e-6,
+        no_sums="the layers that it is made of have rows",
     ),
     "MultiHeadAttention cross": LayerRow(
         lambda dtype: nn.MultiHeadAttention(4, kv_heads=2, head_width=3, bias=False, dropout=0.2),
@@ -185,7 +186,13 @@ ROWS = {
         tolerance=3e-6,
         variant=True,
     ),
-    "Rotary": LayerRow(lambda dtype: nn.Rotary(), (3, 5, 2, 8), ({}, {}), lambda x, w: rotate(x, frequencies(8))),
+    "Rotary": LayerRow(
+        lambda dtype: nn.Rotary(),
+        (3, 5, 2, 8),
+        ({}, {}),
+        lambda x, w: rotate(x, frequencies(8)),
+        no_sums="it sums nothing",
+    ),
     "Rotary partial": LayerRow(
         lambda dtype: nn.Rotary(base=500_000.0, width=4, scaling=nn.Llama3Scaling()),
         (3, 5, 2, 8),
@@ -207,7 +214,11 @@ ROWS = {
         variant=True,
     ),
     "SinusoidalPositions": LayerRow(
-        lambda dtype: nn.SinusoidalPositions(), (3, 5, 8), ({}, {}), lambda x, w: x + sinusoids(5, 8)
+        lambda dtype: nn.SinusoidalPositions(),
+        (3, 5, 8),
+        ({}, {}),
+        lambda x, w: x + sinusoids(5, 8),
+        no_sums="it sums nothing",
     ),
     "RelativeBias": LayerRow(
         lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, param_dtype=dtype),
@@ -215,6 +226,7 @@ ROWS = {
         ({"table": (8, 3)}, {}),
         relative,
         integers=40,
+        large=((4, 200), (4, 220)),
     ),
     "RelativeBias one-sided": LayerRow(
         lambda dtype: nn.RelativeBias(3, buckets=8, farthest=20, bidirectional=False, param_dtype=dtype),

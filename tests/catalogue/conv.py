@@ -165,6 +165,7 @@ ROWS = {
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: cut(x, (2, 3), (2, 1), [(0, 1), (1, 1)]).reshape(2, 3, 4, 18),
+        no_sums="it sums nothing",
     ),
     "Patches apart": LayerRow(
         lambda dtype: nn.Patches(2, layout="channel_first"),
@@ -185,6 +186,7 @@ ROWS = {
         (2, 5, 4, 3),
         ({}, {}),
         lambda x, w: pool(x, np.max, (2, 2), (2, 2), [(0, 0), (0, 0)]),
+        no_sums="it sums nothing",
     ),
     "MaxPool overlapping": LayerRow(
         lambda dtype: nn.MaxPool((3, 2), strides=(2, 1), padding="SAME", layout="channel_first"),
@@ -205,7 +207,9 @@ ROWS = {
         ({}, {}),
         lambda x, w: pool(x, np.nanmean, (3, 3), (2, 2), [(1, 2), (1, 1)], fill=math.nan),
     ),
-    "GlobalPool": LayerRow(lambda dtype: nn.GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2))),
+    "GlobalPool": LayerRow(
+        lambda dtype: nn.GlobalPool(), (2, 4, 5, 3), ({}, {}), lambda x, w: x.mean((1, 2)), large=(2, 400, 400, 3)
+    ),
     "GlobalPool max": LayerRow(
         lambda dtype: nn.GlobalPool(by="max", keep_axes=True, layout="channel_first"),
         (2, 3, 4, 5),
@@ -218,6 +222,7 @@ ROWS = {
         (2, 7, 4, 3),
         ({}, {}),
         lambda x, w: adaptive(x, np.mean, (3, 4)),
+        large=(2, 4000, 40, 3),
     ),
     "AdaptivePool max": LayerRow(
         lambda dtype: nn.AdaptivePool((3, 2), by="max"),

@@ -58,6 +58,7 @@ def repeat(mode, variant=False):
         needs_key=True,
         tolerance=3e-6,
         variant=variant,
+        no_sums="the layers that it is made of have rows",
     )
 
 
@@ -71,20 +72,23 @@ ROWS = {
         ),
         lambda x, w: affine(np.tanh(affine(x, w, "linear_0")), w, "head"),
         needs_key=True,
+        no_sums="the layers that it is made of have rows",
     ),
     "Parallel": LayerRow(
         lambda dtype: mlax.Parallel(nn.Linear(2), mlax.F(tanh), twice=nn.Linear(3)),
         (4, 6),
         ({"linear_0/kernel": (6, 2), "linear_0/bias": (2,), "twice/kernel": (6, 3), "twice/bias": (3,)}, {}),
         lambda x, w: (affine(x, w, "linear_0"), np.tanh(x), affine(x, w, "twice")),
+        no_sums="the layers that it is made of have rows",
     ),
     "Residual": LayerRow(
         lambda dtype: mlax.Residual(nn.Linear(5), shortcut=nn.Linear(5, bias=False)),
         (4, 6),
         ({"layer/kernel": (6, 5), "layer/bias": (5,), "shortcut/kernel": (6, 5)}, {}),
         lambda x, w: affine(x, w, "layer") + x @ w["shortcut/kernel"],
+        no_sums="the layers that it is made of have rows",
     ),
-    "F": LayerRow(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x)),
+    "F": LayerRow(lambda dtype: mlax.F(tanh), (4, 6), ({}, {}), lambda x, w: np.tanh(x), no_sums="it sums nothing"),
     "Repeat": repeat("scan"),
     "Repeat remat": repeat("remat", variant=True),
     "Repeat unroll": repeat("unroll", variant=True),
@@ -95,13 +99,20 @@ ROWS = {
         elman,
     ),
     "Remat": LayerRow(
-        lambda dtype: mlax.Remat(Block(6)), (4, 6), (BLOCK, {"count/calls": ()}), block, needs_key=True, tolerance=3e-6
+        lambda dtype: mlax.Remat(Block(6)),
+        (4, 6),
+        (BLOCK, {"count/calls": ()}),
+        block,
+        needs_key=True,
+        tolerance=3e-6,
+        no_sums="the layers that it is made of have rows",
     ),
     "Map": LayerRow(
         lambda dtype: mlax.Map(nn.Linear(4), axis=1, variables=0),
         (5, 3, 6),
         ({"stacked/kernel": (3, 6, 4), "stacked/bias": (3, 4)}, {}),
         lambda x, w: np.einsum("bad,adf->baf", x, w["stacked/kernel"]) + w["stacked/bias"],
+        no_sums="the layers that it is made of have rows",
     ),
     "Map shared": LayerRow(
         lambda dtype: mlax.Map(nn.LayerNorm(), axis=-1),
@@ -119,6 +130,7 @@ ROWS = {
         (4, 6),
         ({"up/kernel": (6, 8), "down/bias": (6,)}, {}),
         lambda x, w: np.tanh(x @ w["up/kernel"]) @ w["up/kernel"].T + w["down/bias"],
+        no_sums="the layers that it is made of have rows",
     ),
     "Mixed": LayerRow(
         lambda dtype: dtypes.Mixed(Block(6), compute=dtype, output=dtype, param_dtype=dtype),
@@ -128,5 +140,6 @@ ROWS = {
         needs_key=True,
         tolerance=3e-6,
         no_dtype_error="Mixed casts its input",
+        no_sums="the layers that it is made of have rows",
     ),
 }

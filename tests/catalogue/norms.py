@@ -56,6 +56,7 @@ ROWS = {
         ({"scale": (6,), "shift": (6,)}, {}),
         lambda x, w: normed(x, w["scale"], w["shift"]),
         tolerance=3e-6,
+        large=(2, 2, 2**18),
     ),
     "RMSNorm": LayerRow(
         lambda dtype: nn.RMSNorm(),
@@ -63,6 +64,7 @@ ROWS = {
         ({"scale": (6,)}, {}),
         lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w["scale"],
         tolerance=3e-6,
+        large=(2, 2, 2**18),
     ),
     "RMSNorm bare": LayerRow(
         lambda dtype: nn.RMSNorm(axes=(-2, -1), scale=False, eps=1e-2),
@@ -78,6 +80,7 @@ ROWS = {
         (AFFINE, {}),
         lambda x, w: grouped(x, w, 3),
         tolerance=3e-6,
+        large=(2, 300, 300, 6),
     ),
     "GroupNorm channel-first": LayerRow(
         lambda dtype: nn.GroupNorm(2, axis=-3, shift=False),
@@ -93,6 +96,7 @@ ROWS = {
         (AFFINE, {}),
         lambda x, w: normed(x, w["scale"], w["shift"], axes=(1, 2)),
         tolerance=3e-6,
+        large=(2, 300, 300, 6),
     ),
     "InstanceNorm bare": LayerRow(
         lambda dtype: nn.InstanceNorm(axis=1, scale=False, shift=False),
@@ -130,10 +134,26 @@ ROWS = {
         tolerance=1e-5,
         variant=True,
     ),
-    "Dropout": LayerRow(lambda dtype: nn.Dropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "ChannelDropout": LayerRow(
-        lambda dtype: nn.ChannelDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True
+    "Dropout": LayerRow(
+        lambda dtype: nn.Dropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True, no_sums="it sums nothing"
     ),
-    "PathDropout": LayerRow(lambda dtype: nn.PathDropout(0.3), (4, 3, 6), ({}, {}), lambda x, w: x, needs_key=True),
-    "AlphaDropout": LayerRow(lambda dtype: nn.AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True),
+    "ChannelDropout": LayerRow(
+        lambda dtype: nn.ChannelDropout(0.3),
+        (4, 3, 6),
+        ({}, {}),
+        lambda x, w: x,
+        needs_key=True,
+        no_sums="it sums nothing",
+    ),
+    "PathDropout": LayerRow(
+        lambda dtype: nn.PathDropout(0.3),
+        (4, 3, 6),
+        ({}, {}),
+        lambda x, w: x,
+        needs_key=True,
+        no_sums="it sums nothing",
+    ),
+    "AlphaDropout": LayerRow(
+        lambda dtype: nn.AlphaDropout(0.3), (4, 6), ({}, {}), lambda x, w: x, needs_key=True, no_sums="it sums nothing"
+    ),
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,21 +46,38 @@ class LayerRow(Row):
     tolerance: float = 1e-6  # of float32 against the reference, relative
     no_dtype_error: str = ""  # why it accepts an input of another dtype than its weights
     no_exported_call: str = ""  # why the exported program cannot be called
+    large: Any = None  # the shape of an input of about a million elements; None: more examples
+    no_sums: str = ""  # why its sums in narrow dtypes are not compared
 
     def x(self, dtype: str, seed: int = 0) -> Any:
-        """An input of that dtype."""
+        """An input of that dtype, normally distributed."""
         draws = np.random.default_rng(seed)
+        return self._draw(self.shape, dtype, lambda shape: draws.normal(size=shape))
 
+    def large_x(self, dtype: str) -> Any:
+        """An input of about a million elements, whose mean is 1, so that its sums grow."""
+        draws, shape = np.random.default_rng(0), self.large
+        if shape is None:
+            size = sum(map(math.prod, jax.tree.leaves(self.shape, is_leaf=_is_shape)))
+            more = 2**20 // size
+            shape = jax.tree.map(lambda each: (each[0] * more, *each[1:]), self.shape, is_leaf=_is_shape)
+        return self._draw(shape, dtype, lambda shape: draws.normal(1.0, 1.0, shape))
+
+    def _draw(self, shapes: Any, dtype: str, sample: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
         def draw(shape):
             if self.integers:
-                return jnp.asarray(draws.integers(0, self.integers, shape), jnp.int32)
-            return jnp.asarray(draws.normal(size=shape), dtype)
+                return jnp.asarray(np.random.default_rng(0).integers(0, self.integers, shape), jnp.int32)
+            return jnp.asarray(sample(shape), dtype)
 
-        return jax.tree.map(draw, self.shape, is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
+        return jax.tree.map(draw, shapes, is_leaf=_is_shape)
 
     def init(self, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
         """The layer, an input, and its trainables and state: the same arrays each time."""
         return _initialized(self, dtype)
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple) and isinstance(node[0], int)
 
 
 @functools.cache  # about twenty tests ask for each
