@@ -168,7 +168,7 @@ class AdEMAMix(Leafwise):
     """AdamW whose numerator adds `alpha` times a slower moving average of the gradient, with decay rate `b3`.
 
     Over `warmup` steps alpha grows linearly from 0, and b3 from b1 such that its half-life grows linearly.
-    Algorithm 1 of https://arxiv.org/abs/2409.03137. `decayed` as in `AdamW`. Slots: mean, slow, square.
+    Algorithm 1 of https://arxiv.org/abs/2409.03137. `decayed` as in `AdamW`. Slots: mean, slow_mean, square.
     """
 
     elementwise = True
@@ -183,7 +183,7 @@ class AdEMAMix(Leafwise):
     decayed: Patterns | None = None
 
     def leaf_slots(self, path, w):
-        return {"mean": Slot(), "slow": Slot(wide=True), "square": Slot(wide=True)}
+        return {"mean": Slot(), "slow_mean": Slot(wide=True), "square": Slot(wide=True)}
 
     def shared_values(self, now, scalars):
         if self.warmup == 0:
@@ -195,10 +195,10 @@ class AdEMAMix(Leafwise):
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
-        slow = moving_average(slots["slow"], g, now.b3)
+        slow = moving_average(slots["slow_mean"], g, now.b3)
         root = lax.sqrt(moments["square"] * now.bias_correction(now.b2))
         step = (moments["mean"] * now.bias_correction(now.b1) + now.alpha * slow) / now.add_eps(root)
-        return w - now.rate * now.add_decay(step, w), {**moments, "slow": slow}
+        return w - now.rate * now.add_decay(step, w), {**moments, "slow_mean": slow}
 
 
 @frozen

@@ -23,7 +23,7 @@ class Prodigy(Leafwise):
     Leave `rate` at 1, or make it a schedule from 1 to 0. The estimate starts at `start`, never decreases, and is scaled
     by `factor`. Algorithm 4 of https://arxiv.org/abs/2306.06101, with the bias correction of the authors' code; with
     `safeguard_warmup` the rate does not enter the denominator of the estimate. `decayed` as in `AdamW`.
-    Slots: mean, square, gathered, origin. Scalars: distance; numerator, of the estimate.
+    Slots: mean, square, gradient_sum, origin. Scalars: distance; numerator, of the estimate.
     """
 
     elementwise = True  # except for two sums, which go through `context.global_sum`
@@ -40,7 +40,7 @@ class Prodigy(Leafwise):
 
     def leaf_slots(self, path, w):
         wide = Slot(wide=True)
-        return {"mean": Slot(), "square": wide, "gathered": wide, "origin": Slot(copy=True, wide=True)}
+        return {"mean": Slot(), "square": wide, "gradient_sum": wide, "origin": Slot(copy=True, wide=True)}
 
     def scalars(self):
         return {"distance": float(self.start), "numerator": 0.0}
@@ -63,8 +63,8 @@ class Prodigy(Leafwise):
         square = moving_average(slots["square"], scaled * scaled, now.b2)
         root = lax.sqrt(square) + now.distance * now.eps
         step = mean / jnp.where(root > 0, root, jnp.ones_like(root))
-        gathered = self._gather(now, now.before, g, slots["gathered"])
-        new = {"mean": mean, "square": square, "gathered": gathered, "origin": slots["origin"]}
+        gradient_sum = self._add_gradient(now, now.before, g, slots["gradient_sum"])
+        new = {"mean": mean, "square": square, "gradient_sum": gradient_sum, "origin": slots["origin"]}
         return w - size * now.add_decay(step, w), new
 
     def _estimate(
@@ -76,8 +76,8 @@ class Prodigy(Leafwise):
         size = jnp.zeros((), now.dtype)
         for path, g in grads.items():
             here = dataclasses.replace(now, dtype=g.dtype, rate_factor=context.rate_factors.get(path))
-            gathered = self._gather(here, distance.astype(g.dtype), g, slots["gathered"][path])
-            size = size + jnp.sum(lax.abs(gathered).astype(now.dtype))
+            gradient_sum = self._add_gradient(here, distance.astype(g.dtype), g, slots["gradient_sum"][path])
+            size = size + jnp.sum(lax.abs(gradient_sum).astype(now.dtype))
         product, size = context.global_sum(jnp.stack([tree_vdot(grads, moved).astype(now.dtype), size]))
         weight = distance / self.start * self._step_size(now, distance)
         numerator = self._b3(now) * slots["numerator"] + weight * product
@@ -85,10 +85,10 @@ class Prodigy(Leafwise):
         ratio = jnp.where(known, now.factor * numerator / jnp.where(known, size, jnp.ones_like(size)), 0.0)
         return {"numerator": numerator, "distance": jnp.stack([distance, jnp.maximum(distance, ratio)])}
 
-    def _gather(self, now: Hyperparams, distance: jax.Array, g: jax.Array, gathered: jax.Array) -> jax.Array:
+    def _add_gradient(self, now: Hyperparams, distance: jax.Array, g: jax.Array, gradient_sum: jax.Array) -> jax.Array:
         """The decayed sum of the scaled gradients, whose 1-norm is the denominator of the estimate."""
         size = distance if self.safeguard_warmup else self._step_size(now, distance)
-        return self._b3(now) * gathered + size * distance / self.start * g
+        return self._b3(now) * gradient_sum + size * distance / self.start * g
 
     def _step_size(self, now: Hyperparams, distance: jax.Array) -> jax.Array:
         return distance * now.rate * now.bias_correction(now.b1) * lax.rsqrt(now.bias_correction(now.b2))

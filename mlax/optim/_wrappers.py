@@ -123,7 +123,8 @@ class Accumulate(OptimizerWrapper):
                 name: {**slot, **new_slots[name]} if isinstance(slot, dict) else new_slots[name]
                 for name, slot in inner.items()
             }
-            return {**weights, **new}, {**new_slots, "step": slots["step"]}, jax.tree.map(jnp.zeros_like, sums)
+            zeros = {path: Slot().init_value(g, g.dtype) for path, g in sums.items()}  # sharded as they are
+            return {**weights, **new}, {**new_slots, "step": slots["step"]}, zeros
 
         def skip_step() -> tuple[Any, Any, Any]:
             return dict(weights), inner, sums

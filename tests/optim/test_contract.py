@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlax import dtypes, optim
+from mlax.core import with_fields
 from tests.asserts import assert_close
 from tests.catalogue import OPTIMIZERS
 from tests.catalogue.optimizers import SHAPES, tree
@@ -105,6 +106,20 @@ def test_wrapping_moves_no_slot(row):
         assert outer.keys() >= own.keys()
         if not row.no_inner_slots:
             jax.tree.map(np.testing.assert_array_equal, {name: outer[name] for name in own}, own)
+
+
+def test_every_wrapper_goes_around_every_optimizer():
+    """Their slots and scalars have different names, in a nest and in groups."""
+    structs = jax.eval_shape(lambda: tree("bfloat16"))
+    alone = [row.optimizer for row in OPTIMIZERS.values() if not row.optimizer.inner_optimizers()]
+    alone = [optimizer for optimizer in alone if not optimizer.nesting_error]
+    wrappers = [row.optimizer for row in OPTIMIZERS.values() if isinstance(row.optimizer, optim.OptimizerWrapper)]
+    for wrapper in wrappers:
+        for optimizer in alone:
+            assert with_fields(wrapper, optimizer=optimizer).describe(structs)
+    states = [optimizer.init(structs)._asdict() for optimizer in (*alone, *wrappers)]
+    scalars = {name for state in states for name, field in state.items() if isinstance(field, jax.ShapeDtypeStruct)}
+    assert all(isinstance(state[name], jax.ShapeDtypeStruct) for state in states for name in scalars & state.keys())
 
 
 @pytest.mark.every_dtype

@@ -205,3 +205,15 @@ def test_weights_and_state_can_both_be_donated(name):
     new, after = update(tree("float32", 1), state, trainables)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state, trainables)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, after)))
+
+
+def test_gradients_are_accumulated_eagerly_on_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        trainables = {"kernel": jax.device_put(jnp.ones((8, 2)), P("data", None))}
+        optimizer = optim.Accumulate(optim.SGD(0.1), 2)
+        state = optimizer.init(trainables)
+        for _ in range(2):
+            trainables, state = optimizer.update({"kernel": trainables["kernel"]}, state, trainables)
+    np.testing.assert_allclose(trainables["kernel"], 0.9, rtol=1e-6)
+    assert trainables["kernel"].sharding.spec == state.gathered["kernel"].sharding.spec == P("data", None)
