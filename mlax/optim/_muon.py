@@ -51,8 +51,7 @@ class Muon(Leafwise):
     def patterns(self):
         return (*self.stacked, *(self.matrices or ()), *self.rest.patterns())
 
-    def check_paths(self, paths):
-        super().check_paths(paths)
+    def check_paths(self, paths):  # not those of `rest`, which may get no leaf, or none that decays
         if self.matrices is None:
             check_names(self, "matrices is None", ("kernel",), paths, "pass matrices=, patterns such as '**/weight'")
 

@@ -111,9 +111,9 @@ def test_wrapping_moves_no_slot(row):
 def test_every_wrapper_goes_around_every_optimizer():
     """Their slots and scalars have different names, in a nest and in groups."""
     structs = jax.eval_shape(lambda: tree("bfloat16"))
-    alone = [row.optimizer for row in OPTIMIZERS.values() if not row.optimizer.inner_optimizers()]
-    alone = [optimizer for optimizer in alone if not optimizer.nesting_error]
-    wrappers = [row.optimizer for row in OPTIMIZERS.values() if isinstance(row.optimizer, optim.OptimizerWrapper)]
+    optimizers = [row.optimizer for row in OPTIMIZERS.values() if not row.optimizer.nesting_error]
+    wrappers = [optimizer for optimizer in optimizers if isinstance(optimizer, optim.OptimizerWrapper)]
+    alone = [optimizer for optimizer in optimizers if optimizer not in wrappers]
     for wrapper in wrappers:
         for optimizer in alone:
             assert with_fields(wrapper, optimizer=optimizer).describe(structs)
