@@ -52,4 +52,4 @@ def test_the_readme_is_short_learns_and_resumes(reader):
     again = run_page("README.md")
     assert again["result"].scores == scope["result"].scores
     deep, _ = jax.eval_shape(scope["writer"].init, jax.random.key(0), jax.ShapeDtypeStruct((2, 8), "int32"))
-    assert mlax.get(deep, "blocks/up/kernel").shape == (12, 64, 256)
+    assert mlax.get(deep, "blocks/stacked/up/kernel").shape == (12, 64, 256)

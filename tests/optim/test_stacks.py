@@ -18,6 +18,7 @@ WHOLE_LEAF = {
     "Muon": optim.Muon(1e-2),
     "SOAP": optim.SOAP(1e-2),
     "Adafactor": optim.Adafactor(1e-2),
+    "GaLore": optim.GaLore(1e-2, rank=2),
     "LAMB": optim.LAMB(1e-2),
     "LARS": optim.LARS(1.0),
     "ClipNorm": optim.ClipNorm(SGD, 0.5),

@@ -1,5 +1,6 @@
 """Checkpoints: states round-trip bitwise, retention keeps the right steps, and errors say what to do."""
 
+import ast
 import gc
 import json
 import os
@@ -221,6 +222,24 @@ def test_leaves_are_restored_under_other_names(checkpoints):
         checkpoints.restore(target, names={"trainable": "weights"})
     with pytest.raises(ValueError, match="would both be"):
         checkpoints.restore(target, names={"step": "rng"})
+
+
+def test_the_error_for_stacks_saved_without_their_name_says_how_to_insert_it(tmp_path):
+    saved = {"w": {"blocks": {"up": jnp.ones((3, 2)), "moe": {"experts": {"up": jnp.ones((3, 4, 2))}}}}}
+    target = {
+        "w": {
+            "blocks": {
+                "stacked": {"up": jnp.zeros((3, 2)), "moe": {"experts": {"stacked": {"up": jnp.zeros((3, 4, 2))}}}}
+            }
+        }
+    }
+    checkpoints = train.Checkpoints(tmp_path)
+    checkpoints.save(0, saved)
+    checkpoints.wait()
+    with pytest.raises(ValueError, match=r"are not saved.*stacks of layers have a name now: pass names=") as caught:
+        checkpoints.restore(target)
+    names = ast.literal_eval(str(caught.value).partition("pass names=")[2].rstrip("."))
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(checkpoints.restore(target, names=names).tree))
 
 
 def test_the_error_of_a_target_that_does_not_match_says_what_to_do(checkpoints):

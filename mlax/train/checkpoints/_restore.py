@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mlax._jax import is_typed_key, with_weak_type
-from mlax.core import NoMatch, matches, no_match_message
+from mlax.core import STACKED, NoMatch, matches, no_match_message
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
 from mlax.train.checkpoints._blocks import intersect_blocks, storage_shape
 from mlax.train.checkpoints._manifest import (
@@ -127,7 +127,8 @@ def _match_leaves(
     extra = [name for name in available if name not in leaves and any(matches(pattern, name) for pattern in only)]
     if missing:
         fault = f"{_names_and_verb(missing)} not saved (saved, but not in the target: {_first_names(extra)})"
-        raise TargetMismatch(fault, _ADVICE)
+        renamed = _names_of_stacks(missing, extra)
+        raise TargetMismatch(fault, f"stacks of layers have a name now: pass names={renamed}" if renamed else _ADVICE)
     if extra:
         raise TargetMismatch(f"{_names_and_verb(extra)} saved, but not in the target", _ADVICE)
     return {name: available[name] for name in wanted}
@@ -146,6 +147,17 @@ def _rename_saved(saved: Iterable[str], names: Mapping[str, str]) -> dict[str, s
         if new in renamed:
             raise ValueError(f"restore: {name!r} and {renamed[new]!r} would both be {new!r}; rename one of them.")
         renamed[new] = name
+    return renamed
+
+
+def _names_of_stacks(missing: list[str], extra: list[str]) -> dict[str, str]:
+    """The `names` that insert the name of a stack, if the leaves that are missing are those saved without it."""
+    renamed: dict[str, str] = {}
+    for name in missing:
+        above, stacked, _ = name.rpartition(f"/{STACKED}/")
+        if not stacked or name.replace(f"/{STACKED}/", "/") not in extra:
+            return {}
+        renamed[above.replace(f"/{STACKED}/", "/")] = f"{above}/{STACKED}"
     return renamed
 
 
