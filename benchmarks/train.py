@@ -41,8 +41,12 @@ def main(torch_python: str | None, rounds: int) -> None:
         times = throughput(name, torch_python, rounds)
         own = times["mlax"]
         rows += [(name, library, seconds(step), f"{own / step:.2f}") for library, step in times.items()]
-        worst[name] = max(own / step for library, step in times.items() if library in (*PEERS, "PyTorch"))
+        peers = [own / step for library, step in times.items() if library in (*PEERS, "PyTorch")]
+        if peers:  # none may be installed
+            worst[name] = max(peers)
     print_table(f"A training step, median of {rounds} rounds", ("model", "library", "per step", "mlax / this"), rows)
+    if len(worst) < len(STEPS):
+        print("no peer to compare with: install Flax or Equinox, or pass a Python that has PyTorch")
     for name, ratio in worst.items():
         print(verdict(f"{name}: train.step is no slower than the fastest peer ({ratio:.2f})", ratio <= 1.05))
 

@@ -5,6 +5,7 @@ import re
 import signal
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
+LOOPBACK = "127.0.0.1"  # where the processes of one machine meet: no other machine can reach them there
 HEARTBEAT_VARIABLE = "MLAX_HEARTBEAT"  # the environment variable with the path of a process's heartbeat file
 HEARTBEAT_BYTES = 64  # at the beginning of that file
 FINISHED_OFFSET = 64  # where a process writes a byte once its script has ended

@@ -1,8 +1,7 @@
-"""The commands `mlax demo`, `mlax train` and `mlax plot`."""
+"""The commands `mlax demo` and `mlax train`."""
 
 import ast
 import dataclasses
-import importlib.util
 import itertools
 import json
 from collections.abc import Sequence
@@ -91,7 +90,7 @@ def planned_steps(run: Path) -> int | None:
     """How many steps the run in a folder was configured for; None if that is unknown."""
     try:
         steps = json.loads((run / "config.json").read_text())["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return steps if isinstance(steps, int) else None
 
@@ -101,50 +100,3 @@ def train(script: str, args: Sequence[str]) -> int:
     enable_compilation_cache()
     run_script(script, args)
     return 0
-
-
-def plot(runs: Sequence[str], output: str) -> int:
-    """Print the last and best scores of each run, and plot the curves of all."""
-    from mlax.train import plot_curves, read_records
-
-    found = {folder: read_records(Path(folder) / "metrics.jsonl") for folder in map(_strip_file_name, runs)}
-    empty = [folder for folder, records in found.items() if not records]
-    if empty:
-        print(f"left out, as they have no metrics.jsonl with records: {', '.join(empty)}")
-    found = {folder: records for folder, records in found.items() if records}
-    if not found:
-        raise SystemExit("mlax plot: none of these is the folder of a run.")
-    print(score_table(found))
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("mlax plot: the curves need Matplotlib: pip install matplotlib.")
-    plot_curves(Path(output), found)
-    print(f"curves: {output}")
-    return 0
-
-
-def score_table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each run: its last step, and the last and best value of each score; losses are best when low."""
-    scores = {run: [r["evaluation"] for r in records if "evaluation" in r] for run, records in runs.items()}
-    names = list(dict.fromkeys(name for each in scores.values() for score in each for name in score)) or ["loss"]
-    header = ["run", "step", *(f"{name} ({which})" for name in names for which in ("last", "best"))]
-    rows = [header]
-    for run, records in runs.items():
-        source = scores[run] or records  # a run without evaluations is compared by its training metrics
-        values = {name: [r[name] for r in source if r.get(name) is not None] for name in names}
-        cells = [cell for name in names for cell in _last_and_best(name, values[name])]
-        rows.append([run, f"{records[-1]['step']:,}", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _last_and_best(name: str, values: list[float]) -> tuple[str, str]:
-    if not values:
-        return "", ""
-    low = any(word in name for word in ("loss", "error", "perplexity"))
-    return f"{values[-1]:.4g}", f"{(min if low else max)(values):.4g}"
-
-
-def _strip_file_name(folder: str) -> str:
-    return folder.rstrip("/").removesuffix("/metrics.jsonl")

@@ -6,15 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from mlax._supervision import HEARTBEAT_VARIABLE, SLOW_PHASES
+from mlax._supervision import (
+    ALL_FINISHED_OFFSET,
+    FINISHED_OFFSET,
+    HEARTBEAT_BYTES,
+    HEARTBEAT_VARIABLE,
+    SLOW_PHASES,
+)
 
 NOISE = b"[Gloo] Rank"  # how the lines begin that the CPU collectives print about each connection
+MAX_LINE_BYTES = 1 << 16  # longer ones are printed in several lines, so that they need not be held in memory
 
 
 class Heartbeat(NamedTuple):
@@ -29,18 +37,23 @@ class Heartbeat(NamedTuple):
 
 
 class WorkerProcess:
-    """A subprocess in its own session, so that Ctrl-C in the terminal reaches the supervisor only."""
+    """A subprocess in its own session, so that Ctrl-C in the terminal reaches the supervisor only.
 
-    def __init__(self, index: int, heartbeat_file: Path, command: Sequence[str]):
+    It writes its heartbeats to a file without a name, so that nothing is left of it however the supervisor ends.
+    """
+
+    def __init__(self, index: int, command: Sequence[str]):
         self.index = index
-        self.heartbeat_file = heartbeat_file
+        self._report = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # `drain` closes it
+        descriptor = self._report.fileno()
         self.popen = subprocess.Popen(
             command,
-            env={**os.environ, HEARTBEAT_VARIABLE: str(heartbeat_file)},  # see train.heartbeat
+            env={**os.environ, HEARTBEAT_VARIABLE: f"/dev/fd/{descriptor}"},  # see train.heartbeat
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=(descriptor,),
         )
         self.status: int | None = None  # the exit status, negative for a signal; None while it runs
         self.died_at = math.inf
@@ -61,9 +74,19 @@ class WorkerProcess:
     def heartbeat(self) -> Heartbeat | None:
         """The last heartbeat; None before the first."""
         with contextlib.suppress(OSError, ValueError):
-            count, step, phase = self.heartbeat_file.read_text(errors="replace").split(maxsplit=2)
-            return Heartbeat(int(count), int(step), phase.rstrip())
+            text = os.pread(self._report.fileno(), HEARTBEAT_BYTES, 0).decode(errors="replace")
+            count, step, phase = text.split(maxsplit=2)
+            return Heartbeat(int(count), int(step), phase.rstrip(" \0"))
         return None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether its script has ended; the process may still be about to exit."""
+        return os.pread(self._report.fileno(), 1, FINISHED_OFFSET) == b"1"
+
+    def tell_all_finished(self) -> None:
+        """Tell it that the scripts of all processes have ended, so that none needs another any more."""
+        os.pwrite(self._report.fileno(), b"1", ALL_FINISHED_OFFSET)
 
     def send(self, number: int) -> None:
         """Send a signal to it and its children, if any of them still runs."""
@@ -79,6 +102,7 @@ class WorkerProcess:
         """Wait until its output is printed; not forever, since a child may hold the pipe."""
         for reader in self._readers:
             reader.join(2)
+        self._report.close()
 
     def __str__(self) -> str:
         return f"process {self.index} (pid {self.popen.pid})"
@@ -93,8 +117,9 @@ class WorkerProcess:
         self.died_at, self.status = time.monotonic(), status
 
     def _forward(self, source: IO[bytes], target: IO[str]) -> None:
+        """Print what it prints, line by line, with its index."""
         with source:
-            for line in source:
+            while line := source.readline(MAX_LINE_BYTES):
                 if not line.startswith(NOISE):
                     target.write(f"[{self.index}] {line.decode(errors='replace').rstrip()}\n")
                     target.flush()

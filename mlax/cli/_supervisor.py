@@ -2,21 +2,31 @@
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
-from mlax._supervision import TERMINATED, Phase
+import mlax
+from mlax._supervision import LOOPBACK, TERMINATED, Phase
 from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit
 
+# Loads the package of the supervisor, wherever it is, without its folder on the path.
+_START_WORKER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("mlax", sys.argv.pop(1))
+sys.modules["mlax"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["mlax"])
+import mlax.cli._worker
+sys.exit(mlax.cli._worker.start(sys.argv[1:]))
+"""
 POLL_INTERVAL = 0.05  # seconds between two checks
 FOLLOW_UP_WINDOW = 0.5  # seconds in which the deaths that follow from a first one are observed too
 KILL_TIMEOUT = 3.0  # seconds between SIGTERM and SIGKILL for processes that lost one of their peers
@@ -66,7 +76,8 @@ def _report(message: str) -> None:
 class Supervisor:
     """Runs a script in several processes; if one dies or hangs, it reports which, and terminates them all.
 
-    While it is entered, SIGTERM and Ctrl-C are forwarded to the processes as SIGTERM; a second signal kills them.
+    While it is entered, SIGTERM, SIGHUP and Ctrl-C are forwarded to the processes as SIGTERM; a second signal kills
+    them.
     """
 
     def __init__(
@@ -86,7 +97,9 @@ class Supervisor:
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # handlers
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup ignores SIGHUP
             self._previous[number] = signal.signal(number, lambda number, frame: self.signals.append(number))
         return self
 
@@ -97,11 +110,11 @@ class Supervisor:
     def attempt(self) -> Outcome:
         """Start all processes and wait until all of them have ended."""
         processes: list[WorkerProcess] = []
-        with tempfile.TemporaryDirectory(prefix="mlax-launch-") as folder, _reserve_port() as port:
+        with _reserve_port() as port:
             try:
                 for index in range(self.count):
                     command = [sys.executable, "-u", *self.worker_args(index, port)]
-                    processes.append(WorkerProcess(index, Path(folder) / f"heartbeat-{index}", command))
+                    processes.append(WorkerProcess(index, command))
                 return self._supervise(processes)
             finally:
                 for process in processes:
@@ -121,7 +134,8 @@ class Supervisor:
             "supervisor": os.getpid(),
             "command": sys.orig_argv,
         }
-        return ["-m", "mlax.cli._worker", json.dumps(task), self.script, *self.args]
+        # -P, and not -m: a file in the current folder, such as ./ctypes.py, must not be imported in place of Python's
+        return ["-P", "-c", _START_WORKER, mlax.__file__, json.dumps(task), self.script, *self.args]
 
     def _supervise(self, processes: list[WorkerProcess]) -> Outcome:
         detector = HangDetector(processes, self.hang, self.slow_timeout, self.clock)
@@ -129,12 +143,18 @@ class Supervisor:
             statuses = [process.status for process in processes]
             if all(status == 0 for status in statuses):
                 return Outcome("", 0)
+            self._announce_end(processes)
             if any(statuses):
                 return self._handle_death(processes)
             if hang := detector.check():
                 return self._handle_hang(processes, hang)
             time.sleep(POLL_INTERVAL)
         return self._handle_signal(processes)
+
+    def _announce_end(self, processes: list[WorkerProcess]) -> None:
+        if all(process.has_finished for process in processes):
+            for process in processes:
+                process.tell_all_finished()
 
     def _handle_death(self, processes: list[WorkerProcess]) -> Outcome:
         """Find the process that died first: others may have died because of it."""
@@ -147,6 +167,8 @@ class Supervisor:
         # a process that has lost a peer fails or is aborted by JAX; any other signal has another cause
         process, status = min(dead, key=lambda pair: (_may_be_consequence(pair[1] or 0), pair[0].died_at))
         why = f"{process} {describe_exit(status or 0)}{_describe_position(process)}"
+        if _may_be_consequence(status or 0) and (early := _exited_early(processes, process.died_at)):
+            why = f"{early} {_describe_early_exit(early)}, without which {process} {describe_exit(status or 0)}"
         if stopped:
             why = f"{stopped[0]} is stopped, as by SIGSTOP, and {process} gave up waiting for it"
         retry = (status or 0) < 0 or bool(stopped) or any(map(_has_trained, processes))
@@ -158,6 +180,8 @@ class Supervisor:
             process.send(signal.SIGUSR1)  # each prints the stacks of its threads
         time.sleep(FOLLOW_UP_WINDOW)
         self._terminate(processes)
+        if early := _exited_early(processes, math.inf):
+            return Outcome(f"{early} {_describe_early_exit(early)}, and {hang.process} waits for it", 124)
         return Outcome(f"{hang.process} {hang.why}", 124)
 
     def _handle_signal(self, processes: list[WorkerProcess]) -> Outcome:
@@ -175,6 +199,7 @@ class Supervisor:
                 self._terminate(processes, timeout=0)
                 why = "killed before all processes had saved; the last checkpoint is complete"
                 return Outcome(why, -received, retry=False)
+            self._announce_end(processes)
             time.sleep(POLL_INTERVAL)
         if all(process.status == 0 for process in processes):
             return Outcome("", 0)
@@ -200,6 +225,16 @@ def _may_be_consequence(status: int) -> bool:
     return status >= 0 or status in (-signal.SIGABRT, -signal.SIGTERM)
 
 
+def _exited_early(processes: list[WorkerProcess], before: float) -> WorkerProcess | None:
+    """The first process that exited with status 0 before its script had ended, as by os._exit(0)."""
+    early = [p for p in processes if p.status == 0 and p.died_at < before and not p.has_finished]
+    return min(early, key=lambda process: process.died_at, default=None)
+
+
+def _describe_early_exit(process: WorkerProcess) -> str:
+    return f"exited with status 0 before its script had ended{_describe_position(process)}"
+
+
 def _is_compiling(process: WorkerProcess) -> bool:
     beat = process.heartbeat()
     return beat is not None and beat.phase == Phase.COMPILING
@@ -219,5 +254,5 @@ def _reserve_port() -> Iterator[int]:
     """A port that no other process is given; the coordinator can still bind it, since both set SO_REUSEPORT."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("localhost", 0))
+        reserved.bind((LOOPBACK, 0))
         yield reserved.getsockname()[1]

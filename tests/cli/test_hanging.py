@@ -31,12 +31,13 @@ def detect(count=2, hang=20, slow_timeout=100):
     return workers, after
 
 
-def test_the_supervisor_reads_the_heartbeats_of_a_process(tmp_path):
+def test_the_supervisor_reads_the_heartbeats_of_a_process():
     script = "from mlax import train; train.heartbeat(3); train.heartbeat(4, 'waiting for data')"
-    process = WorkerProcess(0, tmp_path / "heartbeat", [sys.executable, "-c", script])
+    process = WorkerProcess(0, [sys.executable, "-c", script])
     assert process.heartbeat() is None
     process.reap()
     assert process.status == 0 and process.heartbeat() == (2, 4, "waiting for data")
+    process.drain()
 
 
 def test_without_heartbeats_the_process_furthest_behind_hangs():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 import mlax
-from mlax.cli import main
+from mlax.cli import examples, main
 
 
 def test_help_lists_every_command_without_importing_jax():
@@ -23,7 +23,17 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"mlax {mlax.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["launch", "script.py"], ["launch", "-n", "0", "script.py"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["launch", "script.py"],
+        ["launch", "-n", "0", "script.py"],
+        ["launch", "-n", "1", "--hang", "nan", "script.py"],
+        ["launch", "-n", "1", "--restarts", "-1", "script.py"],
+    ],
+)
 def test_an_invalid_command_exits_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as refused:
         main(argv)
@@ -36,3 +46,14 @@ def test_submodules_and_names_of_core_are_imported_on_first_use():
     assert {"Series", "nn", "train"} <= set(dir(mlax))
     with pytest.raises(AttributeError, match="mlax has no 'Serie'; it has"):
         mlax.Serie  # noqa: B018
+
+
+def test_help_lists_the_examples_and_explains_each_option_of_launch(capsys):
+    for argv in (["demo", "--help"], ["launch", "--help"], ["plot", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)
+    words = " ".join(capsys.readouterr().out.split())
+    assert all(name in words.replace("- ", "-") for name in examples())
+    assert "Raise it if a single step, or loading a batch, may take longer" in words
+    assert "Raise it if a checkpoint takes longer to write" in words
+    assert "of any other metric the smallest and the largest value are shown" in words

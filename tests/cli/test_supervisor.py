@@ -3,12 +3,16 @@
 import inspect
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 
 import pytest
 
 from mlax.cli import Supervisor, main
+from tests.processes import child_environment
 
 HEARTBEAT = """
 import itertools, os, signal, sys, time
@@ -93,6 +97,68 @@ def test_a_killed_process_is_blamed_even_if_another_fails_first(launch, capfd, e
     assert messages(capfd)[0].startswith("process 1 ")
 
 
+@pytest.mark.parametrize("end", ["os.abort()", "sys.exit(1)"])
+def test_a_process_that_exits_with_status_0_before_its_end_is_blamed(launch, capfd, end):
+    follows = f"{TRAINS}time.sleep(0.8); {end}"
+    assert launch(follows, f"{TRAINS}os._exit(0)", restarts=0) != 0
+    words = messages(capfd)[0]
+    assert words.startswith("process 1 ") and "exited with status 0 before its script had ended, at step 1" in words
+
+
+def test_a_process_that_exits_with_status_0_is_blamed_for_those_that_wait_for_it(launch, capfd):
+    assert launch(WAITS, f"{TRAINS}os._exit(0)", restarts=0, hang=1.0) == 124
+    words = messages(capfd)[0]
+    assert words.startswith("process 1 ") and "process 0" in words and "waits for it" in words
+
+
+def test_processes_learn_when_the_scripts_of_all_have_ended(launch):
+    ends = """
+report = os.open(os.environ["MLAX_HEARTBEAT"], os.O_RDWR)
+time.sleep({seconds})
+os.pwrite(report, b"1", 64)
+began = time.monotonic()
+while os.pread(report, 1, 65) != b"1" and time.monotonic() - began < 20: time.sleep(0.02)
+sys.exit(0 if {least} < time.monotonic() - began < 15 else 5)
+"""
+    assert launch(ends.format(seconds=0, least=0.3), ends.format(seconds=0.7, least=0), restarts=0) == 0
+
+
+def test_output_without_line_ends_is_not_held_back(launch, capfd):
+    assert launch("print('x' * 300_000, end='', flush=True); time.sleep(0.1); print('y')") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 5 and sum(line.count("x") for line in lines) == 300_000
+    assert max(map(len, lines)) < 70_000 and lines[-1].endswith("y")
+
+
+def test_a_supervisor_needs_no_files_that_it_could_leave_behind(launch, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert launch(f"{TRAINS}sys.exit(len(os.listdir({str(tmp_path / 'temporary')!r})))", restarts=0) == 0
+
+
+LISTENS = """
+import glob, os, re
+mine = {re.sub(r"\\D", "", os.readlink(link)) for link in glob.glob("/proc/self/fd/*") if os.path.islink(link)}
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for fields in map(str.split, open(table).read().splitlines()[1:]):
+        if fields[3] == "0A" and fields[9] in mine:
+            print("listens", fields[1].split(":")[0])
+"""
+
+
+def test_workers_listen_on_the_loopback_address_only_and_import_nothing_from_the_current_folder(tmp_path):
+    for name in ("ctypes", "json", "faulthandler"):
+        (tmp_path / f"{name}.py").write_text(f"print('imported {name}')\nraise SystemExit(9)\n")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "script.py").write_text(LISTENS)
+    command = [sys.executable, "-P", "-m", "mlax", "launch", "-n", "1", "--restarts", "0", "scripts/script.py"]
+    environment = {**child_environment(), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    addresses = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert addresses and all(each.endswith("0100007F") for each in addresses), done.stdout
+
+
 def test_a_hung_process_is_reported_and_killed(launch, capfd):
     began = time.monotonic()
     assert launch(f"{TRAINS}{WAITS}", WAITS, restarts=0, hang=1.0) == 124
@@ -106,7 +172,7 @@ def test_a_stopped_process_is_reported_and_killed(launch, capfd):
     assert "has been stopped for 1 s, as by SIGSTOP" in messages(capfd)[0]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_is_forwarded_and_sets_the_exit_status(launch, capfd, number, status):
     timer = send_later(number)
     assert launch(SAVES + WAITS, SAVES + WAITS) == status
