@@ -29,6 +29,23 @@ def error_scope(name: str, x: Any) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def locate_nan_in_scan(
+    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, *, reverse: bool = False
+) -> Iterator[None]:
+    """Around a scan: if `jax_debug_nans` raises, apply the steps one by one, so that the error names one of them.
+
+    Each step is in a scope with its index: `in blocks/3/norm, called on float32[8, 16]`.
+    """
+    try:
+        yield
+    except FloatingPointError:
+        for index in reversed(range(length)) if reverse else range(length):
+            with error_scope(str(index), carry):
+                carry, _ = step(carry, jax.tree.map(lambda leaf, index=index: leaf[index], xs))
+        raise
+
+
 def short_repr(description: Any) -> str:
     """The repr of a description, or `Series(...)` if it is long."""
     text = repr(description)

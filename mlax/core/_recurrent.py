@@ -2,6 +2,7 @@
 
 import abc
 import collections
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import Any
 
@@ -23,7 +24,7 @@ from mlax._jax import (
     time_vmap,
 )
 from mlax.core._composite import Composite, Sub, split_parts
-from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
+from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, shape_dtypes
 from mlax.core._wrappers import Wrapper, slice_shapes
@@ -120,21 +121,21 @@ class Recurrent(Wrapper):
             step_index = lax.broadcasted_iota(lengths.dtype, (times, *lengths.shape), 0)
             valid = step_index < lax.expand_dims(lengths, (0,))  # (t, b)
             x = _zero_padding(x, valid)
-        if isinstance(self.layer, CompositeCell) and non_trainables is None:
-            _check_carry(self.layer, carry, step)
-            self.layer.check_variables((carry, x), trainables, None)
-            weights = split_parts(self.layer, trainables)
-            carry, y = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
-        else:
-            init = (carry, non_trainables)
-            (carry, non_trainables), y = self._scan_cell(init, x, trainables, keys, valid, inference_mode)
+        init, xs, apply_step = (carry, non_trainables), (x, keys, valid), self._cell_step(trainables, inference_mode)
+        with locate_nan_in_scan(apply_step, init, xs, times, reverse=self.reverse):
+            if isinstance(self.layer, CompositeCell) and non_trainables is None:
+                _check_carry(self.layer, carry, step)
+                self.layer.check_variables((carry, x), trainables, None)
+                weights = split_parts(self.layer, trainables)
+                carry, y = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
+            else:  # a cell of any kind, with its state in the carry
+                scanned = lax.scan(apply_step, init, xs, reverse=self.reverse, unroll=self._unroll)
+                (carry, non_trainables), y = scanned
         y = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, self.axis), y)
         return ((carry, y) if self.carry else y), non_trainables
 
-    def _scan_cell(
-        self, init: tuple[Any, Tree], x: Any, trainables: Tree, keys: Any, valid: Any, inference_mode: bool
-    ) -> tuple[tuple[Any, Tree], Any]:
-        """Scan a cell of any kind, with its state in the carry."""
+    def _cell_step(self, trainables: Tree, inference_mode: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """One step of the cell, whose carry includes its state."""
 
         def step(before: tuple[Any, Tree], xs: tuple[Any, Any, Any]) -> tuple[tuple[Any, Tree], Any]:
             carry, state = before
@@ -143,7 +144,7 @@ class Recurrent(Wrapper):
             after, y = self._mask(valid, carry, *out)
             return (after, state), y
 
-        return lax.scan(step, init, (x, keys, valid), reverse=self.reverse, unroll=self._unroll)
+        return step
 
     def _scan_parts(
         self,

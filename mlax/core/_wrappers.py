@@ -14,7 +14,7 @@ from jax.core import Tracer
 from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
 from mlax.core._checks import check_is_dict
 from mlax.core._composite import check_layer
-from mlax.core._errors import error_scope, short_repr, signature
+from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
 from mlax.core._paths import STACKED, flatten_paths
@@ -159,7 +159,7 @@ class Repeat(Wrapper):
         """Like `fwd`, given the key of each repetition."""
         layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
 
-        def step(x: Any, own: tuple[Tree, Tree, jax.Array | None]) -> tuple[Any, Tree]:
+        def step(x: Any, own: tuple[Tree, Tree, jax.Array | None], layer: Layer = layer) -> tuple[Any, Tree]:
             trainables, non_trainables, key = own
             y, new = layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)
             if signature(y) != signature(x):
@@ -170,8 +170,10 @@ class Repeat(Wrapper):
             return y, new
 
         stacked = (get_stack(trainables), get_stack(non_trainables), keys)
+        plain_step = functools.partial(step, layer=self.layer)
         if self.mode != "unroll":
-            with error_scope(STACKED, x):  # around the scan: inside, JAX repeats it in the backward pass of a remat
+            # around the scan: inside, JAX repeats the scope in the backward pass of a remat
+            with locate_nan_in_scan(plain_step, x, stacked, self.times), error_scope(STACKED, x):
                 y, new = lax.scan(step, x, stacked, length=self.times)
             return y, name_stack(new)
         states = []

@@ -17,7 +17,14 @@ _RECOVERY = 10  # times `patience`: training that has gone on for so many steps 
 
 
 class Diverged(FloatingPointError):
-    """The loss or a gradient was not finite in many steps in a row, and rolling back did not help."""
+    """The loss, a gradient or the result was not finite in many steps in a row, and rolling back did not help.
+
+    `state` is the state after these steps, to find the layer by `step.advance` under `jax.debug_nans(True)`.
+    """
+
+    def __init__(self, message: str, state: TrainState):
+        super().__init__(message)
+        self.state = state
 
 
 class Divergence:
@@ -37,6 +44,7 @@ class Divergence:
         self.rollbacks = rollbacks  # how many are left
         self.patience = patience
         self.skipped: list[int] = []  # the latest steps, if all of them were skipped
+        self._cause = ""  # of the last one
         self._restored: int | None = None  # the step of the last rollback
         self._rolled_back_at = 0
         self._losses: list[float] = []  # of the steps since the last save
@@ -49,8 +57,9 @@ class Divergence:
                 self._losses.append(record.get("loss", math.nan))
                 continue
             self.skipped.append(record["step"])
+            self._cause = _describe_cause(record)
             self.monitor.log_event(
-                record["step"], "skipped: the loss or a gradient is not finite", ids=self._example_ids(record["step"])
+                record["step"], f"skipped: {_describe_cause(record)}", ids=self._example_ids(record["step"])
             )
             if len(self.skipped) == 1:
                 self.monitor.print(_describe_skip(record))
@@ -62,12 +71,7 @@ class Divergence:
         self.skipped = []
         restored = self._restore_before(first, state) if self.rollbacks else None
         if restored is None:
-            raise Diverged(
-                f"the loss or a gradient was not finite in any of the steps {first} to {last}, which left the weights "
-                "unchanged. Lower the learning rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider "
-                "dtype, or look at the examples of these steps, whose ids are in the log: a label or an id out of "
-                "range is another cause."
-            )
+            raise Diverged(_describe_divergence(first, last, self._cause), state)
         self.rollbacks -= 1
         self._restored, self._rolled_back_at, self._losses = restored.step, last, []
         self.monitor.print(
@@ -119,4 +123,22 @@ class Divergence:
 def _describe_skip(record: Record) -> str:
     if "scale" in record:
         return f"step {record['step']} overflowed at a loss scale of {record['scale']:g} and was skipped"
-    return f"step {record['step']} was skipped: the loss or a gradient is not finite; see the log"
+    return f"step {record['step']} was skipped: {_describe_cause(record)}; see the log"
+
+
+def _describe_cause(record: Record) -> str:
+    """What of a skipped step was not finite."""
+    for name, value in (("the loss", record.get("loss")), ("the gradient", record.get("gradient_norm"))):
+        if value is None or not math.isfinite(value):
+            return f"{name} is not finite"
+    return "its new weights or non_trainables, BatchNorm's statistics say, are not finite"
+
+
+def _describe_divergence(first: int, last: int, cause: str) -> str:
+    return (
+        f"none of the steps {first} to {last} was finite, which left the weights unchanged; of step {last}, {cause}. "
+        f"To find the layer, catch this error and run the step on a batch of feed.stream({last - 1}, {last}) under "
+        "jax.debug_nans(True): `step.advance(error.state, batch)` raises at the first NaN and names the layer. Then "
+        "lower the learning rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider dtype, or mend the "
+        "examples of these steps, whose ids are in the log: a label or an id out of range is another cause."
+    )

@@ -303,3 +303,24 @@ def test_an_input_that_does_not_match_the_fields_is_an_error():
         mlax.Recurrent(Cell(5), axis=3).init(RNG, TIME)
     with pytest.raises(ValueError, match="unroll is 0, but must be an integer"):
         mlax.Recurrent(Cell(5), unroll=0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_nan_in_a_step_is_located_by_its_index(reverse):
+    @mlax.frozen
+    class Root(mlax.Cell):
+        def initial_carry(self, x):
+            return jnp.ones_like(x)
+
+        def init(self, rng, x):
+            return None, None
+
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            carry, x = x
+            y = jnp.sqrt(carry + x)
+            return (y, y), non_trainables
+
+    x = jnp.zeros((2, 5, 3)).at[:, 3].set(-2)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        mlax.Series(cell=mlax.Recurrent(Root(), reverse=reverse)).fwd(x, None)
+    assert any(note.startswith("in cell/3, called on") for note in caught.value.__notes__)

@@ -91,3 +91,16 @@ def test_unrolled_repetitions_are_separated_by_barriers_on_a_cpu():
         trainables, _ = layer.init(jax.random.key(0), x)
         compiled = jax.jit(jax.grad(lambda t: (layer.fwd(x, t)[0] ** 2).sum())).lower(trainables).compile()
     assert compiled.as_text().count(" conditional(") >= 5
+
+
+@pytest.mark.parametrize("mode", ["scan", "remat"])
+@pytest.mark.parametrize("transform", [lambda fwd: fwd, jax.jit])
+def test_a_nan_in_a_repetition_is_located_by_its_index_and_part(mode, transform):
+    block = mlax.Series(down=nn.Bias(), root=mlax.F(jnp.sqrt))
+    layer = mlax.Series(blocks=mlax.Repeat(block, 3, mode=mode))
+    trainables, _ = layer.init(jax.random.key(0), X)
+    x = jnp.ones_like(X)
+    trainables = jax.tree.map(lambda leaf: leaf.at[2].set(-2), trainables)  # so that the third takes the root of -1
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        transform(layer.fwd)(x, trainables)
+    assert "in blocks/2/root, called on float32[4, 6]" in caught.value.__notes__
