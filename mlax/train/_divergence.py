@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mlax.files import InvalidFile
 from mlax.train._metrics import Record
 from mlax.train._monitor import Monitor
 from mlax.train._state import TrainState
-from mlax.train.checkpoints._checkpoints import STABLE, Checkpoints
+from mlax.train.checkpoints._checkpoints import Checkpoints
 from mlax.train.checkpoints._restore import RestoredCheckpoint
 
 _RECOVERY = 10  # times `patience`: training that has gone on for so many steps has recovered
@@ -27,16 +27,35 @@ class Diverged(FloatingPointError):
         self.state = state
 
 
+class StableStep(NamedTuple):
+    """The checkpoint whose weights did best in training: the steps after it had the lowest mean loss.
+
+    Weights can be spoilt long before a step is not finite, and then all of the last checkpoints hold them. This one
+    does not, and it is kept.
+    """
+
+    step: int
+    loss: float
+
+
 class Divergence:
     """Counts the steps that were skipped in a row, and rolls back after `patience` of them.
 
     A rollback restores weights and slots of the last checkpoint before the first skipped step; the data continues where
-    it is. If that did not help, the next one restores an older checkpoint: that with the lowest training loss, or the
-    oldest. After `rollbacks` of them `Diverged` is raised.
+    it is. If that did not help, the next one restores an older checkpoint: the `stable` one, or the oldest. After
+    `rollbacks` of them `Diverged` is raised. `saved` is the checkpoint that training resumes from.
     """
 
     def __init__(
-        self, feed: Any, checkpoints: Checkpoints | None, monitor: Monitor, *, rollbacks: int = 2, patience: int = 20
+        self,
+        feed: Any,
+        checkpoints: Checkpoints | None,
+        monitor: Monitor,
+        *,
+        rollbacks: int = 2,
+        patience: int = 20,
+        saved: int | None = None,
+        stable: Sequence[Any] | None = None,
     ):
         self.feed = feed
         self.checkpoints = checkpoints
@@ -45,9 +64,11 @@ class Divergence:
         self.patience = patience
         self.skipped: list[int] = []  # the latest steps, if all of them were skipped
         self._cause = ""  # of the last one
+        self.stable = None if stable is None else StableStep(*stable)
+        self._saved = saved  # the step of the last checkpoint
+        self._losses: list[float] = []  # of the steps since then
         self._restored: int | None = None  # the step of the last rollback
         self._rolled_back_at = 0
-        self._losses: list[float] = []  # of the steps since the last save
 
     def count(self, records: Sequence[Record]) -> bool:
         """Log each skipped step with the ids of its examples; returns whether it is time to roll back."""
@@ -73,7 +94,8 @@ class Divergence:
         if restored is None:
             raise Diverged(_describe_divergence(first, last, self._cause), state)
         self.rollbacks -= 1
-        self._restored, self._rolled_back_at, self._losses = restored.step, last, []
+        self._restored, self._rolled_back_at = restored.step, last
+        self._saved, self._losses = restored.step, []
         self.monitor.print(
             f"steps {first} to {last} were not finite: rolled back to the weights of step {restored.step}; "
             "the data continues"
@@ -87,11 +109,15 @@ class Divergence:
         ids = np.asarray(self.feed.indices(step - 1))  # steps count from 1, batches from 0
         return ids[ids >= 0].tolist()
 
-    def training_loss(self) -> dict[str, float]:
-        """The mean training loss of the steps since the last save, as the metric that `STABLE` compares."""
-        losses, self._losses = self._losses, []
-        mean = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
-        return {STABLE.metric: mean} if math.isfinite(mean) else {}
+    def update_stable(self, step: int) -> StableStep | None:
+        """The stable checkpoint, given that `step` is about to be saved: the one before that may be it."""
+        saved, losses = self._saved, self._losses
+        self._saved, self._losses = step, []
+        mean = sum(losses) / len(losses) if losses else math.nan
+        is_lowest = math.isfinite(mean) and (self.stable is None or mean <= self.stable.loss)
+        if is_lowest and self.checkpoints is not None and saved is not None and self.checkpoints.has(saved):
+            self.stable = StableStep(saved, mean)
+        return self.stable
 
     def _restore_before(self, first: int, state: TrainState) -> RestoredCheckpoint | None:
         """The first checkpoint before step `first` that can be restored, in the order in which they are worth trying.
@@ -116,7 +142,7 @@ class Divergence:
         if self._restored is None or first - self._rolled_back_at > _RECOVERY * self.patience:
             return before
         older = [step for step in before if step < self._restored]  # what was restored last did not help
-        stable = checkpoints.best(STABLE)
+        stable = None if self.stable is None else self.stable.step
         return sorted(older, key=lambda step: (step != stable, step))
 
 

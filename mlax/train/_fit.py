@@ -112,7 +112,14 @@ def fit(
             checkpoints=checkpoints,
             best=best,
             monitor=monitor,
-            divergence=Divergence(feed, checkpoints, monitor, rollbacks=rollbacks),
+            divergence=Divergence(
+                feed,
+                checkpoints,
+                monitor,
+                rollbacks=rollbacks,
+                saved=current_step if notes else None,
+                stable=None if changes.refused else notes.get("stable"),
+            ),
             signals=signals,
             hyperparams=hyperparams,
             intervals=Intervals(steps, evaluate_every, save_every),
@@ -296,18 +303,20 @@ class Loop:
         with self.signals.unkillable():
             heartbeat(self.current_step, Phase.SAVING)
             finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
-            scored = finite if self.scored_step == self.current_step else {}
+            stable = self.divergence.update_stable(self.current_step)
             self.checkpoints.save(
                 self.current_step,
                 self.state,
                 # weights that were not evaluated cannot be the best
-                metrics={**scored, **self.divergence.training_loss()},
+                metrics=finite if self.scored_step == self.current_step else {},
                 notes={
                     "scores": finite,
                     "scored": self.scored_step,
                     "best": self.best_score,
                     "feed": self.position(),
+                    "stable": stable,
                 },
+                also_keep=() if stable is None else (stable.step,),
             )
             if failure := self.checkpoints.failure():
                 self.best_score = None  # the best weights may not be on disk

@@ -27,7 +27,7 @@ from mlax.train._curves import parse_record, read_lines
 from mlax.train._fingerprint import WEIGHTS, differences
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
-from mlax.train.checkpoints._checkpoints import STABLE, Checkpoints, Maximize, Minimize
+from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 from mlax.train.checkpoints._multiprocess import broadcast_text
 from mlax.train.checkpoints._restore import TargetMismatch
 
@@ -173,7 +173,7 @@ def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None
     """The checkpoints of a run, None without a folder; with `resume=False` there must be none yet."""
     if run.root is None:
         return None
-    checkpoints = Checkpoints(run.root / "checkpoints", keep=keep, best=best, fallback=STABLE)
+    checkpoints = Checkpoints(run.root / "checkpoints", keep=keep, best=best)
     if resume is False and checkpoints.latest() is not None:
         raise FileExistsError(
             f"fit: {run.root} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; choose "

@@ -286,12 +286,13 @@ def test_damaged_steps_do_not_count_as_kept(checkpoints):
     assert_step(again, 31)
 
 
-def test_the_step_of_the_lowest_training_loss_is_kept_as_a_fallback(tmp_path):
-    checkpoints = train.Checkpoints(tmp_path, keep=2, best=train.Maximize("accuracy"), fallback=train.Minimize("loss"))
-    for step, loss in enumerate([3.0, 1.0, 2.0, 1e9, 1e9, 1e9, float("nan")]):
-        save(checkpoints, step, metrics={"loss": loss, "accuracy": step == 2})
+def test_a_save_keeps_the_older_steps_that_it_is_told_to(tmp_path):
+    checkpoints = train.Checkpoints(tmp_path, keep=2, best=train.Maximize("accuracy"))
+    for step in range(7):
+        save(checkpoints, step, metrics={"accuracy": step == 2}, also_keep={1})
     assert checkpoints.steps() == (1, 2, 5, 6) and checkpoints.best() == 2
-    assert checkpoints.best(train.Minimize("loss")) == 1
+    checkpoints.save(7, tree(7))
+    assert checkpoints.has(7) and not checkpoints.has(1) and checkpoints.steps() == (2, 6, 7)
 
 
 def test_a_failure_to_delete_old_steps_says_that_the_new_one_is_saved(tmp_path, monkeypatch):
@@ -308,7 +309,7 @@ def test_a_failure_to_delete_old_steps_says_that_the_new_one_is_saved(tmp_path, 
     checkpoints.save(2, tree(2))
     with pytest.raises(OSError, match="step 2 is saved, but older ones could not be deleted: Input/output error"):
         checkpoints.wait()
-    assert checkpoints.steps() == (1, 2) and checkpoints.last_saved == 2
+    assert checkpoints.steps() == (1, 2)
     monkeypatch.undo()
     save(checkpoints, 3)
     assert checkpoints.steps() == (3,)

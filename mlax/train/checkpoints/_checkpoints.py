@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -61,11 +61,6 @@ def _best_step(metrics: Mapping[int, Mapping[str, float]], name: str, sign: floa
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
-# Weights can be spoilt long before a step is not finite, and then all of the last checkpoints hold them; the one with
-# the lowest training loss does not.
-STABLE = Minimize("training/loss")
-
-
 class Checkpoints:
     """The checkpoints in a folder: the last `keep` steps (None: all), and the best one by a metric.
 
@@ -76,10 +71,9 @@ class Checkpoints:
     Reading changes nothing, so any process may read while another saves. Saves lock the folder: they take turns, and
     the first of them deletes what a save that was cut off has left behind.
 
-    fallback  another metric whose best step is kept: by the training loss, one from before the training diverged
-    report    callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
-              `restore` skipped a damaged step. None prints to stderr.
-    timeout   seconds that a save waits for other processes
+    report   callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
+             `restore` skipped a damaged step. None prints to stderr.
+    timeout  seconds that a save waits for other processes
     """
 
     def __init__(
@@ -88,18 +82,15 @@ class Checkpoints:
         *,
         keep: int | None = 3,
         best: Maximize | Minimize | None = None,
-        fallback: Maximize | Minimize | None = None,
         report: Callable[[str], None] | None = None,
         file_bytes: int = 1 << 30,
         timeout: float = 600.0,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"Checkpoints: keep is {keep!r}, but must be a number of steps, 1 or more, or None.")
-        _check_criterion("best", best)
-        _check_criterion("fallback", fallback)
+        _check_best(best)
         self.folder = os.path.abspath(os.fspath(folder))
-        self.keep, self.criterion, self.fallback = keep, best, fallback
-        self.last_saved: int | None = None  # the last step that this object has saved
+        self.keep, self.criterion = keep, best
         self.report = report or _print_report
         self.file_bytes, self.timeout = file_bytes, timeout
         # Starting a thread hands it the GIL for 5 ms, so this one is ready before `save` needs it.
@@ -119,10 +110,12 @@ class Checkpoints:
         *,
         metrics: Mapping[str, float] | None = None,
         notes: Mapping[str, Any] | None = None,
+        also_keep: Collection[int] = (),
     ) -> None:
         """Save a pytree of arrays as this step. Waits for the previous save, and returns after the copy to the host.
 
-        Disk errors surface in `failure` or `wait`. Saving a step again replaces it.
+        Disk errors surface in `failure` or `wait`. Saving a step again replaces it. `also_keep` are older steps that
+        this save does not delete.
         """
         step, metrics, notes = _check_step(step), _check_metrics(metrics or {}), _check_notes(notes or {})
         check_not_donated("Checkpoints.save", DONATED_STATE, tree=tree)
@@ -134,7 +127,12 @@ class Checkpoints:
         self._saves += 1
         copies = copy_to_host(leaves, group)
         job = SaveJob(self.folder, step, copies, metrics, notes, group, self._saves, self.file_bytes, self.timeout)
-        self._running = self._writer.submit(self._write, job)
+        self._running = self._writer.submit(self._write, job, frozenset(also_keep))
+
+    def has(self, step: int) -> bool:
+        """Whether a step is saved. Waits for the last save."""
+        self._join()
+        return step in self.steps()
 
     def wait(self) -> None:
         """Wait until the last save is on disk. Raises its failure, unless that was raised or reported before."""
@@ -161,14 +159,13 @@ class Checkpoints:
             )
         return None
 
-    def best(self, criterion: Maximize | Minimize | None = None) -> int | None:
-        """The best of the saved steps, by the metric passed as `best` or by another."""
-        criterion = criterion or self.criterion
-        if criterion is None:
+    def best(self) -> int | None:
+        """The best of the saved steps, by the metric passed as `best`."""
+        if self.criterion is None:
             raise ValueError("best: Checkpoints has no metric; pass best=Maximize('accuracy') or Minimize('loss').")
         found = {folder.step: folder for folder in step_folders(self.folder) if folder.fault is None}
         self._metrics = {folder: self._metrics.get(folder) or _read_metrics(folder) for folder in found.values()}
-        return criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
+        return self.criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
 
     def restore(
         self,
@@ -221,13 +218,12 @@ class Checkpoints:
         self._group = group if group.count > 1 else None
         return group
 
-    def _write(self, job: SaveJob) -> None:
+    def _write(self, job: SaveJob, also_keep: frozenset[int]) -> None:
         """On the background thread: write the step, and delete those that retention does not keep."""
         try:
             write_checkpoint(job)
-            self.last_saved = job.step
             if job.group.index == 0:
-                self._apply_retention(job)
+                self._apply_retention(job, also_keep)
         except BaseException as failure:  # raised later, in the thread that called `save`
             failure.add_note("In the background thread:\n" + "".join(traceback.format_tb(failure.__traceback__)))
             for each in (failure, failure.__cause__, failure.__context__):  # frames would keep the host copies alive
@@ -235,11 +231,11 @@ class Checkpoints:
                     each.__traceback__ = None
             self._failures.append(failure)
 
-    def _apply_retention(self, job: SaveJob) -> None:
+    def _apply_retention(self, job: SaveJob, also_keep: frozenset[int]) -> None:
         try:
             with writer_lock(self.folder, self.timeout):
-                best = {self.best(criterion) for criterion in (self.criterion, self.fallback) if criterion is not None}
-                apply_retention(self.folder, job.step, self.keep, best, self._damaged)
+                best = None if self.criterion is None else self.best()
+                apply_retention(self.folder, job.step, self.keep, {best, *also_keep}, self._damaged)
         except OSError as error:
             reason = f"step {job.step} is saved, but older ones could not be deleted: {error.strerror or error}"
             raise OSError(error.errno, reason, error.filename or self.folder) from error
@@ -289,11 +285,11 @@ def _check_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"save: notes must be JSON-serializable ({error}); save arrays in the tree.") from None
 
 
-def _check_criterion(argument: str, value: Any) -> None:
-    if not isinstance(value, Maximize | Minimize | None):
-        name = value if isinstance(value, str) else "loss"
-        wanted = f"{argument}=train.Minimize({name!r}) or {argument}=train.Maximize({name!r})"
-        raise TypeError(f"Checkpoints: {argument} is {_describe_value(value)}, without a direction; pass {wanted}.")
+def _check_best(best: Any) -> None:
+    if not isinstance(best, Maximize | Minimize | None):
+        name = best if isinstance(best, str) else "loss"
+        wanted = f"best=train.Minimize({name!r}) or best=train.Maximize({name!r})"
+        raise TypeError(f"Checkpoints: best is {_describe_value(best)}, without a direction; pass {wanted}.")
 
 
 def _describe_value(value: Any) -> str:
