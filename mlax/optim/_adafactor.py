@@ -6,7 +6,7 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import TINY, Count, NonNegative, Patterns, Positive, Rate
+from mlax.optim._hyperparams import Count, NonNegative, Patterns, Positive, Rate
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -23,7 +23,7 @@ class Adafactor(Leafwise):
 
     rate: Rate = 0.01
     power: NonNegative = 0.8
-    eps: NonNegative | None = None  # None: that of the dtype
+    eps: NonNegative = 1e-15  # the smallest root of a mean square; the paper's is squared, 1e-30
     scale_eps: NonNegative = 1e-3
     clip: Positive = 1.0
     decay: NonNegative = 0.0
@@ -42,8 +42,7 @@ class Adafactor(Leafwise):
         }
 
     def leaf_update(self, now, g, w, slots):
-        eps = float(jnp.finfo(g.dtype).eps) if self.eps is None else now.eps
-        eps = jnp.maximum(eps, TINY**0.5)  # so that its square is not zero
+        floor = jnp.maximum(now.eps**2, float(jnp.finfo(g.dtype).tiny))  # of mean squares, and not zero
         beta = 1 - (now.t**-now.power).astype(g.dtype)
         square = g * g
         if "square" in slots:
@@ -55,9 +54,9 @@ class Adafactor(Leafwise):
             columns = moving_average(slots["columns"], jnp.mean(square, row), beta)
             new = {"rows": rows, "columns": columns}
             mean = jnp.mean(rows, row - (column < row), keepdims=True)
-            ratio = rows / jnp.maximum(mean, eps)
+            ratio = rows / jnp.maximum(mean, floor)
             estimate = jnp.expand_dims(ratio, column) * jnp.expand_dims(columns, row)
-        step = g * lax.rsqrt(jnp.maximum(estimate, eps * eps))
+        step = g * lax.rsqrt(jnp.maximum(estimate, floor))
         step = step / jnp.maximum(_rms(step) / now.clip, 1.0)
         rate = jnp.minimum(now.rate, (now.t**-0.5).astype(g.dtype))
         size = jnp.maximum(_rms(w), now.scale_eps)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 
 from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
@@ -114,7 +115,9 @@ class Muon(Leafwise):
         """About `u v` where `x = u s v`: Newton-Schulz iterations bring every singular value near 1."""
         a, b, c = COEFFICIENTS
         matrix = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-        matrix = (matrix / (norm(matrix) + 1e-7)).astype(self.newton_dtype or x.dtype)
+        # a constant added to the norm, as in the authors' code, would bend the step of small gradients
+        size = jnp.maximum(norm(matrix), float(jnp.finfo(x.dtype).tiny))
+        matrix = (matrix / size).astype(self.newton_dtype or x.dtype)
         tall = matrix.shape[0] > matrix.shape[1]
         matrix = matrix.T if tall else matrix
         for _ in range(self.steps):

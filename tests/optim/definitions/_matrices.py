@@ -15,7 +15,7 @@ def muon(w, grads, *, rate, momentum=0.95, nesterov=True, steps=5, decay=0.1):
     for g in grads:
         average = momentum * average + (1 - momentum) * g
         x = (1 - momentum) * g + momentum * average if nesterov else average
-        x = x.T / (norm(x) + 1e-7)  # (outputs, inputs) from here on, as the post has it
+        x = x.T / norm(x)  # (outputs, inputs) from here on, as the post has it; its 1e-7 bends small gradients
         tall = x.shape[0] > x.shape[1]
         x = x.T if tall else x
         for _ in range(steps):
