@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
 from mlax.core import DType, Tree, frozen, short_repr
+from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
     Hyperparams,
     Patterns,
@@ -115,6 +116,17 @@ class Optimizer(abc.ABC):
         found = (inner.average_weight(context) for inner in self.inner_optimizers())
         return next((weight for weight in found if weight is not None), None)
 
+    def estimate_every(self) -> int | None:
+        """After how many updates `estimate` is due again; None if nothing is estimated."""
+        found = (inner.estimate_every() for inner in self.inner_optimizers())
+        return next((every for every in found if every is not None), None)
+
+    def estimate_leaf(
+        self, step: jax.Array, path: str, g: jax.Array, slots: LeavesByPath, examples: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The estimated slots of a leaf; see `estimate`."""
+        return {}
+
     def learning_rate(self, context: UpdateContext, before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
         """The rate of an update, given the scalars before and after it: of the first optimizer inside that has one."""
         if "rate" in hyperparam_ranges(type(self)):
@@ -182,6 +194,14 @@ class Optimizer(abc.ABC):
         new, scalars = apply_offloaded(update, arrays) if arrays.any_on_host() else update.apply(arrays)
         new_slots = {name: tree.unflatten({**slots[name], **new.slots[name]}) for name in layout.names}
         return tree.unflatten({**tree.by_path, **new.weights}), state._replace(**new_slots, **scalars)
+
+    def estimate(self, sampled: Tree, state: OptimizerState, examples: Any) -> OptimizerState:
+        """The state with new estimates, of the curvature say, which the optimizer needs every `estimate_every` updates.
+
+        `sampled` are gradients of the mean loss over `examples` labels that are sampled from the predictions of the
+        model: `jax.random.categorical(rng, logits)`. `train.step(sampled=objective)` computes them.
+        """
+        return update_estimates(self, sampled, state, examples)
 
     def check_overrides(self, overrides: Mapping[str, Any]) -> None:
         """Raise an error unless each is a hyperparameter of one type of optimizer inside, and in its range."""

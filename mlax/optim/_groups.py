@@ -81,6 +81,9 @@ class Groups(Optimizer):
     def is_frozen(self, path):
         return self._optimizer_of(path).is_frozen(path)
 
+    def estimate_leaf(self, step, path, g, slots, examples):
+        return self._optimizer_of(path).estimate_leaf(step, path, g, slots, examples)
+
     def learning_rate(self, context, before, after):
         for optimizer, names in zip(self.inner_optimizers(), self._scalar_names(), strict=True):
             own = [{name: scalars[stored] for name, (stored, _) in names.items()} for scalars in (before, after)]

@@ -62,8 +62,8 @@ class Muon(Leafwise):
     def is_frozen(self, path):
         return not self._is_matrix(path) and self.rest.is_frozen(path)
 
-    def average_weight(self, context):
-        return self.rest.average_weight(context)
+    def estimate_leaf(self, step, path, g, slots, examples):
+        return {} if self._is_matrix(path) else self.rest.estimate_leaf(step, path, g, slots, examples)
 
     def slots(self, path, w):
         return super().slots(path, w) if self._is_matrix(path) else self.rest.slots(path, w)

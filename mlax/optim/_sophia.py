@@ -1,24 +1,30 @@
 """SophiaG: momentum over an estimate of the curvature, with clipped steps."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
-from mlax.core import Tree, frozen
+from mlax.core import frozen
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Positive, Rate, hyperparams_at
-from mlax.optim._slot_layout import slot_layout
-from mlax.optim._slots import OptimizerState, Slot
-from mlax.optim._trees import cast_like, flatten_trainables, moving_average
+from mlax.optim._hyperparams import (
+    Beta,
+    Hyperparams,
+    NonNegative,
+    Patterns,
+    Positive,
+    PositiveCount,
+    Rate,
+    hyperparams_at,
+)
+from mlax.optim._slots import Slot
+from mlax.optim._trees import moving_average
 
 
 @frozen
 class SophiaG(Leafwise):
     """`w - rate * clip(mean / max(gamma * curvature, eps), -1, 1)`, with weight decay as in `AdamW`.
 
-    The curvature is a moving average over calls of `estimate`, one every ten steps or so. Algorithm 3, and 2 for the
-    estimate, of https://arxiv.org/abs/2305.14342. Slots: mean, curvature.
+    The curvature is a moving average over calls of `estimate`, which is due `every` updates; without any, the steps are
+    those of the sign of `mean`. `train.step` makes them, given `sampled=`. Algorithm 3, and 2 for the estimate, of
+    https://arxiv.org/abs/2305.14342. Slots: mean, curvature.
     """
 
     elementwise = True
@@ -29,6 +35,7 @@ class SophiaG(Leafwise):
     eps: Positive = 1e-12
     decay: NonNegative = 0.1
     decayed: Patterns | None = None
+    every: PositiveCount = 10
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "curvature": Slot(wide=True)}
@@ -38,18 +45,9 @@ class SophiaG(Leafwise):
         step = jnp.clip(mean / jnp.maximum(now.gamma * slots["curvature"], now.eps), -1.0, 1.0)
         return w - now.rate * now.add_decay(step, w), {"mean": mean, "curvature": slots["curvature"]}
 
-    def estimate(self, sampled: Tree, state: OptimizerState, batch: Any) -> OptimizerState:
-        """The state with an updated curvature.
+    def estimate_every(self):
+        return self.every
 
-        `sampled` are gradients of the mean loss over `batch` examples, with labels sampled from the predictions of the
-        model: `jax.random.categorical(rng, logits)`.
-        """
-        tree = flatten_trainables(self, sampled)
-        layout, values = slot_layout(self, tree), hyperparams_at(self, state.step, {})
-        old = tree.flatten_like(state.curvature, "curvature")
-        new: dict[str, jax.Array] = {}
-        for path, leaf in tree.by_path.items():
-            g, h = layout.leaves[path].upcast(leaf), layout.leaves[path].upcast(old[path])
-            b2 = values["b2"] if isinstance(values["b2"], float) else values["b2"].astype(g.dtype)
-            new[path] = cast_like(moving_average(h, g * g * jnp.asarray(batch, g.dtype), b2), old[path])
-        return state._replace(curvature=tree.unflatten(new))
+    def estimate_leaf(self, step, path, g, slots, examples):
+        now = Hyperparams(step, hyperparams_at(self, step, {}), path, g.dtype)
+        return {"curvature": moving_average(slots["curvature"].astype(g.dtype), examples * g * g, now.b2)}

@@ -68,6 +68,9 @@ class OptimizerWrapper(Optimizer):
     def eval_weights(self, path, w, slots, step):
         return self.optimizer.eval_weights(path, w, slots, step)
 
+    def estimate_leaf(self, step, path, g, slots, examples):
+        return self.optimizer.estimate_leaf(step, path, g, slots, examples)
+
     def _merge(self, kind: str, inner: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         both = inner.keys() & extra.keys()
         if both:
@@ -98,6 +101,13 @@ class Accumulate(OptimizerWrapper):
     def average_weight(self, context):
         weight = self.optimizer.average_weight(self._inner_context(context))
         return None if weight is None else jnp.where(self._is_due(context), weight, jnp.zeros_like(weight))
+
+    def estimate_every(self):
+        every = self.optimizer.estimate_every()
+        return None if every is None else every * self.every
+
+    def estimate_leaf(self, step, path, g, slots, examples):
+        return self.optimizer.estimate_leaf(step // self.every, path, g, slots, examples)
 
     def learning_rate(self, context, before, after):
         return self.optimizer.learning_rate(self._inner_context(context), before, after)

@@ -16,6 +16,7 @@ from mlax.train._metrics import MetricsLog as MetricsLog
 from mlax.train._metrics import truncate_log as truncate_log
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
+from mlax.train._objective import count_labels as count_labels
 from mlax.train._objective import gradients as gradients
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._run import RunFolder as RunFolder

@@ -123,6 +123,19 @@ def loss_function(
     return accumulated_loss if accumulate > 1 else lambda trainables: loss(trainables, batch, rng)
 
 
+def count_labels(
+    objective: Objective, batch: Any, trainables: Tree, non_trainables: Tree, rng: jax.Array
+) -> jax.Array | int:
+    """The number of labels in a batch, without padding: the elements of the loss; of a scalar loss, the examples."""
+    values, _ = jax.eval_shape(
+        lambda *args: unpack_output(objective(*args[:-1], rng=args[-1])), batch, trainables, non_trainables, rng
+    )
+    loss, mask = values["loss"], _mask(batch)
+    if mask is not None:
+        return jnp.sum(mask, dtype=jnp.float32) * max(loss.size // mask.size, 1)
+    return loss.size if loss.ndim else next((len(leaf) for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
+
+
 def unpack_output(output: Any) -> tuple[dict[str, jax.Array], Any]:
     """The values of an objective as a dict of arrays with a 'loss', and its non_trainables."""
     if not isinstance(output, tuple) or len(output) != 2:

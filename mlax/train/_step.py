@@ -9,15 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from mlax._jax import all_stay_finite, global_norm, leaves_with_paths
+from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
 from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
-from mlax.optim import Optimizer, UpdateContext
+from mlax.optim import Optimizer, OptimizerState, UpdateContext
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
-from mlax.train._objective import Backward, Gradients, Objective, check_non_trainables, gradients, loss_function
+from mlax.train._objective import (
+    Backward,
+    Gradients,
+    Objective,
+    check_non_trainables,
+    count_labels,
+    gradients,
+    loss_function,
+)
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import DONATED_STATE, TrainState, init_state
 from mlax.train.feeds._batch import MASK
@@ -34,6 +42,7 @@ def step(
     compilations: int = 1,
     plan: Plan | None = None,
     privacy: DifferentialPrivacy | None = None,
+    sampled: Objective | None = None,
 ) -> "Step":
     """Forward pass, backward pass and update as one function, compiled once, which donates the state passed in.
 
@@ -54,9 +63,14 @@ def step(
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
     - `privacy`: gradients clipped for each example and noised, `train.DifferentialPrivacy(clip=1.0, noise=1.1)`.
 
+    - `sampled`: for optimizers that estimate the curvature, `optim.SophiaG`: the objective with labels that are sampled
+      from the predictions of the model, `jax.random.categorical(rng, logits)`.
+
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
     """
-    return Step(objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan, privacy)
+    return Step(
+        objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan, privacy, sampled
+    )
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -72,6 +86,7 @@ class Step:
     compilations: int
     plan: Plan | None
     privacy: DifferentialPrivacy | None
+    sampled: Objective | None
     evaluation: Evaluation = dataclasses.field(init=False)
     aot: CompiledFunction = dataclasses.field(init=False)
     overriding_aot: CompiledFunction = dataclasses.field(init=False)  # for calls that override hyperparameters
@@ -116,7 +131,9 @@ class Step:
         options = [
             f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
         ]
-        name = getattr(self.objective, "__qualname__", repr(self.objective))
+        if self.sampled is not None:
+            options.append(f"sampled={_function_name(self.sampled)}")
+        name = _function_name(self.objective)
         return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
 
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> TrainState:
@@ -145,10 +162,11 @@ class Step:
         if self.skip_nonfinite:
             stays_finite = all_stay_finite(state.non_trainables, non_trainables)
             finite = jnp.isfinite(norm) & jnp.isfinite(values["loss"]) & stays_finite
+        slots = state.optimizer if self.sampled is None else self._estimate(self.sampled, state, batch, rng, finite)
         loss = loss_function(self.objective, batch, state.non_trainables, rng, accumulate=self.accumulate)
         trainables, slots = self.optimizer.update(
             grads,
-            state.optimizer,
+            slots,
             state.trainables,
             value=values["loss"],
             loss=None if self.privacy is not None else loss,  # whose gradient would be neither clipped nor noised
@@ -180,6 +198,22 @@ class Step:
             new = new._replace(scaling=self.scaling.update(state.scaling, ~skipped))
             metrics["scale"] = state.scaling["scale"]
         return new, Metrics.pack(metrics)
+
+    def _estimate(
+        self, sampled: Objective, state: TrainState, batch: Any, rng: jax.Array, finite: jax.Array | None
+    ) -> OptimizerState:
+        """The slots with a new estimate from sampled labels, if it is due, and finite."""
+        key = named_key(rng, "sampled")
+
+        def estimate() -> OptimizerState:
+            grads = self._gradients(sampled, state, batch, key).grads
+            examples = count_labels(sampled, batch, state.trainables, state.non_trainables, key)
+            new = self.optimizer.estimate(grads, state.optimizer, examples)
+            usable = jnp.isfinite(global_norm(dict(leaves_with_paths(grads))))
+            return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, state.optimizer)
+
+        due = state.optimizer.step % (self.optimizer.estimate_every() or 1) == 0
+        return lax.cond(due if finite is None else due & finite, estimate, lambda: state.optimizer)
 
     def _gradients(self, objective: Objective, state: TrainState, batch: Any, rng: jax.Array) -> Gradients:
         microbatches, backward = self._microbatches(batch)
@@ -218,6 +252,10 @@ class Step:
         )
 
 
+def _function_name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
 def _pipeline_with_backward(step: Step) -> Any:
     """The pipeline of the plan, if it computes its own backward pass."""
     pipeline = None if step.plan is None else step.plan.pipeline
@@ -244,8 +282,22 @@ def _check_options(step: Step) -> None:
         raise ValueError("train.step: the plan's pipeline splits batches into microbatches; leave accumulate at 1.")
     if step.privacy is not None:
         _check_privacy(step)
+    if (step.sampled is None) != (step.optimizer.estimate_every() is None):
+        _raise_sampled_error(step)
     if step.scaling is not None and not step.skip_nonfinite:
         raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")
+
+
+def _raise_sampled_error(step: Step) -> None:
+    if step.sampled is not None:
+        raise ValueError(
+            f"train.step: sampled= is for optimizers that estimate the curvature, such as optim.SophiaG, but "
+            f"{short_repr(step.optimizer)} does not; leave it out."
+        )
+    raise TypeError(
+        f"train.step: {short_repr(step.optimizer)} estimates the curvature from labels sampled from the predictions of "
+        "the model; pass sampled=, an objective like the other one with the labels jax.random.categorical(rng, logits)."
+    )
 
 
 def _check_privacy(step: Step) -> None:
@@ -253,6 +305,8 @@ def _check_privacy(step: Step) -> None:
         raise TypeError(
             f"train.step: privacy is {step.privacy!r}, but must be train.DifferentialPrivacy(clip=1.0, noise=1.1), say."
         )
+    if step.sampled is not None:
+        raise ValueError("train.step: privacy does not cover gradients from sampled labels; use another optimizer.")
     if step.accumulate > 1 or step.scaling is not None or _pipeline_with_backward(step) is not None:
         raise ValueError(
             "train.step: privacy clips the gradient of each example, which accumulate, scaling and a pipeline's own "
