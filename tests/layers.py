@@ -42,7 +42,7 @@ class Cell(mlax.Cell):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         h, x = x
-        h = jnp.tanh(x @ trainables["kernel"] + h @ trainables["recurrent"] + trainables["bias"])
+        h = jnp.tanh(x @ trainables["kernel"] + h @ trainables["recurrent"] + trainables["bias"][None])
         return (h, h), non_trainables
 
 

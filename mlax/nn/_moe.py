@@ -73,7 +73,7 @@ class MoE(Composite):
         routes = ops.route(sub.router(tokens), self.k, renormalize=self.renormalize)
         if self.capacity_factor is None:
             size = t
-            slot = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[:, None]
+            slot = routes.expert * t + jnp.arange(t, dtype=jnp.int32)[None, :, None]
             expert_in = jnp.broadcast_to(tokens[:, None], (b, self.experts, t, d))
         else:
             size = ops.expert_capacity(t, self.experts, self.k, self.capacity_factor)

@@ -40,7 +40,7 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
     gate, expert = lax.top_k(probability, k)
     if renormalize and k > 1:
         gate = gate / broadcast_like(lax.expand_dims(reduce_sum(gate, (2,)), (2,)), gate)
-    chosen = expert[..., None] == jnp.arange(experts, dtype=expert.dtype)  # (b, t, k, e)
+    chosen = _is_chosen(expert, experts)  # (b, t, k, e)
     share = mean(lax.convert_element_type(chosen, logits.dtype), (1, 2))[:, 0, 0]  # (b, e)
     balance = experts * reduce_sum(share * mean(probability, (1,))[:, 0], (1,))
     log_total = jnp.log(total) + largest
@@ -73,7 +73,7 @@ def expert_slots(expert: Integer[Array, "b t k"], experts: int, capacity: Any) -
     """
     b, t, k = expert.shape
     flat = expert.reshape(b, t * k)
-    chosen = (flat[..., None] == jnp.arange(experts, dtype=flat.dtype)).astype(jnp.int32)  # (b, t k, e)
+    chosen = _is_chosen(flat, experts).astype(jnp.int32)  # (b, t k, e)
     before = jnp.cumsum(chosen, axis=1) - chosen
     rank = jnp.take_along_axis(before, flat[..., None], axis=2)[..., 0]
     slot = jnp.where(rank < capacity, flat * capacity + rank, experts * capacity)
@@ -98,3 +98,9 @@ def combine(
     """For each token, the sum of the outputs in its slots times their gates; a slot out of bounds counts as 0."""
     found = jax.vmap(lambda out, slot: jnp.take(out, slot, axis=0, mode="fill", fill_value=0))(out, slot)
     return reduce_sum(found * broadcast_like(gate[..., None], found), (2,))
+
+
+def _is_chosen(expert: jax.Array, experts: int) -> jax.Array:
+    """For each choice (...) of an expert, whether it is the first, the second and so on: (..., experts)."""
+    each = lax.expand_dims(jnp.arange(experts, dtype=expert.dtype), range(expert.ndim))
+    return expert[..., None] == each
