@@ -1,5 +1,7 @@
 """The checks of a call of a layer, made while tracing: key, inference_mode, and the variables' names and dtypes."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -97,14 +99,37 @@ def check_not_donated(owner: str, advice: str, **trees: Any) -> None:
 
 
 def check_floating_input(layer: Any, x: Any) -> None:
-    """Raise for an input without a floating dtype if the weights would be created in it."""
+    """Raise for an input without a floating dtype if the layer needs one, or creates its weights in that dtype."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
     follows = getattr(layer, "param_dtype", "none") is None  # then the weights have the dtype of the input
-    if follows and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    needs = follows or layer.needs_floating_input
+    if needs and dtypes and not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise TypeError(
             f"{short_repr(layer)}: the input is {signature(x)}, but must have a floating dtype; "
             "cast it, for example by x.astype(jnp.float32)."
         )
+
+
+def check_not_truncated(x: Any) -> None:
+    """Raise for float64 that JAX would silently truncate to float32."""
+    if not isinstance(x, np.ndarray | np.generic | jax.ShapeDtypeStruct) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return
+    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise TypeError(
+            f"the input is {signature(x)}, which JAX would truncate to 32 bits; pass x.astype(np.float32), or call "
+            'jax.config.update("jax_enable_x64", True) to compute in float64.'
+        )
+
+
+@contextlib.contextmanager
+def expect_array(layer: Any, x: Any) -> Iterator[None]:
+    """Explain the AttributeError of a layer that takes an array but got a tuple, a dict or None."""
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is x and isinstance(x, tuple | list | dict | None):
+            raise TypeError(f"{short_repr(layer)}: the input is {signature(x)}, but must be an array.") from None
+        raise
 
 
 def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
@@ -125,12 +150,31 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
             )
 
 
-def check_shapes(layer: Any, wanted: Any, trainables: Any) -> None:
-    """Raise for trainables of other shapes than wanted; inside `shard_map`, which may split them, of other ranks."""
-    likes = flatten_paths(wanted)
-    for path, leaf in flatten_paths(trainables).items():
+def check_shapes(layer: Any, x: Any, variables: Any, shapes_for: Callable[[Any], Any]) -> None:
+    """Raise for variables of other shapes than `shapes_for(x)`; inside `shard_map`, which splits them, of other ranks.
+
+    `shapes_for` gives the variables that a layer needs for an input.
+    """
+    likes = flatten_paths(shapes_for(x))
+    for path, leaf in flatten_paths(variables).items():
         shape = likes[path].shape
         if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
             continue
         must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        raise ValueError(f"{short_repr(layer)}: {path} is {signature(leaf)}, but must be {must} for this input.")
+        advice = _input_advice(x, shape, leaf.shape) or "pass what init returned for this layer."
+        with contextlib.suppress(Exception):  # where the layer refuses the transposed input, or x is a tree
+            transposed = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
+            advice = "did you mean x.T?" if flatten_paths(shapes_for(transposed))[path].shape == leaf.shape else advice
+        raise ValueError(
+            f"{short_repr(layer)}: the input is {signature(x)}, which needs {path} to be {must}, but it is "
+            f"{signature(leaf)}; {advice}"
+        )
+
+
+def _input_advice(x: Any, wanted: tuple[int, ...], got: tuple[int, ...]) -> str | None:
+    """The change of the input that may be meant, if the shapes differ in one size, and that is one of the input's."""
+    changes = [sizes for sizes in zip(wanted, got, strict=False) if sizes[0] != sizes[1]]
+    if len(wanted) != len(got) or len(changes) != 1 or changes[0][0] not in getattr(x, "shape", ()):
+        return None
+    new, old = changes[0]
+    return f"pass an input with {old} in place of {new}, or what init returned for this one."

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 
 from mlax._jax import abstract_key, name_hash, named_key
-from mlax.core._checks import check_is_dict
+from mlax.core._checks import check_is_dict, expect_array
 from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import fields_of, frozen, with_fields
 from mlax.core._layer import (
@@ -269,7 +269,8 @@ def check_layer(owner: str, what: str, part: Any) -> None:
 def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
     """The output of `wire`, which must be an output alone, from parts called through `sub`."""
     try:
-        y = composite.wire(sub, x)
+        with expect_array(composite, x):
+            y = composite.wire(sub, x)
     except CalledDescription as error:
         own = [keys for keys, part in _walk_parts((), Composite.parts(composite)) if part is error.layer]
         if own:

@@ -19,7 +19,9 @@ from mlax.core._checks import (
     check_leaf_names,
     check_names,
     check_not_swapped,
+    check_not_truncated,
     check_shapes,
+    expect_array,
     foreign_array_type,
     is_key,
 )
@@ -52,6 +54,7 @@ class Layer(abc.ABC):
     """
 
     has_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
+    needs_floating_input: ClassVar[bool] = False  # True: integers are refused by a layer without weights, too
 
     @abc.abstractmethod
     def init(self, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:
@@ -95,7 +98,8 @@ class Layer(abc.ABC):
         wanted = variable_shapes(self, x)
         check_names(self, wanted, (trainables, non_trainables))
         check_dtypes(self, x, trainables)
-        check_shapes(self, wanted[0], trainables)
+        check_shapes(self, x, trainables, lambda x: variable_shapes(self, x)[0])
+        check_shapes(self, x, non_trainables, lambda x: variable_shapes(self, x)[1])
 
     def __str__(self) -> str:
         if not hasattr(self, "_hash"):  # its fields are still being checked, and its parts are not known yet
@@ -158,6 +162,7 @@ def _shape_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
         )
     if (foreign := foreign_array_type(leaf)) is not None:
         raise TypeError(f"the input is a {foreign}; pass x.numpy().")
+    check_not_truncated(leaf)
     dtype = leaf.dtype
     if isinstance(dtype, np.dtype):  # a key's dtype is an extended one
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -174,7 +179,8 @@ def _check_init_calls(init: Callable[..., Any]) -> Callable[..., Any]:
         check_sizes(self)
         x = shape_dtypes(x)
         check_floating_input(self, x)
-        variables = _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
+        with expect_array(self, x):
+            variables = _check_pair(self, "init", "(trainables, non_trainables)", init(self, rng, x))
         for tree in variables:
             check_leaf_names(self, tree)
         return variables
@@ -203,7 +209,8 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
         x = jax.tree.map(_to_device_array, x)
         self.check_variables(x, trainables, non_trainables)
         try:
-            out = fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+            with expect_array(self, x):
+                out = fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         except jax.errors.TracerBoolConversionError as error:
             if isinstance(inference_mode, Tracer):
                 error.add_note(
@@ -217,6 +224,7 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_device_array(leaf: Any) -> Any:
+    check_not_truncated(leaf)
     # jnp.asarray would compile for each shape
     return jax.device_put(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 

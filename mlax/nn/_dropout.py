@@ -2,6 +2,7 @@
 
 import abc
 from dataclasses import KW_ONLY
+from typing import ClassVar
 
 import jax
 
@@ -13,6 +14,8 @@ from mlax.nn._variables import num_channels
 @frozen
 class _RandomDrop(Layer):
     """What the dropout layers share: the identity in inference mode and at rate 0, and otherwise `drop`."""
+
+    needs_floating_input: ClassVar[bool] = True
 
     rate: float = 0.5
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY
+from typing import ClassVar
 
 from mlax import ops
 from mlax._jax import explicit_sharding
@@ -72,6 +73,8 @@ class Patches(Layer):
     given. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so that a `Linear` on
     patches is that `Conv`, with its kernel flattened. `padding`, `dilation` and `layout` are as in `Conv`.
     """
+
+    needs_floating_input: ClassVar[bool] = True
 
     window: Sizes
     _: KW_ONLY

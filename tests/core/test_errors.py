@@ -6,6 +6,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mlax
@@ -43,23 +44,57 @@ def test_the_error_of_a_wrong_rank_names_the_shape_and_the_remedy():
 @pytest.mark.parametrize(
     ("layer", "x", "wrong", "text"),
     [
-        (nn.Linear(5), X, {"kernel": (6, 7)}, "Linear(5): kernel is float32[6, 7], but must be float32[6, 5]"),
-        (nn.Linear(5), X, {"kernel": (6, 1)}, "Linear(5): kernel is float32[6, 1], but must be float32[6, 5]"),
-        (nn.LayerNorm(), X, {"scale": (1,)}, "LayerNorm(): scale is float32[1], but must be float32[6]"),
-        (nn.LayerNorm(), X, {"scale": (2, 1)}, "LayerNorm(): scale is float32[2, 1], but must be float32[6]"),
+        (
+            nn.Linear(5),
+            X,
+            {"kernel": (6, 7)},
+            "needs kernel to be float32[6, 5], but it is float32[6, 7]; pass what init",
+        ),
+        (
+            nn.Linear(5),
+            X,
+            {"kernel": (6, 1)},
+            "needs kernel to be float32[6, 5], but it is float32[6, 1]; pass what init",
+        ),
+        (
+            nn.LayerNorm(),
+            X,
+            {"scale": (1,)},
+            "needs scale to be float32[6], but it is float32[1]; pass an input with 1",
+        ),
+        (nn.LayerNorm(), X, {"scale": (2, 1)}, "needs scale to be float32[6], but it is float32[2, 1]; pass what init"),
         (
             nn.Embed(10, 4),
-            jnp.ones((2,), jnp.int32),
+            X.astype(int),
             {"table": (3, 9)},
-            "Embed(10, 4): table is float32[3, 9], but must be float32[10, 4]",
+            "needs table to be float32[10, 4], but it is float32[3, 9]",
         ),
     ],
 )
 def test_a_variable_of_another_shape_is_an_error(layer, x, wrong, text):
     trainables, state = layer.init(RNG, x)
     trainables |= {name: jnp.ones(shape) for name, shape in wrong.items()}
-    assert raised(ValueError, layer.fwd, x, trainables, state)[0] == f"{text} for this input."
-    assert raised(ValueError, jax.jit(layer.fwd), x, trainables, state)[0] == f"{text} for this input."
+    text = f"{layer}: the input is {x.dtype}[2, 6], which {text}"
+    assert raised(ValueError, layer.fwd, x, trainables, state)[0].startswith(text)
+    assert raised(ValueError, jax.jit(layer.fwd), x, trainables, state)[0].startswith(text)
+
+
+def test_the_error_of_an_input_of_another_width_names_the_input():
+    trainables, _ = nn.Linear(5).init(RNG, X)
+    text, _ = raised(ValueError, nn.Linear(5).fwd, jnp.ones((2, 8)), trainables)
+    assert text == (
+        "Linear(5): the input is float32[2, 8], which needs kernel to be float32[8, 5], but it is float32[6, 5]; "
+        "pass an input with 6 in place of 8, or what init returned for this one."
+    )
+    text, _ = raised(ValueError, nn.Linear(5).fwd, X.T, trainables)
+    assert text.endswith("but it is float32[6, 5]; did you mean x.T?")
+
+
+def test_a_state_of_another_shape_is_an_error():
+    trainables, state = nn.BatchNorm().init(RNG, X)
+    wrong = {**state, "mean": jnp.zeros(5)}
+    text, _ = raised(ValueError, nn.BatchNorm().fwd, X, trainables, wrong)
+    assert "the input is float32[2, 6], which needs mean to be float32[6], but it is float32[5]" in text
 
 
 def test_inside_shard_map_a_layer_may_compute_with_a_shard_of_its_weights():
@@ -74,7 +109,7 @@ def test_inside_shard_map_a_layer_may_compute_with_a_shard_of_its_weights():
     assert jnp.allclose(parts(X, trainables), fwd(X, trainables), atol=1e-6)
     whole = jax.shard_map(fwd, mesh=mesh, in_specs=(jax.P(), {"kernel": jax.P()}), out_specs=split)
     text, _ = raised(ValueError, whole, X, {"kernel": jnp.ones((1, 6, 4))})
-    assert text == "Linear(4, bias=False): kernel is float32[1, 6, 4], but must be float32[6, 4] for this input."
+    assert "which needs kernel to be float32[6, 4], but it is float32[1, 6, 4]" in text
 
 
 def test_the_error_of_a_missing_key_names_the_dropout():
@@ -359,13 +394,30 @@ def test_python_scalars_as_input_are_errors():
     assert "every leaf must be an array" in text and "jnp.asarray" in text
 
 
-def test_numpy_arrays_are_canonicalized_as_in_jax():
-    import numpy as np
+def test_float64_that_jax_would_truncate_is_an_error():
+    trainables, _ = nn.Linear(3).init(RNG, X)
+    doubles = np.ones((2, 6))
+    for function, args in (
+        (nn.Linear(3).init, (RNG, doubles)),
+        (nn.Linear(3).init, (RNG, jax.ShapeDtypeStruct((2, 6), np.float64))),
+        (nn.Linear(3).fwd, (doubles, trainables)),
+        (mlax.Series(nn.Linear(3)).fwd, (doubles, {"linear_0": trainables})),
+    ):
+        text, _ = raised(TypeError, function, *args)
+        assert text.startswith(
+            "the input is float64[2, 6], which JAX would truncate to 32 bits; pass x.astype(np.float32)"
+        )
+    with jax.enable_x64(True):
+        assert nn.Linear(3).init(RNG, doubles)[0]["kernel"].dtype == jnp.float64
+    y, _ = nn.Embed(5, 3).fwd(np.ones((2, 6), np.int64), nn.Embed(5, 3).init(RNG, np.ones((2, 6), np.int64))[0])
+    assert y.shape == (2, 6, 3)
 
-    x = np.ones((2, 6))  # float64, which JAX holds as float32
-    trainables, state = nn.Linear(3).init(RNG, x)
-    y, _ = nn.Linear(3).fwd(x, trainables, state)
-    assert trainables["kernel"].dtype == y.dtype == jnp.float32
+
+@pytest.mark.parametrize("x", [None, (X, X), [X], {"a": X}], ids=lambda x: type(x).__name__)
+def test_an_input_that_is_not_an_array_is_an_error(x):
+    for layer in (nn.Linear(3), nn.LayerNorm(), nn.Flatten(), mlax.Series(nn.Linear(3)), nn.Mamba(3)):
+        text, _ = raised(TypeError, layer.init, RNG, x)
+        assert "the input is " in text and text.endswith("but must be an array.")
 
 
 def test_the_error_of_an_integer_input_names_the_remedy():
