@@ -65,7 +65,7 @@ class SinusoidalPositions(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base), non_trainables
+        return x + expand_last(ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base), x), non_trainables
 
 
 @frozen

@@ -50,6 +50,7 @@ def rotary(
         )
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=np.int32)
+    positions = positions[None] if positions.ndim == 1 else positions  # (b or 1, t)
     cos, sin = (wave[..., None, :] for wave in cos_and_sin(positions, frequencies, x.dtype))  # (b, t, 1, n)
     pairs, rest = x[..., :width], x[..., width:]
     if interleaved:

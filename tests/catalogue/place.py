@@ -34,6 +34,7 @@ ROWS = {
         repeated,
         needs_key=True,
         tolerance=3e-6,
+        no_forward_mode="its backward pass fetches the weights again, by a rule for reverse mode",
         no_sums="the layers that it is made of have rows",
     ),
     "ShardingConstraint": LayerRow(

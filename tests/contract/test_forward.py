@@ -8,7 +8,6 @@ import pytest
 
 import mlax
 from mlax import dtypes
-from mlax._jax import to_device
 from tests.asserts import assert_close
 
 TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}
@@ -90,39 +89,6 @@ def gradients(row, dtype):
 
     over = (0,) if row.integers else (0, 1)
     return jax.jit(jax.grad(loss, over))(trainables, x)
-
-
-def test_gradients_agree_with_finite_differences(row):
-    with jax.enable_x64(True):
-        layer, x, trainables, non_trainables = row.init("float64")
-        place = (to_device(trainables),) if row.integers else (to_device(trainables), x)
-
-        @jax.jit
-        def function(*place):
-            return fwd(layer, (*place, x)[1], place[0], non_trainables)[0]
-
-        @jax.jit
-        def gradients(along, *place):
-            return jax.vjp(function, *place)[1](along)
-
-        direction = normal_like(place, 0)
-        ahead, behind = (
-            function(*jax.tree.map(lambda leaf, step: leaf + sign * 1e-6 * step, place, direction)) for sign in (1, -1)
-        )
-        along = normal_like(ahead, 1)
-        slope = jax.tree.map(lambda a, b: (a - b) / 2e-6, ahead, behind)
-        assert_close(tree_dot(gradients(along, *place), direction), tree_dot(slope, along), 1e-6)
-
-
-def normal_like(tree, seed):
-    """Random values in the shapes of a pytree."""
-    draws = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: draws.normal(size=leaf.shape), tree)
-
-
-def tree_dot(a, b):
-    """The dot product of two pytrees."""
-    return sum(jax.tree.leaves(jax.tree.map(np.vdot, a, b)))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
