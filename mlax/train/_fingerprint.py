@@ -37,6 +37,7 @@ MAX_HASHED_BYTES = 1 << 28  # of an array; of a larger one, blocks at equal dist
 SAMPLED_ROWS = 16  # of a source whose arrays are not at hand
 SAMPLED_LEAVES, SAMPLED_VALUES = 16, 4  # of the weights
 WEIGHTS = "the first weights"  # compared within a tolerance, as devices round differently
+ABSENT = "none"  # of a function that the feed may have
 UNKNOWN = b"unknown"
 
 
@@ -45,8 +46,10 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, eva
     key = f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}"
     found: Fingerprint = {"the key of the state": key, **_describe_function(objective, "the objective")}
     for name in ("map_example", "map_batch"):
-        if (function := getattr(feed, name, None)) is not None:
-            found |= _describe_function(function, f"{name} of the feed")
+        function = getattr(feed, name, None)
+        found |= (
+            {f"{name} of the feed": ABSENT} if function is None else _describe_function(function, f"{name} of the feed")
+        )
     for name, data in (("the data", feed), ("the data of evaluations", evaluate)):
         if (digest := _hash_source(getattr(data, "source", None))) is not None:
             found[name] = f"{type(data).__name__} #{digest}"

@@ -24,7 +24,7 @@ from mlax import files
 from mlax.core import Tree
 from mlax.optim import Optimizer
 from mlax.train._curves import parse_record, read_lines
-from mlax.train._fingerprint import WEIGHTS, differences
+from mlax.train._fingerprint import ABSENT, WEIGHTS, differences
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
@@ -228,8 +228,10 @@ def compare_config(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
     """
     before, fault = run.read_config()
     marks = _as_dict(before.get("fingerprint"))
-    refused = differences(marks, config["fingerprint"])
-    announced: list[str] = []
+    found = list(differences(marks, config["fingerprint"]))
+    # data that are mapped now and were not before, or the reverse, may be the same: a map may only look at them
+    refused = [_describe_change(*each) for each in found if ABSENT not in each]
+    announced = [_describe_change(*each) for each in found if ABSENT in each]
     for name in ("step", "feed", "evaluate", "best", "config"):
         old, new = before.get(name), config.get(name)
         if name not in before or old == new:
@@ -239,10 +241,9 @@ def compare_config(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
             announced += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
         else:
             announced.append(_describe_change(name, str(old), str(new)))
-    changes = ConfigChanges([_describe_change(*each) for each in refused], announced, fault)
     if WEIGHTS in marks:
         config["fingerprint"].setdefault(WEIGHTS, marks[WEIGHTS])
-    return changes
+    return ConfigChanges(refused, announced, fault)
 
 
 def check_config(run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume) -> None:

@@ -46,18 +46,22 @@ def make_objective(model, weight=1.0):
     return weighted
 
 
+def double(batch, generator):
+    return {**batch, "x": batch["x"] * 2}
+
+
 ALIKE = train.step(make_objective(MODEL), OPTIMIZER)
 
 
 def another_experiment(part):
     """The step, state, feed and evaluation of a run with one part changed."""
-    step, state, data, test = ALIKE, init_state(ALIKE), feed(), train.Feed(EVALUATION, batch=8)
+    step, state, data, test = ALIKE, init_state(ALIKE), feed(map_batch=double), train.Feed(EVALUATION, batch=8)
     if part == "the key of the state":
         state = state._replace(rng=jax.random.key(7))
     elif part == "the first weights":
         state = init_state(ALIKE, seed=1)._replace(rng=state.rng)
     elif part == "the data":
-        data = train.Feed({**arrays(), "x": arrays(seed=5)["x"]}, batch=8, seed=0)
+        data = train.Feed({**arrays(), "x": arrays(seed=5)["x"]}, batch=8, seed=0, map_batch=double)
     elif part == "the data of evaluations":
         test = train.Feed(arrays(30, seed=2), batch=8)
     elif part == "map_batch of the feed":
@@ -78,7 +82,7 @@ def continue_run(run, part="", *, steps=10, **options):
 def alike(tmp_path_factory):
     """A finished run of the experiment without changes, whose feed has a map_batch."""
     run = tmp_path_factory.mktemp("runs") / "alike"
-    doubled = feed(map_batch=lambda batch, generator: {**batch, "x": batch["x"] * 2})
+    doubled = feed(map_batch=double)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         result = train.fit(
@@ -121,7 +125,7 @@ def test_the_same_experiment_in_other_words_is_continued(alike):
         return {**values, "loss": weight * values["loss"]}, new
 
     model, weight = replace(MODEL, "drop", nn.Dropout(0.1)), 1.0
-    doubled = feed(map_batch=lambda batch, generator: {**batch, "x": batch["x"] * 2})
+    doubled = feed(map_batch=double)
     weighted.__qualname__ = "make_objective.<locals>.weighted"
     step = train.step(weighted, OPTIMIZER)
     test = train.Feed({name: array.copy() for name, array in EVALUATION.items()}, batch=8)
@@ -139,6 +143,12 @@ def test_another_experiment_is_continued_if_told_to_and_reported(copied, capsys)
     assert "changed since this run started: the key of the state was" in words
     assert "changed since this run started: the data of evaluations has changed" in words
     assert fit(copied, 20, resume="anyway").step == 20
+
+
+def test_a_map_that_is_added_to_the_feed_is_reported(copied, capsys):
+    result = fit(copied, 12, data=feed(map_batch=lambda batch, generator: batch))
+    assert result.step == 12
+    assert "changed since this run started: map_batch of the feed was none and is now code" in capsys.readouterr().err
 
 
 def test_a_state_that_was_refused_can_still_be_used(alike):
