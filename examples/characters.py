@@ -28,12 +28,12 @@ from mlax import nn, optim, train
 class Config:
     """The settings; each field is a command-line option."""
 
-    steps: int = 1400
+    steps: int = 1400  # training steps in all, including those of a run that is resumed
     batch: int = 16  # windows of text per step
     context: int = 128  # bytes per window
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
+    width: int = 128  # features of each token
+    depth: int = 4  # transformer blocks
+    heads: int = 4  # attention heads of each block
     rate: float = 0.02  # of Muon, for the matrices; AdamW trains the rest with a quarter of it
     seed: int = 0  # for the weights, the shuffling and the sample
     sample: int = 600  # bytes to generate at the end

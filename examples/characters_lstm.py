@@ -22,12 +22,12 @@ from mlax import nn, optim
 class Config:
     """The settings; each field is a command-line option."""
 
-    steps: int = 1600
+    steps: int = 1600  # training steps in all, including those of a run that is resumed
     batch: int = 16  # windows of text per step
     context: int = 128  # bytes per window
-    width: int = 256
-    depth: int = 2
-    rate: float = 8e-3
+    width: int = 256  # features of each LSTM
+    depth: int = 2  # LSTMs on top of each other
+    rate: float = 8e-3  # the peak learning rate
     seed: int = 0  # for the weights, the shuffling and the sample
     sample: int = 600  # bytes to generate at the end
     run: str | None = "runs/characters_lstm"  # the run directory

@@ -31,17 +31,17 @@ UNCONDITIONAL = 10  # the label of images without a digit
 class Config:
     """The settings; each field is a command-line option."""
 
-    steps: int = 3000
-    batch: int = 256
-    width: int = 192
-    depth: int = 4
-    dropout: float = 0.3
-    rate: float = 2e-3
+    steps: int = 3000  # training steps in all, including those of a run that is resumed
+    batch: int = 256  # images per step
+    width: int = 192  # features of the hidden layers
+    depth: int = 4  # blocks of the network
+    dropout: float = 0.3  # fraction of features that are zeroed
+    rate: float = 2e-3  # the peak learning rate
     average: float = 0.9995  # decay of the weight average, which generates the samples
     unconditional: float = 0.1  # fraction of images trained on without their digit, for classifier-free guidance
     guidance: float = 1.5  # 1 is none; more gives clearer and less diverse digits
-    sampling_steps: int = 40
-    samples: int = 1000
+    sampling_steps: int = 40  # from noise to image
+    samples: int = 1000  # images to generate at the end
     seed: int = 0  # for the weights, the shuffling, the noise and the dropout
     run: str | None = "runs/diffusion"  # the run directory
 

@@ -27,11 +27,11 @@ class Config:
     """The settings; each field is a command-line option."""
 
     steps: int = 660  # an epoch has 22
-    batch: int = 64
+    batch: int = 64  # images per step
     rate: float = 3e-3  # the peak, after 50 warm-up steps and before a cosine decay to 0
     decay: float = 0.05  # weight decay
     width: int = 32  # channels of the first two convolutions; the last has twice as many
-    dropout: float = 0.2
+    dropout: float = 0.2  # fraction of features that are zeroed
     seed: int = 0  # for the weights, the shuffling, the shifts and the dropout
     run: str = "runs/digits"  # the run directory
 

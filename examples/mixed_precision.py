@@ -33,9 +33,9 @@ class Config:
     """The settings; each field is a command-line option."""
 
     steps: int = 440  # for each of the three; an epoch has 22
-    batch: int = 64
-    rate: float = 3e-3
-    width: int = 32
+    batch: int = 64  # images per step
+    rate: float = 3e-3  # the peak learning rate
+    width: int = 32  # channels of the convolutions
     seed: int = 0  # for the weights and the shuffling, the same for all three
     run: str = "runs/mixed_precision"  # the parent of the three run directories
 

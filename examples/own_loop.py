@@ -24,7 +24,7 @@ class Config:
     """The settings; each field is a command-line option."""
 
     epochs: int = 30  # passes over the 1,347 images; each has 22 batches of 64
-    rate: float = 2e-3
+    rate: float = 2e-3  # the peak learning rate
     seed: int = 0  # for the weights, the shuffling and the dropout
     run: str = "runs/own_loop"  # the directory for the checkpoints
 

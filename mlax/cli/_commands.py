@@ -30,7 +30,7 @@ def demo(name: str, list: bool, args: Sequence[str]) -> int:
         run_script(path, args)
         return 0
     module = load_script(path)
-    module.main(parse_config(module, path, args, _default_folder(config_type(module), args)))
+    module.main(parse_config(module, f"mlax demo {name}", args, _default_folder(config_type(module), args)))
     return 0
 
 

@@ -23,7 +23,7 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str]) -> None:
     sys.path.insert(0, str(path.resolve().parent))
     if takes_config(path):
         module = load_script(path)
-        module.main(parse_config(module, path, args))
+        module.main(parse_config(module, f"mlax train {path}", args))
     else:
         sys.argv = [str(path), *args]
         runpy.run_path(str(path), run_name="__main__")
@@ -57,8 +57,8 @@ def config_type(module: ModuleType) -> Any:
     return kind
 
 
-def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: dict[str, Any] | None = None) -> Any:
-    """The configuration from command-line arguments; `defaults` override the dataclass's defaults."""
+def parse_config(module: ModuleType, command: str, args: Sequence[str], defaults: dict[str, Any] | None = None) -> Any:
+    """The configuration from the arguments of a command; `defaults` override the dataclass's defaults."""
     try:
         import tyro
     except ImportError:
@@ -66,7 +66,7 @@ def parse_config(module: ModuleType, path: Path, args: Sequence[str], defaults: 
     kind = config_type(module)
     description = (module.__doc__ or "").strip()
     options = {"default": kind(**defaults)} if defaults else {}
-    return tyro.cli(kind, args=list(args), prog=f"mlax train {path}", description=description, **options)
+    return tyro.cli(kind, args=list(args), prog=command, description=description, **options)
 
 
 def compilation_cache_folder() -> Path:

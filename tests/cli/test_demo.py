@@ -1,3 +1,4 @@
+import ast
 import inspect
 import json
 
@@ -87,3 +88,17 @@ def test_a_demo_after_a_finished_one_prints_its_new_folder(demo, tmp_path):
 def test_a_folder_that_the_user_chooses_is_used(demo, tmp_path):
     run(tmp_path / "digits", 20, 20)
     assert demo("digits", "--run", "here") == ["20 here"]
+
+
+def test_help_for_an_example_shows_the_command_that_was_typed(demo, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        demo("digits", "--help")
+    assert "usage: mlax demo digits [" in capsys.readouterr().out
+
+
+def test_every_option_of_an_example_is_explained():
+    for path in examples().values():
+        config = next(node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "Config")
+        fields = [node for node in config.body if isinstance(node, ast.AnnAssign)]
+        lines = path.read_text().splitlines()
+        assert all("  # " in lines[field.lineno - 1] for field in fields), path

@@ -1,11 +1,13 @@
 """fit: it resumes bitwise, logs every step once, handles signals and divergence, and writes a report."""
 
+import contextlib
 import functools
 import inspect
 import json
 import os
 import signal
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -158,10 +160,11 @@ def test_ctrl_c_saves_and_returns_and_the_resumed_run_is_bitwise_equal(tmp_path,
     assert not unequal_leaves(fit(tmp_path / "run", 40).state, uninterrupted[1].state)
 
 
-def test_sigterm_saves_and_exits(tmp_path, uninterrupted):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_saves_and_exits(tmp_path, uninterrupted, number):
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path / "run", 40, data=signaling_feed(signal.SIGTERM, 5))
-    assert ended.value.code == 143
+        fit(tmp_path / "run", 40, data=signaling_feed(number, 5))
+    assert ended.value.code == 128 + number
     assert 4 <= train.Checkpoints(tmp_path / "run" / "checkpoints").latest() <= 8
     assert not unequal_leaves(fit(tmp_path / "run", 40).state, uninterrupted[1].state)
 
@@ -233,21 +236,22 @@ def test_a_run_is_never_overwritten(uninterrupted):
         fit(uninterrupted[0], 50, resume=False)
 
 
-def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path):
-    import threading
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path, number):
     asked = threading.Event()
 
     def stall(batch, generator):
         if int(batch["id"][0]) == first:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             asked.wait(30)  # a disk that does not respond
         return batch
 
     first = int(feed().indices(6)[0])
-    result = fit(tmp_path / "run", 40, data=feed(map_batch=stall, workers=1, prefetch=1))
+    with contextlib.suppress(SystemExit):
+        result = fit(tmp_path / "run", 40, data=feed(map_batch=stall, workers=1, prefetch=1))
+        assert result.stopped == "SIGINT"
     asked.set()
-    assert result.step == result.saved == 6
+    assert train.Checkpoints(tmp_path / "run" / "checkpoints").latest() == 6
     assert [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == list(range(1, 7))
 
 
