@@ -22,6 +22,7 @@ from mlax._jax._private import with_weak_type
 from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, named_key, sample
 from mlax._jax._reductions import (
     broadcast_like,
+    divide,
     divide_by_count,
     expand_last,
     is_narrow,
@@ -56,6 +57,7 @@ __all__ = [
     "cast_scalar",
     "constant",
     "count_non_finite",
+    "divide",
     "divide_by_count",
     "expand_last",
     "explicit_sharding",

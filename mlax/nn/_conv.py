@@ -14,7 +14,7 @@ from mlax.ops import Layout, Padding, PadWith, Sizes, parse_layout
 
 
 @frozen
-class _Convolution(Layer):
+class Convolution(Layer):
     """The fields and variables that Conv and ConvTranspose share."""
 
     features: Size
@@ -31,6 +31,14 @@ class _Convolution(Layer):
     precision: PrecisionLike = None
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
+
+    @property
+    def kernel_output_axis(self) -> int:
+        """The axis of the kernel that counts the features."""
+        return ops.kernel_output_axis(self.layout)
+
+    def tensor_parallel_axes(self, number):
+        return {"kernel": self.kernel_output_axis, "bias": 0}
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         if isinstance(trainables, dict) and "kernel" in trainables:  # a better message than a comparison of shapes
@@ -53,7 +61,7 @@ class _Convolution(Layer):
 
 
 @frozen
-class Conv(_Convolution):
+class Conv(Convolution):
     """Convolution over the spatial axes with a learned kernel, plus a learned bias.
 
     (b, *spatial, c) to (b, *spatial, features), in the dtype of the input, with as many spatial axes as the input has.
@@ -76,10 +84,6 @@ class Conv(_Convolution):
         ops.check_pad(f"{self}", x.shape, axes.spatial, windows.padding, self.pad_with)
         return self._init_variables(rng, x, axes, windows.window), None
 
-    def tensor_parallel_axes(self, number):
-        features = self.layout.split("/")[1].index("O") if "/" in self.layout else 0
-        return {"kernel": features, "bias": 0}
-
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         y = ops.conv(
             x,
@@ -97,7 +101,7 @@ class Conv(_Convolution):
 
 
 @frozen
-class ConvTranspose(_Convolution):
+class ConvTranspose(Convolution):
     """Transposed convolution: the sum of one learned window for each position of the input, plus a learned bias.
 
     (b, *spatial, c) to (b, *larger, features), in the dtype of the input. n positions, windows that span k positions

@@ -153,6 +153,7 @@ class RMSNorm(Layer):
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
+        ops.check_floating(f"{self}", x)
         shape = broadcast_shape(self, x, self.axes)
         if not self.scale:
             return None, None
@@ -242,6 +243,7 @@ class InstanceNorm(Layer):
 
 def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x: Any) -> Tree:
     """The scale and shift that the layer has; None if it has neither."""
+    ops.check_floating(f"{layer}", x)
     trainables, dtype = {}, layer.param_dtype or x.dtype
     if layer.scale:
         trainables["scale"] = layer.scale_init(named_key(rng, "scale"), shape, dtype)

@@ -1,5 +1,7 @@
 """WeightNorm and SpectralNorm: layers whose kernels are computed from other variables."""
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
@@ -10,7 +12,19 @@ from jax import lax
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import DType, Normal, Wrapper, flatten_paths, frozen, short_repr, unflatten_paths, variable_shapes
+from mlax.core import (
+    DType,
+    Normal,
+    Wrapper,
+    find_layers,
+    flatten_paths,
+    frozen,
+    short_repr,
+    stacked_axes,
+    unflatten_paths,
+    variable_shapes,
+)
+from mlax.nn._conv import Convolution
 from mlax.nn._variables import check_state_dtype
 
 
@@ -18,17 +32,18 @@ from mlax.nn._variables import check_state_dtype
 class WeightNorm(Wrapper):
     """Weight normalization: each kernel of `layer` is `magnitude * direction / norm(direction)`.
 
-    The norm is over all axes but `axis`, the kernel's axis of outputs: -1 for Linear, 0 for Conv. Trainables: those of
-    `layer`, with `kernel/direction`, of the kernel's shape, and `kernel/magnitude`, of its size along `axis` and 1
-    elsewhere, in place of every leaf named `kernel` (or `leaf`). Both are initialized so that the kernel is that of
-    `layer`. https://arxiv.org/abs/1602.07868, equation 2.
+    The norm is over all axes but `axis`, by default that of the outputs of each kernel, as its layer and layout have
+    it; the layers of a `Repeat` have norms of their own. Trainables: those of `layer`, with `kernel/direction`, of the
+    kernel's shape, and `kernel/magnitude`, of its size along `axis` and 1 elsewhere, in place of every leaf named
+    `kernel` (or `leaf`). Both are initialized so that the kernel is that of `layer`.
+    https://arxiv.org/abs/1602.07868, equation 2.
     """
 
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
     leaf: str = "kernel"
-    axis: int = -1
+    axis: int | None = None  # None: of the outputs
     accum_dtype: DType = None  # of the norm; None: the kernel's
 
     def init(self, rng, x):
@@ -37,8 +52,8 @@ class WeightNorm(Wrapper):
         leaves = flatten_paths(trainables)
         for path in kernels:
             kernel = leaves.pop(path)
-            _check_axis(self, path, kernel)
-            leaves |= {f"{path}/direction": kernel, f"{path}/magnitude": _call_unfused(self._norms, kernel)}
+            norms = _map_stack(path, functools.partial(self._norms, axis=_kernel_axis(self, path, kernel)))
+            leaves |= {f"{path}/direction": kernel, f"{path}/magnitude": _call_unfused(norms, kernel)}
         return unflatten_paths(leaves.items()), non_trainables
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -47,22 +62,24 @@ class WeightNorm(Wrapper):
             both = [f"{path}/direction", f"{path}/magnitude"]
             _check_present(self, "trainables", both, leaves)
             direction, magnitude = map(leaves.pop, both)
-            leaves[path] = ops.weight_norm(direction, magnitude, axis=self.axis, accum_dtype=self.accum_dtype)
+            options = {"axis": _kernel_axis(self, path, direction), "accum_dtype": self.accum_dtype}
+            leaves[path] = _map_stack(path, functools.partial(ops.weight_norm, **options))(direction, magnitude)
         return self.layer.fwd(
             x, unflatten_paths(leaves.items()), non_trainables, rng=rng, inference_mode=inference_mode
         )
 
-    def _norms(self, kernel):
-        return ops.output_norms(kernel, axis=self.axis, accum_dtype=self.accum_dtype).astype(kernel.dtype)
+    def _norms(self, kernel, axis):
+        return ops.output_norms(kernel, axis=axis, accum_dtype=self.accum_dtype).astype(kernel.dtype)
 
 
 @frozen
 class SpectralNorm(Wrapper):
     """Spectral normalization: each kernel of `layer` is divided by its largest singular value, by power iteration.
 
-    The matrix has the kernel's axis of outputs, `axis`, as its rows and all others flattened: -1 for Linear, 0 for
-    Conv. Each training step first runs `iterations`, and `init` runs `first_iterations`; gradients treat the singular
-    vectors as constants. https://arxiv.org/abs/1802.05957, equation 8 and algorithm 1.
+    The matrix has `axis`, by default that of the outputs of each kernel, as its layer and layout have it, as its rows,
+    and all others flattened; the layers of a `Repeat` have matrices of their own. Each training step first runs
+    `iterations`, and `init` runs `first_iterations`; gradients treat the singular vectors as constants.
+    https://arxiv.org/abs/1802.05957, equation 8 and algorithm 1.
 
     Trainables: those of `layer`. Non-trainables: those of `layer`, and for every leaf named `kernel` (or `leaf`) its
     singular vectors, `kernel/left` and `kernel/right`, in `accum_dtype`.
@@ -72,7 +89,7 @@ class SpectralNorm(Wrapper):
 
     _: KW_ONLY
     leaf: str = "kernel"
-    axis: int = -1
+    axis: int | None = None  # None: of the outputs
     iterations: int = 1
     first_iterations: int = 15
     precision: lax.PrecisionLike = None
@@ -91,11 +108,13 @@ class SpectralNorm(Wrapper):
         state = flatten_paths(non_trainables)
         for path in kernels:
             kernel = flatten_paths(trainables)[path]
-            _check_axis(self, path, kernel)
-            rows, dtype = kernel.shape[self.axis], self.accum_dtype or kernel.dtype
-            sizes = {f"{path}/left": rows, f"{path}/right": kernel.size // max(rows, 1)}
-            draws = [Normal(1.0)(named_key(rng, name), (size,), dtype) for name, size in sizes.items()]
-            state |= zip(sizes, _call_unfused(self._init_vectors, kernel, *draws), strict=True)
+            axis, number = _kernel_axis(self, path, kernel), stacked_axes(path)
+            stack, own = kernel.shape[:number], kernel.shape[number:]
+            sizes = {f"{path}/left": own[axis], f"{path}/right": math.prod(own) // max(own[axis], 1)}
+            dtype = self.accum_dtype or kernel.dtype
+            draws = [Normal(1.0)(named_key(rng, name), (*stack, size), dtype) for name, size in sizes.items()]
+            vectors = _map_stack(path, functools.partial(self._init_vectors, axis))
+            state |= zip(sizes, _call_unfused(vectors, kernel, *draws), strict=True)
         return trainables, unflatten_paths(state.items())
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -106,20 +125,23 @@ class SpectralNorm(Wrapper):
             _check_present(self, "non_trainables", names, state)
             vectors = {name: state.pop(name) for name in names}
             check_state_dtype(self, vectors, self.accum_dtype or leaves[path].dtype)
+            axis = _kernel_axis(self, path, leaves[path])
             if not inference_mode:
-                vectors = dict(zip(names, self._iterate(leaves[path], vectors.values(), self.iterations), strict=True))
-            leaves[path] = ops.spectral_norm(leaves[path], *vectors.values(), axis=self.axis, precision=self.precision)
+                iterate = _map_stack(path, functools.partial(self._iterate, axis, self.iterations))
+                vectors = dict(zip(names, iterate(leaves[path], *vectors.values()), strict=True))
+            divide = functools.partial(ops.spectral_norm, axis=axis, precision=self.precision)
+            leaves[path] = _map_stack(path, divide)(leaves[path], *vectors.values())
             new_vectors |= vectors
         y, inner = self.layer.fwd(
             x, unflatten_paths(leaves.items()), unflatten_paths(state.items()), rng=rng, inference_mode=inference_mode
         )
         return y, unflatten_paths({**flatten_paths(inner), **new_vectors}.items())
 
-    def _init_vectors(self, kernel, left, right):
-        return self._iterate(kernel, (ops.l2_normalize(left), ops.l2_normalize(right)), self.first_iterations)
+    def _init_vectors(self, axis, kernel, left, right):
+        return self._iterate(axis, self.first_iterations, kernel, ops.l2_normalize(left), ops.l2_normalize(right))
 
-    def _iterate(self, kernel, vectors, times):
-        return ops.power_iteration(kernel, *vectors, axis=self.axis, times=times, precision=self.precision)
+    def _iterate(self, axis, times, kernel, left, right):
+        return ops.power_iteration(kernel, left, right, axis=axis, times=times, precision=self.precision)
 
 
 def _find_leaf_paths(wrapper: Any, x: Any) -> list[str]:
@@ -134,9 +156,23 @@ def _find_leaf_paths(wrapper: Any, x: Any) -> list[str]:
     return found
 
 
-def _check_axis(wrapper: Any, path: str, leaf: Any) -> None:
-    if not -leaf.ndim <= wrapper.axis < leaf.ndim:
+def _kernel_axis(wrapper: Any, path: str, leaf: Any) -> int:
+    """The axis that is left out of the norm, of one layer's kernel: `wrapper.axis`, or that of the outputs."""
+    if wrapper.axis is None:
+        owner = path.rpartition("/")[0]
+        convolutions = dict(find_layers(wrapper.layer, Convolution))
+        return convolutions[owner].kernel_output_axis if owner in convolutions else -1
+    rank = leaf.ndim - stacked_axes(path)
+    if not -rank <= wrapper.axis < rank:
         raise ValueError(f"{short_repr(wrapper)}: {path} has the shape {leaf.shape}, which has no axis {wrapper.axis}.")
+    return wrapper.axis
+
+
+def _map_stack(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of one layer's variables, mapped over the layers that the leaf at `path` stacks."""
+    for _ in range(stacked_axes(path)):
+        function = jax.vmap(function)
+    return function
 
 
 def _check_present(wrapper: Any, what: str, wanted: list[str], leaves: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from mlax.ops._checks import check_floating, check_groups, check_kernel, is_stat
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._dropout import alpha_dropout, dropout
-from mlax.ops._layout import Layout, parse_layout
+from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, linear, tied_logits
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
 from mlax.ops._norms import batch_norm, batch_statistics, group_norm, layer_norm, mean, normalize_batch, rms_norm

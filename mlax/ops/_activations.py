@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from mlax._jax import broadcast_like, reduce_sum
+from mlax._jax import broadcast_like, divide, reduce_sum
 from mlax.ops._checks import check_same_dtype
 
 
@@ -61,7 +61,7 @@ def softmax(
     """
     wide = x if accum_dtype is None else lax.convert_element_type(x, jnp.dtype(accum_dtype))
     numerator, denominator, _ = softmax_parts(wide, visible, axis=axis)
-    return lax.convert_element_type(numerator / broadcast_like(denominator, numerator), x.dtype)
+    return lax.convert_element_type(divide(numerator, denominator), x.dtype)
 
 
 def softmax_parts(

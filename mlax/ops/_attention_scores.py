@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import broadcast_like, pcast_like, with_jvps
+from mlax._jax import broadcast_like, divide, pcast_like, with_jvps
 from mlax.ops._activations import softmax_parts
 from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
@@ -60,7 +60,7 @@ def dense_attention(
     if dropout > 0.0 and rng is not None:
         weights = apply_dropout(weights, rng, dropout)
     # dividing after the product takes t x k divisions and not t x s, and the backward pass keeps one array less
-    return (accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec) / total).astype(q.dtype)
+    return divide(accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec), total).astype(q.dtype)
 
 
 def dense_weights(
@@ -68,7 +68,7 @@ def dense_weights(
 ) -> jax.Array:
     """The weights (b, g, r, t, s) with which `dense_attention` sums the values."""
     weights, total = _unnormalized_weights(q, k, inputs, sinks, spec)
-    return (weights / total).astype(q.dtype)
+    return divide(weights, total).astype(q.dtype)
 
 
 def _unnormalized_weights(

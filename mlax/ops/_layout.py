@@ -37,9 +37,7 @@ def parse_layout(name: str, layout: str, x: Any) -> Layout:
             "axis; for one example, add a batch axis of size 1."
         )
     letters = "".join(chr(ord("a") + axis) for axis in range(len(x.shape) - 2))
-    spelled = {"channel_last": f"N{letters}C", "channel_first": f"NC{letters}"}.get(layout, layout)
-    image, _, kernel = spelled.partition("/")
-    kernel = kernel or image.translate(str.maketrans("NC", "OI"))
+    image, kernel = _spell_out(layout, letters)
     spatial = [letter for letter in image if letter not in "NC"]
     if sorted(image) != sorted({*spatial, "N", "C"}) or sorted(kernel) != sorted({*spatial, "O", "I"}):
         raise ValueError(
@@ -59,3 +57,15 @@ def parse_layout(name: str, layout: str, x: Any) -> Layout:
         kernel.index("I"),
         tuple(map(kernel.index, spatial)),
     )
+
+
+def kernel_output_axis(layout: str) -> int:
+    """The axis of the outputs of a kernel in a layout."""
+    return _spell_out(layout, "")[1].index("O")
+
+
+def _spell_out(layout: str, spatial: str) -> tuple[str, str]:
+    """The letters of the axes of an input and of a kernel; `spatial` are those of a layout that leaves them out."""
+    spelled = {"channel_last": f"N{spatial}C", "channel_first": f"NC{spatial}"}.get(layout, layout)
+    image, _, kernel = spelled.partition("/")
+    return image, kernel or image.translate(str.maketrans("NC", "OI"))

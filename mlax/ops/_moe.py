@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from mlax._jax import broadcast_like, explicit_sharding, reduce_sum
+from mlax._jax import broadcast_like, divide, explicit_sharding, reduce_sum
 from mlax.ops._checks import is_static
 from mlax.ops._norms import mean
 
@@ -36,10 +36,10 @@ def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) ->
     largest = lax.stop_gradient(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     exponentials = jnp.exp(logits - largest)
     total = lax.expand_dims(reduce_sum(exponentials, (2,)), (2,))
-    probability = exponentials / broadcast_like(total, exponentials)
+    probability = divide(exponentials, total)
     gate, expert = lax.top_k(probability, k)
     if renormalize and k > 1:
-        gate = gate / broadcast_like(lax.expand_dims(reduce_sum(gate, (2,)), (2,)), gate)
+        gate = divide(gate, lax.expand_dims(reduce_sum(gate, (2,)), (2,)))
     chosen = _is_chosen(expert, experts)  # (b, t, k, e)
     share = mean(lax.convert_element_type(chosen, logits.dtype), (1, 2))[:, 0, 0]  # (b, e)
     balance = experts * reduce_sum(share * mean(probability, (1,))[:, 0], (1,))

@@ -364,10 +364,11 @@ def _reduce_bins(x: Array, axis: int, bins: int, by: Reduction) -> Array:
     along = [-1 if other == axis else 1 for other in range(x.ndim)]
 
     before = _divisor_before(x.dtype, int(lengths.max())) if by == "mean" else 1.0
+    x = x / before if before > 1 else x
 
     def element(number: int) -> Array:
         piece = jnp.take(x, starts + np.minimum(number, lengths - 1), axis=axis, mode="clip")
-        return piece if by == "max" else piece * ((number < lengths) / before).reshape(along).astype(x.dtype)
+        return piece if by == "max" else piece * (number < lengths).reshape(along).astype(x.dtype)
 
     y = _fold(maximum if by == "max" else lax.add, list(map(element, range(lengths.max()))))
     return y / (lengths / before).reshape(along).astype(x.dtype) if by == "mean" else y

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, expand_last
+from mlax._jax import broadcast_like, divide
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._norms import norm
 
@@ -19,7 +19,7 @@ def weight_norm(
     length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
     wide = lax.convert_element_type(direction, length.dtype)
     scale = lax.convert_element_type(magnitude, length.dtype)
-    return lax.convert_element_type(wide / broadcast_like(length, wide) * broadcast_like(scale, wide), direction.dtype)
+    return lax.convert_element_type(divide(wide, length) * broadcast_like(scale, wide), direction.dtype)
 
 
 def output_norms(kernel: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None) -> Float[Array, "..."]:
@@ -44,7 +44,7 @@ def spectral_norm(
     left, right = lax.stop_gradient((left, right))
     sigma = _dot(left, _dot(matrix, right, precision), precision)
     wide = lax.convert_element_type(kernel, left.dtype)
-    return lax.convert_element_type(wide / expand_last(sigma, wide), kernel.dtype)
+    return lax.convert_element_type(divide(wide, lax.expand_dims(sigma, range(wide.ndim))), kernel.dtype)
 
 
 def power_iteration(

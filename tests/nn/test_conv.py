@@ -303,3 +303,12 @@ def test_invalid_features_are_errors(features):
     for kind in (nn.Conv, nn.ConvTranspose):
         with pytest.raises((TypeError, ValueError), match=r"features is .* but must be an integer of at least 1"):
             kind(features, 3)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv, nn.ConvTranspose])
+def test_tensor_parallelism_shards_the_outputs_of_a_kernel_in_every_layout(kind):
+    for layout in ("channel_last", "channel_first", "HWNC", "CHWN", "NHWC/HWIO", "NCHW/IOHW"):
+        layer = kind(8, 3, layout=layout)
+        axis = layer.tensor_parallel_axes(2)["kernel"]
+        trainables, _ = jax.eval_shape(layer.init, RNG, jnp.zeros((5, 5, 5, 5)))
+        assert trainables["kernel"].shape[axis] == 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -454,11 +454,74 @@ def test_a_wrapped_layer_can_be_repeated(wrapper):
     x = normal(2, 4)
     trainables, state = model.init(RNG, x)
     y, new = jax.jit(model.fwd)(x, trainables, state)
+    trainables, state, new = (tree and tree["stacked"] for tree in (trainables, state, new))
     for time in range(3):
         own = jax.tree.map(lambda leaf, time=time: leaf[time], (trainables, state))
         x, moved = wrapper(nn.Linear(4)).fwd(x, *own)
         jax.tree.map(lambda leaf, moved, time=time: assert_close_to_scale(leaf[time], moved), new, moved)
     assert_close_to_scale(y, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layer", [nn.BatchNorm(axis=1, corrected=True), nn.BatchNorm(momentum=None)])
+def test_training_with_a_symbolic_batch_size_can_be_exported(layer, dtype):
+    x = normal(6, 3, 3, dtype=dtype)
+    variables = layer.init(RNG, x)
+    (b,) = export.symbolic_shape("b")
+
+    @jax.jit
+    def train(x, trainables, state):
+        def loss(trainables, x):
+            y, new = layer.fwd(x, trainables, state)
+            return ops.mean(y * y * y, (0, 1, 2)).reshape(()), new
+
+        return jax.grad(loss, (0, 1), has_aux=True)(trainables, x)
+
+    exported = export.export(train)(jax.ShapeDtypeStruct((b, 3, 3), x.dtype), *variables)
+    tolerance = 16 * float(jnp.finfo(dtype).eps)
+    assert_close_to_scale(exported.call(x, *variables), train(x, *variables), tolerance)
+
+
+def test_without_momentum_statistics_are_the_average_over_all_batches():
+    layer, batches = nn.BatchNorm(momentum=None), [normal(6, 4, seed=seed) for seed in range(3)]
+    trainables, state = layer.init(RNG, batches[0])
+    for x in batches:
+        _, state = layer.fwd(x, trainables, state)
+    assert_close_to_scale(state["mean"], np.mean([np.mean(x, 0) for x in batches], 0))
+    assert_close_to_scale(state["var"], np.mean([np.var(x, 0, ddof=1) for x in batches], 0))
+    assert state["count"] == 3
+    with pytest.raises(ValueError, match=r"momentum is None.*corrected"):
+        nn.BatchNorm(momentum=None, corrected=True)
+
+
+@pytest.mark.parametrize("wrapper", [nn.WeightNorm, nn.SpectralNorm])
+@pytest.mark.parametrize(
+    "layer, axis",
+    [
+        (nn.Linear(4), 1),
+        (nn.Conv(4, 3), 0),
+        (nn.Conv(4, 3, layout="channel_first"), 0),
+        (nn.Conv(4, 3, layout="NWHC/HWIO"), 3),
+        (nn.ConvTranspose(4, 3), 0),
+        (mlax.Series(nn.Conv(4, 3)), 0),
+    ],
+)
+def test_kernels_are_normalized_over_all_axes_but_their_outputs(wrapper, layer, axis):
+    x = normal(4, 4, 4, 4)
+    default, explicit = wrapper(layer), wrapper(layer, axis=axis)
+    variables = default.init(RNG, x)
+    jax.tree.map(np.testing.assert_array_equal, variables, explicit.init(RNG, x))
+    np.testing.assert_array_equal(default.fwd(x, *variables)[0], explicit.fwd(x, *variables)[0])
+
+
+@pytest.mark.parametrize("wrapper", [nn.WeightNorm, nn.SpectralNorm])
+def test_each_layer_of_a_repeat_is_normalized_by_itself(wrapper):
+    x = normal(2, 4, 4, 3)
+    inner, outer = mlax.Repeat(wrapper(nn.Conv(3, 2)), 3), wrapper(mlax.Repeat(nn.Conv(3, 2), 3))
+    trainables, state = inner.init(RNG, x)
+    shapes = outer.init(RNG, x)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, (trainables, state))
+    assert_close_to_scale(outer.fwd(x, trainables, state), inner.fwd(x, trainables, state))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
