@@ -17,7 +17,15 @@ from mlax._jax._memory import (
     tree_add,
     write_slice,
 )
-from mlax._jax._name_stack import fused_op_names, layer_path, path_of, scopes_of_op_name, scopes_of_stack
+from mlax._jax._name_stack import (
+    WORKAROUND,
+    fused_op_names,
+    is_workaround,
+    layer_path,
+    path_of,
+    scopes_of_op_name,
+    scopes_of_stack,
+)
 from mlax._jax._private import with_weak_type
 from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, named_key, sample
 from mlax._jax._reductions import (
@@ -45,6 +53,7 @@ from mlax._jax._trees import (
 )
 
 __all__ = [
+    "WORKAROUND",
     "Apply",
     "Function",
     "ScanStep",
@@ -68,6 +77,7 @@ __all__ = [
     "is_on_host",
     "is_typed_key",
     "is_unsharded_cpu",
+    "is_workaround",
     "layer_path",
     "leaves_with_paths",
     "map_chunks",

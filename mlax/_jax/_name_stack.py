@@ -12,6 +12,9 @@ class Scope(NamedTuple):
     is_transformation: bool = False
 
 
+WORKAROUND = "xla_workaround"  # the scope of operations that no layer asked for, but that XLA's errors require
+
+
 def path_of(scopes: Iterable[Scope]) -> str:
     """The path of the layer that scopes belong to, the same in the forward and the backward pass."""
     stack = _without_repeats([scope for scope in scopes if not _is_of_jax(scope)])
@@ -23,6 +26,11 @@ def layer_path(nest: Iterable[Any]) -> str:
     # the name stack of an equation is relative to its jaxpr
     stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
     return path_of(scopes_of_stack(stack))
+
+
+def is_workaround(equation: Any) -> bool:
+    """Whether a jaxpr equation is one of those of the scope WORKAROUND."""
+    return any(scope.name == WORKAROUND for scope in scopes_of_stack(equation.source_info.name_stack.stack))
 
 
 def scopes_of_stack(stack: Iterable[Any]) -> list[Scope]:
@@ -83,7 +91,7 @@ def _split_outside_brackets(text: str, at: str) -> list[str]:
 
 def _is_of_jax(scope: Scope) -> bool:
     # einsum enters a scope that is named by its subscripts.
-    return scope.name == "rematted_computation" or "," in scope.name or "->" in scope.name
+    return scope.name in ("rematted_computation", WORKAROUND) or "," in scope.name or "->" in scope.name
 
 
 def _without_repeats(stack: list[Scope]) -> list[Scope]:

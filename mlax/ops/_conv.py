@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, with_jvps
+from mlax._jax import WORKAROUND, broadcast_like, with_jvps
 from mlax.ops._checks import check_kernel, check_same_dtype
 from mlax.ops._cpu import (
     Convolve,
@@ -168,4 +168,5 @@ def _with_unsharded_kernel_grad(convolve: Convolve) -> Convolve:
 def _unshard(x: Array, axes: Any) -> Array:
     """`x` with these axes unsharded on its own mesh, which need not be the one in context; XLA shards the others."""
     spec = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
-    return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
+    with jax.named_scope(WORKAROUND):
+        return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))

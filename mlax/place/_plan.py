@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from mlax._jax import is_on_host
+from mlax._jax import is_on_host, is_workaround
 from mlax.core import Layer, Tree, check_key, flatten_paths, replace_leaves, signature, variable_shapes
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place._estimate import Objective, describe
@@ -22,12 +22,14 @@ from mlax.place._rules import (
     Placement,
     Rules,
     as_rules,
+    check_mesh_axes,
     keep_memory_kind,
     memory_kind,
     merge_placements,
     merge_specs,
     mesh_axes,
     num_shards,
+    spec_axes,
 )
 from mlax.place._wrappers import all_gather_weights, constrain_activations, expert_all_to_all
 
@@ -79,16 +81,11 @@ class Plan:
         self.slots = as_rules(slots)
         self.batch = batch
         self.activations = as_rules(activations)
-        self.all_gather, self.all_to_all = tuple(all_gather), tuple(all_to_all)
+        self.all_gather, self.all_to_all = _as_axes(all_gather), _as_axes(all_to_all)
         self.pipeline = pipeline
         self.devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else devices and tuple(devices)
         self.name = name
-        for entry in batch:
-            for axis in mesh_axes(entry):
-                if axis not in dict(self._sizes):
-                    raise ValueError(
-                        f"Plan: batch is {batch}, but the mesh has the axes {dict(self._sizes)}; use one of these."
-                    )
+        _check_axes(self, [name for name, _ in self._sizes])
 
     @property
     def mesh(self) -> Mesh:
@@ -261,6 +258,22 @@ class Plan:
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind(placement, self.mesh.devices.flat[0]))
 
 
+def _as_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """One name, or several, as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _check_axes(plan: Plan, mesh: Sequence[str]) -> None:
+    """Raise if a field of the plan names an axis that the mesh does not have."""
+    for name in ("variables", "slots", "activations"):
+        getattr(plan, name).check_axes(name, mesh)
+    for name in ("all_gather", "all_to_all"):
+        check_mesh_axes(name, getattr(plan, name), mesh)
+    check_mesh_axes(f"batch, {plan.batch},", spec_axes(plan.batch), mesh)
+    if plan.pipeline is not None:
+        check_mesh_axes("pipeline", (plan.pipeline.axis,), mesh)
+
+
 REST = -1  # the size of a mesh axis that takes all devices that are left
 
 
@@ -351,9 +364,9 @@ def warn_unless_parallelized(plan: Plan, variables: Any, jaxpr: Any) -> None:
 
 
 def _constrains_shardings(jaxpr: Any) -> bool:
-    """Whether an equation constrains all axes of an array, as plans do; `ops.conv` constrains some of them."""
+    """Whether an equation constrains a sharding as plans do; the constraints of `ops.conv` are for XLA's sake."""
     return any(
-        (equation.primitive.name == "sharding_constraint" and not equation.params.get("unconstrained_dims"))
+        (equation.primitive.name == "sharding_constraint" and not is_workaround(equation))
         or any(map(_constrains_shardings, core.jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
     )

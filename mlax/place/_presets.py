@@ -97,12 +97,10 @@ def pipeline(
     """
     config = PipelineConfig(number, microbatches, schedule, axis, at)
     paths = list(find_pipelines(config.apply(model)))
-    rules = [(f"{path}/**" if path else "**", PartitionSpec(axis)) for path in paths]
-    others = [] if "" in paths else [("**", PartitionSpec())]  # "": the model is itself a Repeat
-    return Plan({axis: number}, [*rules, *others], pipeline=config, name="pipeline")
+    rules = [(f"{path}/**" if path else "**", PartitionSpec(axis)) for path in paths]  # "": the model is a Repeat
+    return Plan({axis: number}, rules, pipeline=config, name="pipeline")
 
 
 def _axis_rules(mesh_axis: str, axes: dict[str, int]) -> list[tuple[str, Placement | PartitionSpec]]:
-    """Rules that shard one axis, counted from the end, of each of these variables, and replicate all others."""
-    sharded = [(path, shard_last_axes(mesh_axis, *[None] * (-axis - 1))) for path, axis in axes.items()]
-    return [*sharded, ("**", PartitionSpec())]
+    """Rules that shard one axis, counted from the end, of each of these variables; all others are replicated."""
+    return [(path, shard_last_axes(mesh_axis, *[None] * (-axis - 1))) for path, axis in axes.items()]

@@ -1,6 +1,7 @@
 """Rules that give each leaf of a pytree its placement, by patterns over its path."""
 
 import abc
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
@@ -26,6 +27,10 @@ class ShapeSpec(abc.ABC):
     @abc.abstractmethod
     def resolve(self, shape: tuple[int, ...], mesh: MeshSizes, existing: PartitionSpec) -> PartitionSpec:
         """The spec for an array of this shape, which other rules already shard by `existing`."""
+
+    @abc.abstractmethod
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the spec may use."""
 
 
 @frozen
@@ -67,6 +72,9 @@ class LastAxes(ShapeSpec):
             raise ValueError(f"{self} names {len(self.axes)} axes, but the array has {len(shape)}")
         return PartitionSpec(*[None] * (len(shape) - len(self.axes)), *self.axes)
 
+    def mesh_axes(self):
+        return spec_axes(self.axes)
+
     def __str__(self) -> str:
         return f"shard_last_axes({', '.join(map(repr, self.axes))})"
 
@@ -89,6 +97,9 @@ class LargestAxis(ShapeSpec):
             return PartitionSpec()
         largest = max(divisible, key=lambda axis: (entries[axis] is None, sizes[axis]))
         return PartitionSpec(*[self.axis if axis == largest else None for axis in range(len(shape))])
+
+    def mesh_axes(self):
+        return (self.axis,)
 
     def __str__(self) -> str:
         return f"shard_largest_axis({self.axis!r})"
@@ -123,6 +134,13 @@ class Rules:
         """The placements of each path, at most one of each list; raises if a rule matches nothing, or two conflict."""
         matched = [_match_rules(rules, leaves, kind) for rules in self.lists]
         return {path: tuple(each[path] for each in matched if path in each) for path in leaves}
+
+    def check_axes(self, what: str, mesh: Iterable[str]) -> None:
+        """Raise if a rule names an axis that the mesh does not have."""
+        for pattern, placement in (rule for rules in self.lists for rule in rules):
+            spec = placement.spec
+            axes = spec.mesh_axes() if isinstance(spec, ShapeSpec) else spec_axes(spec or ())
+            check_mesh_axes(f"the rule for {what} ({pattern!r}, {placement})", axes, mesh)
 
     def restrict(self, leaves: Mapping[str, Any]) -> "Rules":
         """The rules that match one of these paths; the others may be for variables that are not among them."""
@@ -198,6 +216,24 @@ def num_shards(entry: SpecEntry, mesh: MeshSizes) -> int:
 def mesh_axes(entry: SpecEntry) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: Iterable[SpecEntry]) -> tuple[str, ...]:
+    """The mesh axes of all entries of a PartitionSpec."""
+    return tuple(name for entry in spec for name in mesh_axes(entry))
+
+
+def check_mesh_axes(what: str, axes: Iterable[str], mesh: Iterable[str]) -> None:
+    """Raise if one of the axes is not an axis of the mesh."""
+    mesh = list(mesh)
+    for axis in axes:
+        if axis not in mesh:
+            close = difflib.get_close_matches(str(axis), mesh, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"Plan: {what} names the mesh axis {axis!r}, but the mesh has {', '.join(map(repr, mesh)) or 'none'}; "
+                f"use one of these, or add it to the mesh.{hint}"
+            )
 
 
 def memory_kind(placement: Placement, device: Device) -> str | None:

@@ -8,10 +8,12 @@ from mlax.core import (
     Layer,
     Map,
     Recurrent,
+    Tied,
     Wrapper,
     flatten_paths,
     part_inputs,
     parts_of,
+    stacked_axes,
     variable_shapes,
 )
 
@@ -27,6 +29,8 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
         shapes = _variable_shapes(layer, x)
         axes = {path: axis - len(shapes[path]) if axis >= 0 else axis for path, axis in own.items() if path in shapes}
         return {path: axis for path, axis in axes.items() if shapes[path][axis] % number == 0}
+    if isinstance(layer, Tied):
+        return _tied_axes(layer, x, tensor_axes(layer.layer, x, number))
     if isinstance(layer, Wrapper) and not isinstance(layer, Recurrent):
         axes = tensor_axes(layer.layer, layer.slices(x)[1] if isinstance(layer, Map) else x, number)
         return {f"{STACKED}/{path}" if layer.has_stack else path: axis for path, axis in axes.items()}
@@ -50,7 +54,8 @@ def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
     if isinstance(layer, Map) and layer.has_stack:
         return {path: (-len(shape), shape[0]) for path, shape in _variable_shapes(layer, x).items()}
     if isinstance(layer, Wrapper):
-        axes = expert_axes(layer.layer, x)
+        axes = expert_axes(layer.layer, layer.slices(x)[1] if isinstance(layer, Map) else x)
+        axes = {path: axis for path, axis in axes.items() if path not in _tied_leaves(layer)}
         return {f"{STACKED}/{path}" if layer.has_stack else path: axis for path, axis in axes.items()}
     if not isinstance(layer, Composite):
         return {}
@@ -60,6 +65,21 @@ def expert_axes(layer: Layer, x: Any) -> dict[str, tuple[int, int]]:
         for name, part in parts_of(layer).items()
         for path, axis in expert_axes(part, inputs[name]).items()
     }
+
+
+def _tied_axes(tied: Tied, x: Any, axes: dict[str, int]) -> dict[str, int]:
+    """The axes without those of tied leaves, which are not stored; the leaf that one is tied to takes its axis."""
+    shapes = _variable_shapes(tied, x)
+    for tie in tied.ties:
+        axis = axes.get(tie.leaf)
+        if axis is not None and tie.to not in axes:
+            rank = len(shapes[tie.to]) - stacked_axes(tie.to)
+            axes[tie.to] = -rank - 1 - axis if tie.transpose else axis
+    return {path: axis for path, axis in axes.items() if path not in _tied_leaves(tied)}
+
+
+def _tied_leaves(layer: Wrapper) -> set[str]:
+    return {tie.leaf for tie in layer.ties} if isinstance(layer, Tied) else set()
 
 
 def _expanded_width(axes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> int | None:

@@ -217,3 +217,20 @@ def test_gradients_are_accumulated_eagerly_on_an_explicit_mesh():
             trainables, state = optimizer.update({"kernel": trainables["kernel"]}, state, trainables)
     np.testing.assert_allclose(trainables["kernel"], 0.9, rtol=1e-6)
     assert trainables["kernel"].sharding.spec == state.gathered["kernel"].sharding.spec == P("data", None)
+
+
+@pytest.mark.parametrize("set_mesh", [jax.set_mesh, lambda mesh: contextlib.nullcontext()])
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "Muon"])
+def test_gradients_are_accumulated_eagerly_on_explicit_axes(name, set_mesh):
+    devices = mesh(AxisType.Explicit)
+    optimizer = optim.Accumulate(ROWS[name].optimizer, 2)
+    with set_mesh(devices):
+        weights = jax.device_put(tree("float32"), on(devices, SPECS))
+        new, state = weights, optimizer.init(weights)
+        for seed in (1, 2):
+            new, state = optimizer.update(jax.device_put(tree("float32", seed), on(devices, SPECS)), state, new)
+        assert jax.tree.map(lambda leaf: leaf.sharding, new) == jax.tree.map(lambda leaf: leaf.sharding, weights)
+    plain, state = tree("float32"), optimizer.init(tree("float32"))
+    for seed in (1, 2):
+        plain, state = optimizer.update(tree("float32", seed), state, plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), new, plain)

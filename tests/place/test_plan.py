@@ -136,7 +136,12 @@ def test_the_first_matching_rule_applies():
             ValueError,
             "conflict for 'blocks/stacked/mlp/linear_0/kernel'; put a rule for what both match",
         ),
-        ([("**/scale", place.shard_last_axes("modle"))], ValueError, "the mesh has the axes data, model"),
+        (
+            [("**/scale", place.shard_last_axes("modle"))],
+            ValueError,
+            "names the mesh axis 'modle', but the mesh has 'data', 'model'; use one of these, or add it to the mesh. "
+            "Did you mean 'model'?",
+        ),
         ([("norm/scale", P(None, "model"))], ValueError, "has 2 entries; give at most 1"),
         ([("**/query/kernel", P("data", "data"))], ValueError, "uses 'data' twice"),
         (
@@ -154,6 +159,31 @@ def test_invalid_rules_are_errors(rules, error, words):
     task = gpt()
     with pytest.raises(error, match=re.escape(words)):
         plan_of(rules).variable_shardings(task.model, task.x)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"variables": [("**", place.shard_largest_axis("typo"))]},
+        {"variables": [("**", P(None, ("data", "typo")))]},
+        {"slots": [("**", place.shard_last_axes("typo", None))]},
+        {"activations": [("*", P("data", "typo"))]},
+        {"batch": P("typo")},
+        {"all_gather": ("typo",)},
+        {"all_gather": "typo"},
+        {"all_to_all": ("data", "typo")},
+        {"pipeline": place.PipelineConfig(2, 2, axis="typo")},
+    ],
+    ids=str,
+)
+def test_a_mesh_axis_that_does_not_exist_is_an_error_wherever_it_is_named(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"Plan: .*{name}.* names the mesh axis 'typo', but the mesh has 'data'"):
+        place.Plan({"data": 8}, **fields)
+
+
+def test_one_axis_to_gather_may_be_given_without_a_tuple():
+    assert place.Plan({"data": 8}, all_gather="data") == place.Plan({"data": 8}, all_gather=("data",))
 
 
 def test_invalid_meshes_are_errors():
@@ -174,7 +204,7 @@ def test_invalid_meshes_are_errors():
     assert (place.data(2) * place.fsdp(4, axis="fsdp")).shape == {"data": 2, "fsdp": 4}
     with pytest.raises(TypeError, match=r"Plan\(data: data 4\) times 2: multiply plans by plans"):
         place.data(4) * 2
-    with pytest.raises(ValueError, match="batch is"):
+    with pytest.raises(ValueError, match=r"batch, .* names the mesh axis"):
         place.Plan({"data": 2}, batch=P("rows"))
 
 
@@ -281,6 +311,20 @@ def test_many_steps_per_call_and_evaluation_follow_the_plan():
     leaf = fitted.state.trainables["embed"]["table"]
     assert leaf.sharding.spec == P("data", None)
     assert flatten_paths(fitted.state.optimizer.mean)["embed/table"].sharding.spec == P("data", None)
+
+
+def test_a_step_of_a_grouped_convolution_warns_too():
+    x, plan = jnp.ones((8, 4, 4, 8)), place.data(2) * place.fsdp(4, axis="fsdp", min_size=1)
+    model = Series(conv=nn.Conv(8, 3, groups=2), pool=nn.GlobalPool(by="mean"))
+    batch = jax.device_put({"x": x, "y": jnp.ones(8, jnp.int32)}, plan.batch_sharding)
+    variables = plan.init(model, jax.random.key(1), x)
+    for parallel in (False, True):
+        step = train.step(objective_of(plan.parallelize(model, x) if parallel else model), optim.SGD(0.1), plan=plan)
+        state = jax.eval_shape(lambda: step.init(jax.random.key(0), *model.init(jax.random.key(1), x)))
+        with jax.set_mesh(plan.mesh):
+            jaxpr = jax.make_jaxpr(step.advance)(state, batch)
+        with contextlib.nullcontext() if parallel else pytest.warns(UserWarning, match="call plan.parallelize"):
+            place.warn_unless_parallelized(plan, variables, jaxpr)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -144,6 +144,47 @@ def test_experts_and_pipelines_may_be_wrapped_or_be_the_whole_model(wrapped):
     assert plan.variable_shardings(repeat, x)[0]["stacked"]["kernel"].spec == P("stage")
 
 
+def tied_gpt():
+    task = gpt()
+    return task._replace(model=mlax.Tied(task.model, mlax.Tie("head/kernel", to="embed/table", transpose=True)))
+
+
+def test_a_tied_model_is_tensor_parallel_and_the_leaf_that_is_stored_is_sharded():
+    task = tied_gpt()
+    plan = place.tensor(task.model, task.x, 4) * place.data(2)
+    shardings = flatten_paths(plan.variable_shardings(task.model, task.x)[0])
+    assert "head/kernel" not in shardings and shardings["embed/table"].spec == P("model", None)
+    assert shardings["blocks/stacked/mlp/linear_0/kernel"].spec == P(None, None, "model")
+    assert_close(train_steps(task, plan, steps=2).losses, train_steps(task, steps=2).losses, 1e-4)
+
+
+@pytest.mark.parametrize(("transpose", "axis"), [(False, P(None, "model")), (True, P("model", None))])
+def test_a_leaf_that_another_is_tied_to_takes_its_axis(transpose, axis):
+    tie = mlax.Tie("up/kernel", to="cell/recurrent/kernel", transpose=transpose)
+    tied = mlax.Tied(mlax.Series(cell=mlax.Recurrent(nn.RNNCell(8)), up=nn.Linear(8, bias=False)), tie)
+    x = jnp.ones((2, 3, 8))
+    shardings = flatten_paths(place.tensor(tied, x, 8).variable_shardings(tied, x)[0])
+    assert shardings["cell/recurrent/kernel"].spec == axis
+
+
+def test_auto_considers_tensor_parallelism_of_a_tied_model():
+    model = mlax.Tied(
+        mlax.Series(embed=nn.Embed(64, 32), head=nn.Linear(64, bias=False)),
+        mlax.Tie("head/kernel", to="embed/table", transpose=True),
+    )
+    said = []
+    place.auto(model, gpt().x, jax.devices()[:2], OPTIMIZER, log=said.append)
+    (line,) = [line for line in said if line.startswith("tensor (model 2)")]
+    assert "needs" in line
+
+
+def test_a_plan_may_shard_every_variable_of_a_model():
+    model, x = mlax.Series(blocks=mlax.Repeat(nn.Linear(8, bias=False), 8)), jnp.ones((8, 8))
+    for plan in (place.pipeline(model, 8, microbatches=8), place.tensor(model, x, 8)):
+        (sharding,) = jax.tree.leaves(plan.variable_shardings(model, x))
+        assert any(sharding.spec)
+
+
 def test_zero_shards_slots_and_replicates_weights():
     task = gpt()
     found = train_steps(task, place.zero(min_size=1), steps=1)
