@@ -70,6 +70,8 @@ def sample(draw: Sampler, rng: jax.Array, shape: tuple[int, ...], dtype: Any, sc
     generator the element at flat position i depends only on the key and on i. So leaves are cut from chunks whose
     start is an argument: one program for each sampler, and a cheap slice for each shape.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"random variables of {dtype} cannot be initialized; pass a floating input or param_dtype.")
     total = math.prod(shape)
     factor = np.asarray(scale, jnp.dtype(dtype))
     if is_abstract_key(rng):

@@ -121,14 +121,20 @@ def check_not_truncated(x: Any) -> None:
         )
 
 
+def check_array(layer: Any, x: Any) -> None:
+    """Raise unless the input is one array."""
+    if x is None or isinstance(x, tuple | list | dict):
+        raise TypeError(f"{short_repr(layer)}: the input is {signature(x)}, but must be an array.")
+
+
 @contextlib.contextmanager
 def expect_array(layer: Any, x: Any) -> Iterator[None]:
     """Explain the AttributeError of a layer that takes an array but got a tuple, a dict or None."""
     try:
         yield
     except AttributeError as error:
-        if error.obj is x and isinstance(x, tuple | list | dict | None):
-            raise TypeError(f"{short_repr(layer)}: the input is {signature(x)}, but must be an array.") from None
+        if type(error.obj) is type(x) and error.name in ("shape", "ndim", "dtype", "size"):
+            check_array(layer, x)
         raise
 
 

@@ -207,7 +207,8 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{short_repr(self)}: rng is {short_signature(rng)}, but must be a key; {KEY_ADVICE}.")
         check_not_swapped(self, x, trainables)
         x = jax.tree.map(_to_device_array, x)
-        self.check_variables(x, trainables, non_trainables)
+        with expect_array(self, x):
+            self.check_variables(x, trainables, non_trainables)
         try:
             with expect_array(self, x):
                 out = fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)

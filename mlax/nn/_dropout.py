@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 
 from mlax import ops
-from mlax.core import Layer, frozen
+from mlax.core import Layer, check_array, frozen
 from mlax.nn._variables import num_channels
 
 
@@ -28,6 +28,7 @@ class _RandomDrop(Layer):
         """The input with some of it dropped."""
 
     def init(self, rng, x):
+        check_array(self, x)
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):

@@ -2,7 +2,7 @@
 
 import abc
 from dataclasses import KW_ONLY
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ class SinusoidalPositions(Layer):
     With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
+
+    needs_floating_input: ClassVar[bool] = True
 
     _: KW_ONLY
     base: float = 10_000.0
@@ -129,6 +131,8 @@ class Rotary(Layer):
     Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
     """
 
+    needs_floating_input: ClassVar[bool] = True
+
     _: KW_ONLY
     base: float = 10_000.0
     width: int | None = None
@@ -142,7 +146,8 @@ class Rotary(Layer):
             )
 
     def init(self, rng, x):
-        x = x[0] if isinstance(x, tuple) else x
+        x, positions = x if isinstance(x, tuple) else (x, None)
+        _check_positions(self, positions)
         if x.ndim != 4:
             raise ValueError(f"{self}: the input has the shape {x.shape}, but must be (batch, time, heads, width).")
         width = x.shape[-1] if self.width is None else self.width
@@ -199,9 +204,15 @@ def _split_positions(layer: Any, x: Any) -> tuple[Any, Any]:
     x, positions = x if isinstance(x, tuple) else (x, None)
     if x.ndim != 3:
         raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")
+    _check_positions(layer, positions)
     if positions is not None and layer.decoding:
         raise ValueError(f"{layer}: it counts positions itself when decoding; pass the input alone.")
     return x, positions
+
+
+def _check_positions(layer: Any, positions: Any) -> None:
+    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{layer}: the positions are {positions.dtype}, but must be integers; cast them to int32.")
 
 
 def _init_count(layer: Any) -> dict[str, jax.Array] | None:
