@@ -93,13 +93,12 @@ def lock_file(path: str) -> int | None:
 
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
+        with _name_in_errors(path):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        error.filename = error.filename or path
+        if isinstance(error, BlockingIOError):
+            return None
         raise
     return descriptor
 
@@ -154,17 +153,15 @@ def atomic_write(path: str, parts: Iterable[bytes | memoryview]) -> None:
 def write_synced(path: str, parts: Iterable[bytes | memoryview]) -> None:
     """Write a new file and fsync it. If that fails, the caller removes the incomplete file."""
     file = os.open(path, _CREATE_FLAGS, 0o666)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(file, view[:_WRITE_BYTES]) :]
-        os.fsync(file)
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
-    finally:
-        os.close(file)
+    with _name_in_errors(path):
+        try:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(file, view[:_WRITE_BYTES]) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 def make_folder(path: str) -> None:
@@ -183,13 +180,21 @@ def fsync_folder(folder: str) -> None:
     if not hasattr(os, "O_DIRECTORY"):
         return  # a platform on which folders cannot be opened
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with _name_in_errors(folder):
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _name_in_errors(path: str) -> Iterator[None]:
+    """Add the path to errors of calls that take a descriptor."""
     try:
-        os.fsync(file)
+        yield
     except OSError as error:
-        error.filename = error.filename or folder
+        error.filename = error.filename or path
         raise
-    finally:
-        os.close(file)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,20 @@ import sys
 
 from tests.faults.results import Result
 
-NAMES = ("killed", "corrupted", "full_disk", "resumed", "resized", "terminated", "dead_or_hung")
+NAMES = (
+    "killed",
+    "readers",
+    "corrupted",
+    "disk_errors",
+    "full_disk",
+    "resumed",
+    "damaged_logs",
+    "last_evaluation",
+    "diverged",
+    "resized",
+    "terminated",
+    "dead_or_hung",
+)
 
 
 def main():

@@ -35,8 +35,8 @@ def kill_at(name, when, number):
     setattr(os, name, killing)
 
 
-def save_in_a_loop(folder, seed, aim, waits, steps):
-    checkpoints = train.Checkpoints(folder, keep=2, file_bytes=20_000)
+def save_in_a_loop(folder, seed, aim, waits, steps, keep=2):
+    checkpoints = train.Checkpoints(folder, keep=keep, file_bytes=20_000)
     begin = (checkpoints.latest() or 0) + 1
     if aim:
         kill_at(*aim)

@@ -23,19 +23,27 @@ PHASES = {
     "save": (("--slow-disk", 0.2, "--save-every", 4), "at 4 saving"),
     "waiting for data": (("--slow", 1.0), "at {at} waiting for data"),
 }
+# Saves that take longer than the grace period, in which nothing but a save may go on. Fsync is called six times.
+SLOW = ("--slow-disk", 0.5, "--grace", 1)
+SLOW_PHASES = {
+    "step": ((*SLOW, "--drag", 0.05), "at {at} step"),
+    "save": ((*SLOW, "--save-every", 4), "at 4 saving"),
+    "evaluation": ((*SLOW, "--drag", 0.3, "--drag-phase", "evaluation"), "at 10 evaluation"),
+}
 
 
-def run(trials=2, seed=0, phases=tuple(PHASES), processes=(1, 2)):
+def run(trials=2, seed=0, phases=tuple(PHASES), processes=(1, 2), slow_phases=tuple(SLOW_PHASES)):
     with ForkServer() as fork:
-        return [run_phase(fork, phase, count, trials, random.Random(seed)) for phase in phases for count in processes]
+        rows = [run_phase(fork, phase, count, trials, random.Random(seed)) for phase in phases for count in processes]
+        return rows + [run_phase(fork, phase, 1, trials, random.Random(seed), SLOW_PHASES) for phase in slow_phases]
 
 
-def run_phase(fork, phase, count, trials, draws):
+def run_phase(fork, phase, count, trials, draws, phases=PHASES):
     began, failures, slowest = time.monotonic(), [], 0.0
     for trial in range(trials):
         with tempfile.TemporaryDirectory(prefix="terminated-") as parent:
             folder = Path(parent) / "run"
-            options, word = PHASES[phase]
+            options, word = phases[phase]
             argv = ("--run", folder, "--steps", STEPS, "--say", "--save-every", 5000, *options)
             child = fork(*argv) if count == 1 else launch(*argv, options=TWO)
             faults, seconds = terminate(child, folder, word.format(at=draws.randint(1, 6)), draws.uniform(0, 0.2))
@@ -43,6 +51,7 @@ def run_phase(fork, phase, count, trials, draws):
             if faults:
                 failures.append(f"trial {trial}: {faults}, {child.lines[-6:]}")
     words = "one process" if count == 1 else "two processes"
+    words = "saves beyond the grace" if phases is SLOW_PHASES else words
     return Result.of(f"SIGTERM in {phase}, {words} (slowest {slowest:.1f} s)", trials, failures, began)
 
 

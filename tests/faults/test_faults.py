@@ -2,13 +2,17 @@
 
 import pytest
 
-from tests.faults import corrupted, full_disk, killed
+from tests.faults import corrupted, disk_errors, diverged, full_disk, killed, readers
+from tests.faults.results import Result
 
 
-@pytest.mark.parametrize("fault, trials", [(killed, 15), (corrupted, 26), (full_disk, 8)])
+@pytest.mark.parametrize(
+    "fault, trials", [(killed, 15), (readers, 20), (corrupted, 26), (full_disk, 8), (disk_errors, 12), (diverged, 1)]
+)
 def test_checkpoints_survive(fault, trials, request):
-    result = fault.run(200 if request.config.getoption("--thorough") else trials)
-    assert result.passed == result.trials, result.failures
+    results = fault.run(200 if request.config.getoption("--thorough") else trials)
+    for result in [results] if isinstance(results, Result) else results:
+        assert result.passed == result.trials, result.failures
 
 
 def test_checkpoints_survive_system_calls_that_fail_as_on_a_full_disk():

@@ -101,6 +101,7 @@ def parse_options(argv):
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds to make a batch")
     parser.add_argument("--slow-disk", type=float, default=0.0, help="seconds added to each fsync")
+    parser.add_argument("--grace", type=float, help="seconds after SIGTERM")
     parser.add_argument("--drag", type=float, default=0.0, help="seconds added to each heartbeat of a phase")
     parser.add_argument("--drag-phase", default="step")
     parser.add_argument("--say", action="store_true", help="print each heartbeat")
@@ -135,6 +136,7 @@ def main(argv):
         evaluate=test,
         evaluate_every=options.evaluate_every,
         save_every=options.save_every,
+        grace=options.grace,
     )
     if options.digest:
         print("left", digest(fitted.state), flush=True)

@@ -313,3 +313,18 @@ def test_a_failure_to_delete_old_steps_says_that_the_new_one_is_saved(tmp_path, 
     monkeypatch.undo()
     save(checkpoints, 3)
     assert checkpoints.steps() == (3,)
+
+
+def test_a_best_step_whose_metrics_cannot_be_read_for_a_moment_is_not_deleted(tmp_path, monkeypatch):
+    save(train.Checkpoints(tmp_path, keep=1, best=train.Minimize("loss")), 1, metrics={"loss": 0.1})
+    checkpoints = train.Checkpoints(tmp_path, keep=1, best=train.Minimize("loss"))
+    module = inspect.getmodule(train.Checkpoints)
+
+    def unreadable(path):
+        raise files.InvalidFile(f"{path}: it cannot be read (Input/output error).")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "read_manifest", unreadable)
+        save(checkpoints, 2, metrics={"loss": 0.5})
+    save(checkpoints, 3, metrics={"loss": 0.6})
+    assert checkpoints.steps() == (1, 3) and checkpoints.best() == 1

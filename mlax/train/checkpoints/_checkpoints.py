@@ -99,7 +99,7 @@ class Checkpoints:
         self._failures: list[BaseException] = []
         self._group: ProcessGroup | None = None
         self._saves = 0
-        self._metrics: dict[StepFolder, Mapping[str, float]] = {}
+        self._metrics: dict[StepFolder, Mapping[str, float] | None] = {}
         self._damaged: set[str] = set()  # paths of steps that `restore` has skipped
         weakref.finalize(self, _report_failures, self._failures, self.report)
 
@@ -163,9 +163,14 @@ class Checkpoints:
         """The best of the saved steps, by the metric passed as `best`."""
         if self.criterion is None:
             raise ValueError("best: Checkpoints has no metric; pass best=Maximize('accuracy') or Minimize('loss').")
+        metrics = self._read_all_metrics()
+        return self.criterion.best_step({step: each for step, each in metrics.items() if each is not None})
+
+    def _read_all_metrics(self) -> dict[int, Mapping[str, float] | None]:
+        """The metrics of each saved step, None where they cannot be read."""
         found = {folder.step: folder for folder in step_folders(self.folder) if folder.fault is None}
         self._metrics = {folder: self._metrics.get(folder) or _read_metrics(folder) for folder in found.values()}
-        return self.criterion.best_step({folder.step: metrics for folder, metrics in self._metrics.items()})
+        return {step: self._metrics[folder] for step, folder in found.items()}
 
     def restore(
         self,
@@ -234,11 +239,15 @@ class Checkpoints:
     def _apply_retention(self, job: SaveJob, also_keep: frozenset[int]) -> None:
         try:
             with writer_lock(self.folder, self.timeout):
-                best = None if self.criterion is None else self.best()
-                apply_retention(self.folder, job.step, self.keep, {best, *also_keep}, self._damaged)
+                kept = {*also_keep, *(self._maybe_best() if self.criterion is not None else ())}
+                apply_retention(self.folder, job.step, self.keep, kept, self._damaged)
         except OSError as error:
             reason = f"step {job.step} is saved, but older ones could not be deleted: {error.strerror or error}"
             raise OSError(error.errno, reason, error.filename or self.folder) from error
+
+    def _maybe_best(self) -> set[int | None]:
+        """The best step, and those that may be it, since their metrics cannot be read."""
+        return {self.best(), *(step for step, metrics in self._read_all_metrics().items() if metrics is None)}
 
     def _join(self) -> None:
         if self._running is not None:
@@ -298,11 +307,11 @@ def _describe_value(value: Any) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
-def _read_metrics(folder: StepFolder) -> Mapping[str, float]:
+def _read_metrics(folder: StepFolder) -> Mapping[str, float] | None:
     try:
         return read_manifest(os.path.join(folder.path, MANIFEST)).metrics
     except InvalidFile:
-        return {}
+        return None
 
 
 def _print_report(message: str) -> None:
