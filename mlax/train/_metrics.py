@@ -56,6 +56,9 @@ class Metrics(Mapping[str, jax.Array]):
         at = self.names.index(name)
         return lax.index_in_dim(self.packed, at, axis=-1, keepdims=False)  # a static index, so nothing is transferred
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # the inherited one would slice the array
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
