@@ -140,7 +140,7 @@ def _compile_step(
             return trainables, new, None, y
         (value, new), grads = _value_and_grad(plan.pipeline, loss)(trainables, non_trainables, batch, rng)
         finite = jnp.isfinite(value) & jnp.isfinite(global_norm(flatten_paths(grads)))  # the guard of `train.step`
-        trainables, slots = optimizer.update(grads, slots, trainables, apply_if=finite)
+        trainables, slots = optimizer.update(grads, slots, trainables, apply_if=finite, skip_nonfinite=True)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, non_trainables)
         return trainables, new, slots, value
 
