@@ -18,7 +18,7 @@ class DtypeViolation:
     """One operation with an operand or a result of another floating dtype than the declared one."""
 
     path: str  # of the layer, like "blocks/mlp/up"; "" outside of a layer
-    primitive: str
+    primitive: str  # like "add"; of a product in another dtype with its algorithm, like "dot_general[BF16_BF16_F32]"
     inputs: tuple[str, ...]  # dtypes of all operands, in order
     outputs: tuple[str, ...]
     declared: str
@@ -42,9 +42,15 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
     `dtype=None` declares the one floating dtype of the traced arguments. Nothing is computed, and only the
     function's jaxpr is inspected: audit `jax.grad(loss)` to include the backward pass.
 
-    An operation is a violation if any operand or result is floating or complex and not of the declared dtype.
-    Two things are allowed: a cast *to* the declared dtype, and weakly typed scalars, which are Python numbers:
-    rounding 0.999 to bfloat16 would be the mistake.
+    An operation is a violation if any operand or result is floating or complex and not of the declared dtype, or if it
+    is a product whose `precision` names an algorithm that multiplies in another one, such as "BF16_BF16_F32".
+    Two things are allowed: a cast *to* the declared dtype, and weakly typed scalars: Python numbers, and what is
+    computed from them, such as BatchNorm's fraction by the number of steps, which are float32 or float64. Rounding
+    0.999 to bfloat16 would be the mistake.
+
+    What XLA makes of a product by default is not in the jaxpr: on GPUs float32 is multiplied as TF32, and on TPUs as
+    bfloat16, unless the layer's `precision` or `jax_default_matmul_precision` is "highest". Sums are accumulated in the
+    declared dtype or a wider one.
     """
     jaxpr = _trace(function, args, kwargs)
     declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
@@ -97,10 +103,11 @@ def _find_violations(jaxpr, declared, enclosing=()) -> Iterator[DtypeViolation]:
         outputs = [result.aval for result in equation.outvars]
         is_cast_back = equation.primitive.name == "convert_element_type" and outputs[0].dtype == declared
         is_foreign = any(_is_float(aval) and aval.dtype != declared for aval in inputs + outputs)
-        if is_foreign and not is_cast_back and not _is_noop_cast(equation) and not bodies:
+        algorithm = _foreign_algorithm(equation, declared)
+        if algorithm or (is_foreign and not is_cast_back and not _is_noop_cast(equation) and not bodies):
             yield DtypeViolation(
                 path=layer_path(stack),
-                primitive=equation.primitive.name,
+                primitive=equation.primitive.name + algorithm,
                 inputs=_dtype_names(inputs),
                 outputs=_dtype_names(outputs),
                 declared=str(declared),
@@ -112,6 +119,21 @@ def _is_noop_cast(equation) -> bool:
     """Whether it casts a dtype to itself, as JAX does to make a weakly typed value strongly typed."""
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
+
+
+def _foreign_algorithm(equation, declared) -> str:
+    """The algorithm that a product is computed by, in brackets, if it multiplies in another dtype; else ""."""
+    algorithm = equation.params.get("precision")
+    if isinstance(algorithm, jax.lax.DotAlgorithmPreset):
+        multiplied = _ALGORITHM_DTYPES.get(algorithm.name.split("_")[0], algorithm.name.split("_")[0])
+        return "" if multiplied in (str(declared), "ANY", "DEFAULT") else f"[{algorithm.name}]"
+    if isinstance(algorithm, jax.lax.DotAlgorithm):
+        multiplied = jnp.dtype(algorithm.lhs_precision_type)
+        return "" if multiplied == declared else f"[{multiplied}]"
+    return ""
+
+
+_ALGORITHM_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 def _sub_jaxprs(holder) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from mlax import dtypes
+from mlax import dtypes, nn
 
 x = jnp.ones((4, 4), jnp.bfloat16)
 
@@ -352,3 +352,20 @@ def test_check_raises_the_first_violation_and_says_what_to_do():
         "or declare the override (accum_dtype, param_dtype, Mixed)."
     )
     assert isinstance(error.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    "precision, found",
+    [
+        ("BF16_BF16_F32", "dot_general[BF16_BF16_F32]"),
+        ("TF32_TF32_F32", "dot_general[TF32_TF32_F32]"),
+        (jax.lax.DotAlgorithm(jnp.float16, jnp.float16, jnp.float32), "dot_general[float16]"),
+        ("F32_F32_F32", None),
+        ("highest", None),
+        (None, None),
+    ],
+)
+def test_a_product_that_is_computed_in_another_dtype_is_a_violation(precision, found):
+    layer, x = nn.Linear(3, precision=precision), jnp.ones((2, 4))
+    violations = dtypes.audit(layer.fwd, x, *layer.init(jax.random.key(0), x))
+    assert [violation.primitive for violation in violations] == ([found] if found else [])
