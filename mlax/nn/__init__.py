@@ -9,7 +9,7 @@ from mlax.nn._linear import GLU, MLP, Bias, Embed, Linear, Scaler
 from mlax.nn._lora import LoRA, merge_lora
 from mlax.nn._mamba import Mamba
 from mlax.nn._moe import MoE
-from mlax.nn._norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from mlax.nn._norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from mlax.nn._pool import AdaptivePool, GlobalPool, MaxPool, MeanPool, Pool, SumPool
 from mlax.nn._positions import (
     LearnedPositions,
@@ -22,6 +22,7 @@ from mlax.nn._positions import (
 )
 from mlax.nn._recurrent import Bidirectional, ConvLSTMCell, ForgetBias, GRUCell, LSTMCell, MGUCell, RNNCell, Stacked
 from mlax.nn._reparam import SpectralNorm, WeightNorm
+from mlax.nn._resample import PixelShuffle, PixelUnshuffle, Upsample
 from mlax.nn._reshape import Flatten, Patches, Reshape
 from mlax.nn._torch_names import missing_layer_message
 
@@ -53,6 +54,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LoRA",
+    "LocalResponseNorm",
     "MGUCell",
     "Mamba",
     "MaxPool",
@@ -62,6 +64,8 @@ __all__ = [
     "NTKScaling",
     "Patches",
     "PathDropout",
+    "PixelShuffle",
+    "PixelUnshuffle",
     "Pool",
     "RMSNorm",
     "RNNCell",
@@ -73,6 +77,7 @@ __all__ = [
     "SpectralNorm",
     "Stacked",
     "SumPool",
+    "Upsample",
     "WeightNorm",
     "merge_lora",
 ]

@@ -1,4 +1,4 @@
-"""BatchNorm, LayerNorm, RMSNorm, GroupNorm and InstanceNorm."""
+"""BatchNorm, LayerNorm, RMSNorm, GroupNorm, InstanceNorm and LocalResponseNorm."""
 
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
@@ -239,6 +239,44 @@ class InstanceNorm(Layer):
         groups = x.shape[self.axis]
         y = ops.group_norm(x, **weights, groups=groups, axis=self.axis, eps=self.eps, accum_dtype=self.accum_dtype)
         return y, non_trainables
+
+
+@frozen
+class LocalResponseNorm(Layer):
+    """Local response normalization: `x / (k + alpha * mean(x * x)) ** beta` over `size` neighboring channels.
+
+    (b, ..., c), with the channels along `axis`; shape and dtype of the input. No variables. Channels beyond the first
+    and the last count as 0, and the mean is PyTorch's, where the paper has a sum.
+    https://papers.nips.cc/paper/4824, section 3.3.
+    """
+
+    has_statistics: ClassVar[bool] = True
+
+    size: int
+    _: KW_ONLY
+    alpha: float = 1e-4
+    beta: float = 0.75
+    k: float = 1.0
+    axis: int = -1
+    accum_dtype: DType = None  # None: the input's
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"LocalResponseNorm: size is {self.size!r}, but must be an integer of at least 1.")
+        if self.alpha < 0 or self.k <= 0:
+            raise ValueError(
+                f"LocalResponseNorm: alpha is {self.alpha} and k {self.k}, but alpha must not be negative and k must "
+                "be positive, so that nothing is divided by 0."
+            )
+
+    def init(self, rng, x):
+        ops.check_floating(f"{self}", x)
+        num_channels(self, x)
+        return None, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        options = {name: getattr(self, name) for name in ("alpha", "beta", "k", "axis", "accum_dtype")}
+        return ops.local_response_norm(x, self.size, **options), non_trainables
 
 
 def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x: Any) -> Tree:

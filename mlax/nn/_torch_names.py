@@ -21,8 +21,10 @@ _EQUIVALENTS = {
     "Parameter": "an mlax.Layer, whose `init` makes its arrays",
     "RNN": "mlax.Recurrent(nn.RNNCell(features))",
     "Sequential": "mlax.Series",
+    "Softmax": "mlax.F(mlax.ops.softmax)",
     "Unflatten": "nn.Reshape",
-    "Upsample": "mlax.F of a function that calls jax.image.resize",
+    "UpsamplingBilinear": 'nn.Upsample(factor, by="linear", align_corners=True)',
+    "UpsamplingNearest": "nn.Upsample(factor)",
 }
 
 

@@ -13,7 +13,16 @@ from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, linear, tied_logits
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
-from mlax.ops._norms import batch_norm, batch_statistics, group_norm, layer_norm, mean, normalize_batch, rms_norm
+from mlax.ops._norms import (
+    batch_norm,
+    batch_statistics,
+    group_norm,
+    layer_norm,
+    local_response_norm,
+    mean,
+    normalize_batch,
+    rms_norm,
+)
 from mlax.ops._pool import (
     Reduction,
     adaptive_pool,
@@ -40,6 +49,15 @@ from mlax.ops._positions import (
     sinusoids,
 )
 from mlax.ops._reparam import l2_normalize, output_norms, power_iteration, spectral_norm, weight_norm
+from mlax.ops._resample import (
+    Interpolation,
+    check_interpolation,
+    pixel_shuffle,
+    pixel_unshuffle,
+    shuffle_factors,
+    unshuffle_factors,
+    upsample,
+)
 from mlax.ops._rnn import blend, gru, lstm, lstm_memory, lstm_output
 from mlax.ops._selective_scan import causal_filter, selective_scan
 from mlax.ops._windows import (
@@ -78,6 +96,7 @@ __all__ = [
     "linear",
     "linear_frequencies",
     "llama3_frequencies",
+    "local_response_norm",
     "lstm",
     "lstm_memory",
     "lstm_output",
@@ -87,6 +106,8 @@ __all__ = [
     "ntk_frequencies",
     "pad",
     "patches",
+    "pixel_shuffle",
+    "pixel_unshuffle",
     "pool",
     "quick_gelu",
     "relative_bias",
@@ -103,5 +124,6 @@ __all__ = [
     "spectral_norm",
     "squared_relu",
     "tied_logits",
+    "upsample",
     "weight_norm",
 ]

@@ -1,4 +1,4 @@
-"""Batch, layer, RMS and group normalization, and the mean and norm that they are computed with."""
+"""Batch, layer, RMS, group and local response normalization, and the mean and norm that they are computed with."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from mlax._jax import broadcast_like, expand_last, reduce_mean, reduce_sum
 from mlax.ops._checks import check_floating, check_same_dtype
+from mlax.ops._windows import axis_window_slices
 
 
 def batch_norm(
@@ -144,6 +145,32 @@ def group_norm(
         accum_dtype=accum_dtype,
     )
     return lax.reshape(y, x.shape)
+
+
+def local_response_norm(
+    x: Float[Array, "..."],
+    size: int,
+    *,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 1.0,
+    axis: int = -1,
+    accum_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """`x / (k + alpha * mean(x * x)) ** beta`, the mean over `size` neighboring channels, in the dtype of `x`.
+
+    The channels are along `axis`; those beyond the first and the last count as 0. It is computed in `accum_dtype` if
+    given. https://papers.nips.cc/paper/4824, section 3.3, with PyTorch's mean in place of the sum.
+    """
+    check_floating("local_response_norm", x)
+    axis %= x.ndim
+    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    root = wide * math.sqrt(alpha / size)  # squared after the scaling, so that float16 does not overflow
+    widths = [(size // 2, (size - 1) // 2, 0) if each == axis else (0, 0, 0) for each in range(x.ndim)]
+    padded = lax.pad(root * root, jnp.zeros((), wide.dtype), widths)
+    slices = axis_window_slices(padded, axis, x.shape[axis], size, 1, 1)
+    y = wide * (functools.reduce(lax.add, slices) + k) ** -beta
+    return lax.convert_element_type(y, x.dtype)
 
 
 def mean(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:

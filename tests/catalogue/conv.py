@@ -233,4 +233,32 @@ ROWS = {
         lambda x, w: adaptive(x, np.max, (3, 2)),
         variant=True,
     ),
+    "Upsample": LayerRow(
+        lambda dtype: nn.Upsample((2, 3)),
+        (2, 3, 4, 3),
+        ({}, {}),
+        lambda x, w: x.repeat(2, 1).repeat(3, 2),
+        no_sums="it sums nothing",
+    ),
+    "Upsample linear": LayerRow(
+        lambda dtype: nn.Upsample(2, by="linear", align_corners=True),
+        (2, 5, 3),
+        ({}, {}),
+        lambda x, w: np.apply_along_axis(lambda line: np.interp(np.linspace(0, 4, 10), range(5), line), 1, x),
+        variant=True,
+    ),
+    "PixelShuffle": LayerRow(
+        lambda dtype: nn.PixelShuffle(2),
+        (2, 3, 4, 8),
+        ({}, {}),
+        lambda x, w: np.einsum("bhwcij->bhiwjc", x.reshape(2, 3, 4, 2, 2, 2)).reshape(2, 6, 8, 2),
+        no_sums="it sums nothing",
+    ),
+    "PixelUnshuffle": LayerRow(
+        lambda dtype: nn.PixelUnshuffle(2),
+        (2, 6, 8, 2),
+        ({}, {}),
+        lambda x, w: np.einsum("bhiwjc->bhwcij", x.reshape(2, 3, 2, 4, 2, 2)).reshape(2, 3, 4, 8),
+        no_sums="it sums nothing",
+    ),
 }

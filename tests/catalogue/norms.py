@@ -43,6 +43,13 @@ ROWS = {
         tolerance=3e-6,
         variant=True,
     ),
+    "BatchNorm cumulative": LayerRow(
+        lambda dtype: nn.BatchNorm(momentum=None, scale=False),
+        (5, 3, 6),
+        ({"shift": (6,)}, {**RUNNING, "count": ()}),
+        lambda x, w: x / np.sqrt(1 + 1e-5) + w["shift"],
+        variant=True,
+    ),
     "BatchNorm frozen": LayerRow(
         lambda dtype: nn.BatchNorm(frozen=True, scale=False, shift=False),
         (5, 3, 6),
@@ -105,6 +112,14 @@ ROWS = {
         lambda x, w: normed(x, axes=2),
         tolerance=3e-6,
         variant=True,
+    ),
+    "LocalResponseNorm": LayerRow(
+        lambda dtype: nn.LocalResponseNorm(3, alpha=0.5, beta=0.6, k=1.5),
+        (2, 3, 6),
+        ({}, {}),
+        lambda x, w: (
+            x / (1.5 + 0.5 / 3 * sum(np.pad(x**2, [(0, 0)] * 2 + [(1, 1)])[..., i : i + 6] for i in range(3))) ** 0.6
+        ),
     ),
     "WeightNorm": LayerRow(
         lambda dtype: nn.WeightNorm(nn.Linear(5)),
