@@ -96,7 +96,7 @@ class Divergence:
         self.rollbacks -= 1
         self._restored, self._rolled_back_at = restored.step, last
         self._saved, self._losses = restored.step, []
-        self.monitor.print(
+        self.monitor.warn(
             f"steps {first} to {last} were not finite: rolled back to the weights of step {restored.step}; "
             "the data continues"
         )
@@ -129,12 +129,12 @@ class Divergence:
         try:
             self.checkpoints.wait()
         except Exception as failure:
-            self.monitor.print(f"a save failed: {failure}")
+            self.monitor.warn(f"a save failed: {failure}")
         for step in self._candidates(first, self.checkpoints):
             try:
                 return self.checkpoints.restore(state, step=step)
             except InvalidFile as error:
-                self.monitor.print(f"step {step} cannot be restored: {error}")
+                self.monitor.warn(f"step {step} cannot be restored: {error}")
         return None
 
     def _candidates(self, first: int, checkpoints: Checkpoints) -> list[int]:

@@ -304,7 +304,7 @@ def _hash_source(source: Any) -> str | None:
     """A hash of the examples; None if they cannot be read twice alike."""
     if source is None:
         return None
-    if isinstance(source, ArraySource):
+    if isinstance(source, ArraySource) and all(isinstance(array, np.ndarray) for array in source.arrays.values()):
         return _hash(_array_digest(array) for array in source.arrays.values())
     ids = np.unique(np.linspace(0, len(source) - 1, SAMPLED_ROWS, dtype=np.int64))
     try:

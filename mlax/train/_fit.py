@@ -76,7 +76,8 @@ def fit(
             override, `{"rate": 3e-4}` say, always of the same names. It may read a file that you edit.
     resume  A run is resumed only by the same experiment. Other data, another objective, model or key are refused with
             a list of the differences; another optimizer or batch size is reported. "anyway" resumes nevertheless,
-            "restart" moves the run in the folder aside and starts over, and False refuses to resume.
+            "restart" moves the run in the folder aside and starts over, each time that the program runs; False
+            refuses to resume.
     grace   seconds after SIGTERM within which the process exits if it is busy with anything but a save. None: 8, or
             28 under Slurm and Kubernetes, or until the time limit of a Slurm job that is near.
     """
@@ -95,7 +96,7 @@ def fit(
             best=None if best is None else repr(best),
             steps=steps,
             config=config,
-            fingerprint=fingerprint(step.objective, state, feed, evaluate),
+            fingerprint={} if run is None else fingerprint(step.objective, state, feed, evaluate),
         )
         changes = compare_config(run_folder, run_config)
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:

@@ -33,6 +33,8 @@ from mlax.train.checkpoints._restore import TargetMismatch
 
 Resume = bool | Literal["anyway", "restart"]
 
+MAX_CHANGE = 400  # characters of a value in a message about a change
+
 
 class RunFolder:
     """The folder of a run, with `config.json`, `metrics.jsonl`, `curves.png`, `report.md` and `checkpoints/`.
@@ -109,10 +111,13 @@ class RunFolder:
         """Write the configuration."""
         path = self.path("config.json")
         if path is not None and self.is_main:
-            try:
-                files.atomic_write(str(path), [(json.dumps(config, indent=2) + "\n").encode()])
-            except OSError as error:  # such as a full disk, which ends no training
-                print(f"{path} cannot be written: {error}", file=sys.stderr)
+            self._write(path, json.dumps(config, indent=2) + "\n")
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            files.atomic_write(str(path), [text.encode()])
+        except OSError as error:  # such as a full disk, which ends no training
+            print(f"{path} cannot be written: {error}", file=sys.stderr)
 
     def update_curves(self, *, every: float = 60.0, last: bool = False) -> None:
         """Plot the curves in a low-priority subprocess, unless it did within `every` seconds; the `last` time, wait."""
@@ -127,7 +132,7 @@ class RunFolder:
         script = Path(__file__).with_name("_curves.py")
         with contextlib.suppress(OSError):  # a plot is not worth a run
             self._plotting = subprocess.Popen(
-                ["nice", "-n", "0" if last else "19", sys.executable, str(script), str(curves), str(metrics)],
+                ["nice", "-n", "0" if last else "19", sys.executable, "-P", str(script), str(curves), str(metrics)],
                 stderr=subprocess.DEVNULL,
             )
             if last:
@@ -152,8 +157,7 @@ class RunFolder:
             "",
         ]
         text += [*_evaluation_table(records), "", "![curves](curves.png)", ""]
-        with contextlib.suppress(OSError):
-            files.atomic_write(str(path), ["\n".join(text).encode()])
+        self._write(path, "\n".join(text))
 
 
 def _evaluation_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -222,10 +226,18 @@ class ConfigChanges(NamedTuple):
 
 
 def compare_config(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
-    """Compare the configuration with that of the run in the folder.
+    """Compare the configuration with that of the run in the folder: in the first process, for all of them.
 
     The first weights are unknown where training continues with a later state; those of the run are then kept.
     """
+    changes = _find_changes(run, config) if run.is_main else ConfigChanges([], [], "")
+    if jax.process_count() == 1:
+        return changes
+    text = json.dumps([changes.refused[:6], changes.announced[:6], changes.fault[:MAX_CHANGE]])
+    return ConfigChanges(*json.loads(broadcast_text(text, jax.process_count())))
+
+
+def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
     before, fault = run.read_config()
     marks = _as_dict(before.get("fingerprint"))
     found = list(differences(marks, config["fingerprint"]))
@@ -249,23 +261,24 @@ def compare_config(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
 def check_config(run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume) -> None:
     """Refuse to continue another experiment, or to return the result of one that has finished, unless told to."""
     changed = changes.refused + (changes.announced if at >= steps else [])
-    message = ""
-    if run.is_main and changed and resume != "anyway":
+    if changed and resume != "anyway":
         state = f"a finished run, {at} of {steps} steps," if at >= steps else f"a run at step {at} of {steps}"
-        message = (
-            f"fit: {run.root} holds {state} of another configuration ({'; '.join(changed)[:4000]}); choose another "
-            'folder for this one, or pass resume="anyway" to continue nevertheless, or resume="restart" to move the '
-            "old run aside and start over."
+        raise ValueError(
+            f"fit: {run.root} holds {state} of another configuration ({'; '.join(changed)}); choose another folder for "
+            'this one, or pass resume="anyway" to continue nevertheless, or resume="restart" to move the old run aside '
+            "and start over."
         )
-    if message := broadcast_text(message, jax.process_count()):  # a process that raised alone would leave the others
-        raise ValueError(message)
 
 
 def _describe_change(name: str, old: str, new: str) -> str:
     if old.split(" #")[0] == new.split(" #")[0]:
         return f"{name} has changed"
     old, new = _differing_words(*(text.split(" #")[0] for text in (old, new)))
-    return f"{name} was {old} and is now {new}"
+    return f"{name} was {_shorten(old)} and is now {_shorten(new)}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHANGE else f"{text[: MAX_CHANGE - 4]} ..."
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

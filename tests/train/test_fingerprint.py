@@ -168,6 +168,19 @@ class Rows:
         return {"x": np.full((len(ids), 2), self.value + extra)}
 
 
+class Stored:
+    """An array that is not NumPy's, as those of h5py and zarr."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, ids):
+        return self.array[ids]
+
+
 def test_the_data_are_compared_by_their_contents(changed):
     def with_last(value):
         x = np.zeros((50, 3), np.float32)
@@ -177,6 +190,9 @@ def test_the_data_are_compared_by_their_contents(changed):
     assert changed(with_last(0), with_last(0), "feed") == []
     assert changed(with_last(0), with_last(1), "feed") == ["the data"]
     assert changed(train.Feed(Rows(1), batch=8), train.Feed(Rows(2), batch=8), "feed") == ["the data"]
+    stored = [train.Feed({"x": Stored(np.full((40, 2), value))}, batch=8) for value in (1.0, 1.0, 2.0)]
+    assert changed(stored[0], stored[1], "feed") == []
+    assert changed(stored[0], stored[2], "feed") == ["the data"], "arrays on disk are sampled"
     noisy = [train.Feed(Rows(value, noise=True), batch=8) for value in (1, 2)]
     assert changed(*noisy, "feed") == [], "what differs each time cannot be compared"
     assert changed(train.Feed(arrays(), batch=8), train.Feed(arrays(seed=1), batch=8), "evaluate") == [
