@@ -11,6 +11,7 @@ from mlax.files._io import lock_file as lock_file
 from mlax.files._io import make_folder as make_folder
 from mlax.files._io import open_regular as open_regular
 from mlax.files._io import parse_json as parse_json
+from mlax.files._io import remove_unfinished as remove_unfinished
 from mlax.files._io import require_space as require_space
 from mlax.files._io import safe_open as safe_open
 from mlax.files._io import translate_no_space as translate_no_space

@@ -31,6 +31,7 @@ _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # A string, terminated or not; possessive quantifiers, so that no input makes it backtrack.
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_UNFINISHED = re.compile(r"\..{1,100}\.[0-9a-f]{16}")  # the temporary names of `atomic_write`
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -148,6 +149,18 @@ def atomic_write(path: str, parts: Iterable[bytes | memoryview]) -> None:
         write_synced(temporary, parts)
         os.replace(temporary, path)
     fsync_folder(folder)
+
+
+def remove_unfinished(folder: str) -> None:
+    """Delete the files that calls of `atomic_write` have left in a folder because the process was killed.
+
+    Only for one who knows that no other process writes there, by holding a lock.
+    """
+    with os.scandir(folder) as entries:
+        found = [entry.path for entry in entries if _UNFINISHED.fullmatch(entry.name)]
+    for path in found:
+        with contextlib.suppress(OSError):  # they only take space
+            os.unlink(path)
 
 
 def write_synced(path: str, parts: Iterable[bytes | memoryview]) -> None:

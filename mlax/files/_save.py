@@ -1,6 +1,7 @@
 """save: write a pytree of arrays to one safetensors file."""
 
 import errno
+import io
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,14 +11,13 @@ import numpy as np
 
 from mlax._jax import is_typed_key
 from mlax.core import Layer, unflatten_paths
-from mlax.files._io import atomic_write, require_space
+from mlax.files._io import InvalidFile, atomic_write, require_space
 from mlax.files._safetensors import (
-    MAX_ARRAYS,
     MAX_AXES,
-    MAX_HEADER_BYTES,
     SAFETENSORS_DTYPE_NAMES,
     is_storable,
     name_error,
+    read_header,
     serialize,
     to_file_layout,
 )
@@ -46,8 +46,10 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
     if not all(isinstance(text, str) for item in metadata.items() for text in item):
         raise TypeError("files.save: metadata must be a dict of strings; convert its values, with json.dumps say.")
     file = serialize(arrays, metadata)
-    if len(file.header) > MAX_HEADER_BYTES or len(arrays) > MAX_ARRAYS:
-        raise ValueError(f"files.save: {len(arrays):,} arrays are too many for one file; write several.")
+    try:
+        read_header(io.BytesIO(file.header), file.size, path)
+    except InvalidFile as error:  # it is within the format, but not within the limits of `load`
+        raise ValueError(f"files.save: {error} Write several files.") from None
     with require_space(path, file.size):
         atomic_write(path, [file.header, *file.arrays.values()])
 

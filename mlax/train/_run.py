@@ -72,6 +72,7 @@ class RunFolder:
             raise RuntimeError(
                 f"another process is training in {self.root}; wait for it, stop it, or choose another folder."
             )
+        files.remove_unfinished(str(self.root))
 
     def __exit__(self, *error: object) -> None:
         self._stop_plotting()

@@ -140,3 +140,11 @@ def test_links_may_lead_into_the_folder_that_the_caller_allows(tmp_path):
     with pytest.raises(files.InvalidFile, match="leads out of"):
         files.load(tmp_path / "snapshot" / "x.safetensors")
     assert files.load(tmp_path / "snapshot" / "x.safetensors", within=tmp_path)["a"].shape == (3,)
+
+
+def test_what_load_would_refuse_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match=r"files\.save: .*it has 10,001 metadata, and at most 10,000 are allowed"):
+        files.save(tmp_path / "x.safetensors", {"a": np.ones(3)}, {str(number): "" for number in range(10_001)})
+    with pytest.raises(ValueError, match="it has 65 parts, and at most 64 are allowed"):
+        files.save(tmp_path / "x.safetensors", {"/".join("a" * 65): np.ones(3)})
+    assert os.listdir(tmp_path) == []

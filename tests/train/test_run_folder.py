@@ -64,3 +64,15 @@ def test_fit_on_a_generator_names_the_feed_that_takes_one(tmp_path):
         feeds = {"feed": feed(), "evaluate": None} | {name: (batch for batch in ())}
         with pytest.raises(TypeError, match=rf"fit: {name} is a generator.*train\.IterableFeed\(make\)"):
             train.fit(step, init_state(step), feeds["feed"], evaluate=feeds["evaluate"], steps=1)
+
+
+def test_files_that_a_killed_process_was_writing_are_removed_by_the_next_run_alone(tmp_path):
+    unfinished, other = ".last.safetensors.0123456789abcdef", (".hidden", ".config.json.bak", "metrics.jsonl")
+    for name in (unfinished, *other):
+        (tmp_path / name).write_text("x")
+    with RunFolder(tmp_path):
+        assert sorted(os.listdir(tmp_path)) == sorted(["lock", *other])
+        (tmp_path / unfinished).write_text("being written")
+        with pytest.raises(RuntimeError, match="another process"), RunFolder(tmp_path):
+            pass
+        assert (tmp_path / unfinished).exists()

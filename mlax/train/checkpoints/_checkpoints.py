@@ -197,8 +197,9 @@ class Checkpoints:
                 succeeded = all_succeeded(not isinstance(outcome, Exception), group.count)
                 if succeeded and not isinstance(outcome, Exception):
                     return outcome._replace(skipped=tuple((each.step, reason) for each, reason in skipped.items()))
-                if isinstance(outcome, Exception) and not isinstance(outcome, InvalidFile):
-                    raise outcome
+                mistake = outcome if isinstance(outcome, Exception) and not isinstance(outcome, InvalidFile) else None
+                if not all_succeeded(mistake is None, group.count):  # all raise, or the others would wait for this one
+                    raise mistake or RuntimeError("restore: another process failed; see its output.")
                 if all_succeeded(os.path.lexists(folder.path), group.count):
                     if step is None and folder not in skipped:
                         self.report(f"step {folder.step} is skipped. {_reason(folder, outcome)}")
