@@ -14,6 +14,10 @@ from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._paths import STACKED, flatten_paths
 
 KEY_ADVICE = "pass jax.random.key(0), for example"
+DONATION_ADVICE = (
+    "`train.step`, `train.fit` and functions jitted with `donate_argnums` donate arrays: use those that they returned, "
+    "or make them again."
+)
 
 
 def is_key(given: Any) -> bool:
@@ -89,7 +93,7 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
             )
 
 
-def check_not_donated(owner: str, advice: str, **trees: Any) -> None:
+def check_not_donated(owner: str, advice: str = DONATION_ADVICE, **trees: Any) -> None:
     """Raise if an array was donated to an earlier call; `advice` says which call that may have been, and what to do."""
     for name, tree in trees.items():
         for path, leaf in leaves_with_paths(tree):
@@ -142,6 +146,7 @@ def check_dtypes(layer: Any, x: Any, trainables: Any) -> None:
     """Raise for trainables whose dtype is not the input's, unless the layer declares the cast."""
     inputs = {str(leaf.dtype) for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)}
     allowed = inputs if len(inputs) == 1 else set()
+    check_not_donated(type(layer).__name__, trainables=trainables)
     for path, leaf in flatten_paths(trainables).items():
         if (foreign := foreign_array_type(leaf)) is not None:
             raise TypeError(f"{short_repr(layer)}: {path} is a {foreign}; convert it by jnp.asarray(leaf.numpy()).")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mlax._jax import is_typed_key
-from mlax.core import Layer, unflatten_paths
+from mlax.core import Layer, check_not_donated, unflatten_paths
 from mlax.files._io import InvalidFile, atomic_write, require_space
 from mlax.files._safetensors import (
     MAX_AXES,
@@ -33,6 +33,7 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "files.save: no such folder; create it first, with os.makedirs", folder)
+    check_not_donated("files.save", tree=tree)
     arrays: dict[str, np.ndarray] = {}
     for name, leaf in _named_leaves(tree, ""):
         if name in arrays:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
-from mlax.core import DType, Tree, frozen, short_repr
+from mlax.core import DType, Tree, check_not_donated, frozen, short_repr
 from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
     Hyperparams,
@@ -28,7 +28,7 @@ from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
 from mlax.optim._stacks import broadcast_over_layers, count_stacked_axes, layer_shape, map_layers_of, stack_slot
 from mlax.optim._state_average import copy_floats, fill_in_average, move_average
-from mlax.optim._trees import FlatTree, cast_like, flatten_trainables, refuse_donated
+from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 from mlax.optim._update import LeafArrays, Update, UpdateContext
 
 LeavesByPath = Mapping[str, Any]  # leaves by path
@@ -136,7 +136,7 @@ class Optimizer(abc.ABC):
 
     def init(self, trainables: Tree) -> OptimizerState:
         """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""
-        refuse_donated(self, trainables=trainables)
+        check_not_donated(short_repr(self), trainables=trainables)
         tree = flatten_trainables(self, trainables)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values()):
             return jax.eval_shape(self.init, trainables)
@@ -179,7 +179,7 @@ class Optimizer(abc.ABC):
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is a stack of layers.
         """
-        refuse_donated(self, gradients=grads, state=state, trainables=trainables)
+        check_not_donated(short_repr(self), gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         live = [path for path in tree.by_path if not self.is_frozen(path)]
         flat_grads = tree.flatten_gradients(grads, live)
@@ -209,7 +209,7 @@ class Optimizer(abc.ABC):
 
     def eval_trainables(self, state: OptimizerState, trainables: Tree) -> Any:
         """The weights to evaluate with: an average, if the optimizer or one inside has one, else the trainables."""
-        refuse_donated(self, state=state, trainables=trainables)
+        check_not_donated(short_repr(self), state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         layout = slot_layout(self, tree)
         stored = layout.drop_empty(layout.flatten_slots(state))

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 
 from mlax._jax import at_least_float32, cast_scalar, leaves_with_paths
-from mlax.core import Tree, short_repr
+from mlax.core import Tree, check_not_donated, short_repr
 from mlax.optim._slots import OptimizerState
-from mlax.optim._trees import cast_like, refuse_donated
+from mlax.optim._trees import cast_like
 
 
 def update_estimates(optimizer: Any, sampled: Tree, state: OptimizerState, examples: Any) -> OptimizerState:
     """The state with the slots that `optimizer.estimate_leaf` returns for each gradient in `sampled`."""
-    refuse_donated(optimizer, sampled=sampled, state=state)
+    check_not_donated(short_repr(optimizer), sampled=sampled, state=state)
     scalars = {"step", *optimizer.scalars()}
     slots = {name: getattr(state, name) for name in state._fields if name not in scalars}
     by_path = {name: dict(leaves_with_paths(slot)) for name, slot in slots.items()}

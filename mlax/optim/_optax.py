@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import at_least_float32, count_non_finite, is_on_host, leaves_with_paths
-from mlax.core import Tree, frozen
+from mlax.core import Tree, check_not_donated, frozen, short_repr
 from mlax.optim._base import Optimizer
 from mlax.optim._hyperparams import hyperparam_ranges
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
-from mlax.optim._trees import FlatTree, cast_like, flatten_trainables, refuse_donated
+from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 
 if TYPE_CHECKING:
     import optax
@@ -67,7 +67,7 @@ class FromOptax(Optimizer):
         )
 
     def init(self, trainables):
-        refuse_donated(self, trainables=trainables)
+        check_not_donated(short_repr(self), trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         if _is_abstract(tree):
@@ -91,7 +91,7 @@ class FromOptax(Optimizer):
         skip_nonfinite=False,
         **overrides,
     ):
-        refuse_donated(self, gradients=grads, state=state, trainables=trainables)
+        check_not_donated(short_repr(self), gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
         tree.flatten_gradients(grads, tree.by_path)

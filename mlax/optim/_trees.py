@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
 from mlax._jax import at_least_float32, leaves_with_paths, with_weak_type
-from mlax.core import check_not_donated, short_repr, signature
+from mlax.core import short_repr, signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +102,6 @@ def _refuse_state(owner: str, tree: Any, name: str) -> None:
             f"{owner}: the state came as {name}; the order is update(grads, state, trainables), and "
             "eval_trainables(state, trainables)."
         )
-
-
-def refuse_donated(optimizer: Any, **trees: Any) -> None:
-    """Raise an error if an array was donated to an earlier call."""
-    advice = (
-        "`train.step`, `train.fit` and functions jitted with `donate_argnums` donate arrays: use those that they "
-        "returned, or call `init` again."
-    )
-    check_not_donated(short_repr(optimizer), advice, **trees)
 
 
 @dataclasses.dataclass(frozen=True)

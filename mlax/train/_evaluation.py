@@ -70,7 +70,12 @@ class Evaluation:
         for sums in pending:
             _add(totals, sums)
         weight = totals.pop(WEIGHT, 0.0)
-        return {name: total / weight if weight else 0.0 for name, total in totals.items()}
+        if totals and not weight > 0:
+            raise ValueError(
+                f"evaluation: the masks of the batches sum to {weight:g}, so that there is no example to evaluate; "
+                "batch['mask'] is 1 for an example and 0 for padding."
+            )
+        return {name: total / weight for name, total in totals.items()}
 
     def _sums(self, state: TrainState, index: jax.Array, batch: Any) -> Metrics:
         """The sum of each value over the batch, and the weight of the batch."""

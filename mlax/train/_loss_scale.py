@@ -1,6 +1,8 @@
 """Loss scaling, so that float16 gradients do not underflow."""
 
 import abc
+import math
+import numbers
 from typing import Any
 
 import jax
@@ -53,10 +55,17 @@ class DynamicLossScale(LossScale):
     max_scale: float = 2.0**24
 
     def __post_init__(self):
-        for name in ("scale", "every", "min_scale", "max_scale"):
+        for name in ("scale", "factor", "min_scale", "max_scale"):
             _check_positive(self, name, getattr(self, name))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"DynamicLossScale: every is {self.every!r}, but must be an int of at least 1.")
         if not self.factor > 1:
             raise ValueError(f"DynamicLossScale: factor is {self.factor}, but must be above 1.")
+        if not self.min_scale <= self.scale <= self.max_scale:
+            raise ValueError(
+                f"DynamicLossScale: scale is {self.scale:g}, but must be between min_scale, {self.min_scale:g}, and "
+                f"max_scale, {self.max_scale:g}."
+            )
 
     def init(self):
         return {"scale": jnp.float32(self.scale), "good": jnp.int32(0)}
@@ -72,5 +81,5 @@ class DynamicLossScale(LossScale):
 
 
 def _check_positive(scale: LossScale, name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{type(scale).__name__}: {name} is {value}, but must be above 0.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        raise ValueError(f"{type(scale).__name__}: {name} is {value!r}, but must be a finite number above 0.")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from mlax import optim, train
+from mlax import files, nn, optim, train
 from tests.train.tasks import batch, feed
 
 SGD = optim.SGD(0.1)
@@ -46,6 +46,16 @@ CASES = {
     ),
     "optimizer.init": (lambda step, variables, state, folder: SGD.init(variables), "trainables/w was donated"),
     "eval_variables": (lambda step, variables, state, folder: state.eval_variables(SGD), "state/step was donated"),
+    "a layer": (
+        lambda step, variables, state, folder: nn.Linear(3, bias=False).fwd(
+            jnp.ones((2, 1)), {"kernel": variables["w"]}
+        ),
+        "Bias: trainables/bias was donated to an earlier call",
+    ),
+    "files.save": (
+        lambda step, variables, state, folder: files.save(folder.with_suffix(".safetensors"), variables),
+        r"files\.save: tree/w was donated to an earlier call",
+    ),
     "Checkpoints.save": (
         lambda step, variables, state, folder: train.Checkpoints(folder).save(1, state),
         r"Checkpoints\.save: tree/step was donated to an earlier call",

@@ -401,6 +401,10 @@ def test_wrong_outputs_of_an_objective_are_rejected(returned, error, words):
             "skip_nonfinite must stay True",
         ),
         (lambda: train.DynamicLossScale(factor=1.0), ValueError, "must be above 1"),
+        (lambda: train.DynamicLossScale(every=0), ValueError, "every is 0, but must be an int of at least 1"),
+        (lambda: train.DynamicLossScale(2.0**30), ValueError, r"scale is 1\.07374e\+09, but must be between min_scale"),
+        (lambda: train.StaticLossScale(float("inf")), ValueError, "scale is inf, but must be a finite number above 0"),
+        (lambda: train.StaticLossScale("8"), ValueError, "scale is '8', but must be a finite number"),
         (lambda: train.step(objective, OPTIMIZER).init(7, {}), TypeError, "rng is 7, but must be a key"),
         (
             lambda: train.step(objective, OPTIMIZER).init({f"weight_{i}": jnp.ones(3) for i in range(9)}, {}),
@@ -437,6 +441,12 @@ def test_batches_of_several_shapes_can_be_evaluated():
     )
     assert whole == pytest.approx(parts, rel=1e-5)
     assert step.evaluation(state, feed()) == step.evaluation(state, feed().epoch())
+
+
+def test_an_evaluation_without_examples_is_an_error():
+    step = train.step(objective, OPTIMIZER)
+    with pytest.raises(ValueError, match=r"masks of the batches sum to 0, so that there is no example"):
+        step.evaluation(init_state(step), [{**batch(), "mask": jnp.zeros(8, bool)}])
 
 
 def test_training_and_evaluation_use_different_keys():
