@@ -50,7 +50,7 @@ CASES = {
         lambda step, variables, state, folder: nn.Linear(3, bias=False).fwd(
             jnp.ones((2, 1)), {"kernel": variables["w"]}
         ),
-        "Bias: trainables/bias was donated to an earlier call",
+        "Linear: trainables/kernel was donated to an earlier call",
     ),
     "files.save": (
         lambda step, variables, state, folder: files.save(folder.with_suffix(".safetensors"), variables),
