@@ -15,6 +15,7 @@ from mlax.files._io import remove_unfinished as remove_unfinished
 from mlax.files._io import require_space as require_space
 from mlax.files._io import safe_open as safe_open
 from mlax.files._io import translate_no_space as translate_no_space
+from mlax.files._io import unlock_file as unlock_file
 from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
 from mlax.files._safetensors import MAX_AXES as MAX_AXES

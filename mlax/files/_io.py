@@ -86,7 +86,7 @@ def _file_kind(status: os.stat_result) -> str:
 
 
 def lock_file(path: str) -> int | None:
-    """Lock a file, created if missing: its descriptor, which unlocks it when closed, or None if it is locked already.
+    """Lock a file, created if missing: its descriptor, for `unlock_file`, or None if it is locked already.
 
     A file system without locks raises OSError, one of `NO_LOCKS_ERRNOS`.
     """
@@ -208,6 +208,16 @@ def _name_in_errors(path: str) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or path
         raise
+
+
+def unlock_file(descriptor: int) -> None:
+    """Undo `lock_file`. Closing does not suffice: a process that was forked meanwhile has a copy of the descriptor."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class RunFolder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            files.unlock_file(self._lock)
             self._lock = None
 
     def move_aside(self) -> str:
@@ -93,7 +93,7 @@ class RunFolder:
             previous, self._lock = self._lock, None
             self._lock_folder()
             if previous is not None:
-                os.close(previous)
+                files.unlock_file(previous)
             message = f"the run that was in {self.root} is now in {aside}, and a new one starts"
         return broadcast_text(message, jax.process_count())  # the others must not look into the folder before
 

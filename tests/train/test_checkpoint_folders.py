@@ -5,6 +5,7 @@ import fcntl
 import inspect
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_a_manifest_that_stores_two_pieces_under_one_label_is_refused(checkpoint
     forge(f"{checkpoints.folder}/step-00000001", overwrite)
     with pytest.raises(files.InvalidFile, match="two pieces are stored as 'y/z'"):
         checkpoints.restore(tree(0), step=1)
+
+
+def test_booleans_that_are_neither_0_nor_1_are_refused(tmp_path):
+    checkpoints = train.Checkpoints(tmp_path)
+    checkpoints.save(1, {"mask": np.full(4, 7, np.uint8)})
+    checkpoints.wait()
+
+    def retype(fields):
+        fields["arrays"]["mask"]["dtype"] = "bool"
+
+    forge(tmp_path / "step-00000001", retype)
+    with pytest.raises(files.InvalidFile, match="'mask' is boolean, but is not made of 0 and 1"):
+        checkpoints.restore({"mask": np.zeros(4, bool)}, step=1)
 
 
 def test_a_manifest_of_900_axes_is_refused(checkpoints):
@@ -203,6 +217,16 @@ def test_where_there_are_no_locks_steps_are_saved_and_nothing_is_taken_for_a_lef
     assert checkpoints.steps() == (1, 2) and os.path.isdir(f"{checkpoints.folder}/{LEFTOVERS[0]}")
 
 
+def test_a_process_that_was_forked_while_a_file_was_locked_does_not_keep_it_locked(tmp_path):
+    path = str(tmp_path / "lock")
+    descriptor = files.lock_file(path)
+    copy = os.dup(descriptor)  # as a forked process has
+    assert files.lock_file(path) is None
+    files.unlock_file(descriptor)
+    files.unlock_file(files.lock_file(path))
+    os.close(copy)
+
+
 def test_a_lock_that_is_a_link_is_not_followed(checkpoints, tmp_path):
     os.mkdir(checkpoints.folder)
     (tmp_path / "precious").write_text("x")
@@ -284,6 +308,16 @@ def test_damaged_steps_do_not_count_as_kept(checkpoints):
     save(again, 13, 30, 31)
     assert again.steps() == (30, 31)
     assert_step(again, 31)
+
+
+def test_a_damaged_step_that_was_deleted_and_saved_anew_counts_as_kept(checkpoints):
+    save(checkpoints, 1, 2)
+    os.truncate(f"{checkpoints.folder}/step-00000002/manifest.json", 5)
+    again = train.Checkpoints(checkpoints.folder, keep=1, report=lambda _: None)
+    again.restore(tree(0))
+    shutil.rmtree(f"{checkpoints.folder}/step-00000002")
+    save(again, 2)
+    assert again.steps() == (2,)
 
 
 def test_a_save_keeps_the_older_steps_that_it_is_told_to(tmp_path):

@@ -227,8 +227,8 @@ class Checkpoints:
     def _write(self, job: SaveJob, also_keep: frozenset[int]) -> None:
         """On the background thread: write the step, and delete those that retention does not keep."""
         try:
-            write_checkpoint(job)
-            if job.group.index == 0:
+            if (path := write_checkpoint(job)) is not None:
+                self._damaged.discard(path)  # if it was deleted and saved anew
                 self._apply_retention(job, also_keep)
         except BaseException as failure:  # raised later, in the thread that called `save`
             failure.add_note("In the background thread:\n" + "".join(traceback.format_tb(failure.__traceback__)))

@@ -111,6 +111,8 @@ class StepReader:
             read = file.readinto(byte_view(block)) if block.size else 0  # pyright: ignore[reportAttributeAccessIssue]
             if read != block.nbytes or hash_bytes(byte_view(block)) != piece.xxh3_128:
                 raise InvalidFile(f"{path}: the array {name!r} is damaged: its hash does not match the manifest.")
+            if dtype == np.bool_ and block.view(np.uint8).max(initial=0) > 1:  # forged, as no operation makes them
+                raise InvalidFile(f"{path}: the array {name!r} is boolean, but is not made of 0 and 1.")
         return block
 
 

@@ -163,8 +163,8 @@ class SaveJob(NamedTuple):
         return f"{self.folder}: process {index}"
 
 
-def write_checkpoint(job: SaveJob) -> None:
-    """Write the step. If this returns, the step is on disk; if it raises, nothing of it remains."""
+def write_checkpoint(job: SaveJob) -> str | None:
+    """Write the step. If this returns, it is on disk, in the first process at this path; else nothing of it remains."""
     plan = _plan_files(job.arrays, job.group.index, job.file_bytes)
     temporary = job.temporary("saving")
     if job.group.index > 0:
@@ -177,14 +177,13 @@ def write_checkpoint(job: SaveJob) -> None:
             files, arrays = _write_files(plan, temporary)
             part = Manifest(job.step, job.id, job.metrics, job.notes, files, arrays)
             if job.group.index == 0:
-                _commit(job, temporary, [part, *_read_other_parts(job, temporary)])
-            else:
-                atomic_write(os.path.join(temporary, _part_name(job.group.index)), [encode_manifest(part)])
+                return _commit(job, temporary, [part, *_read_other_parts(job, temporary)])
+            atomic_write(os.path.join(temporary, _part_name(job.group.index)), [encode_manifest(part)])
     except BaseException:
         _abort(job, temporary)
         raise
-    if job.group.index > 0:
-        _wait_for_commit(job, temporary)
+    _wait_for_commit(job, temporary)
+    return None
 
 
 @contextlib.contextmanager
@@ -263,8 +262,8 @@ def _write_files(plan: _WritePlan, folder: str) -> tuple[dict[str, FileRecord], 
     return files, arrays
 
 
-def _commit(job: SaveJob, temporary: str, parts: list[Manifest]) -> None:
-    """In the first process: merge the parts, write the manifest, and rename the folder to its final name."""
+def _commit(job: SaveJob, temporary: str, parts: list[Manifest]) -> str:
+    """In the first process: merge the parts, write the manifest, and rename the folder to its final path."""
     names, manifest = merge_manifests(parts)
     for old, new in names.items():
         os.rename(os.path.join(temporary, old), os.path.join(temporary, new))
@@ -281,6 +280,7 @@ def _commit(job: SaveJob, temporary: str, parts: list[Manifest]) -> None:
     except OSError:
         os.rename(path, temporary)  # a rename that a crash may undo does not count as saved
         raise
+    return path
 
 
 def _abort(job: SaveJob, temporary: str) -> None:

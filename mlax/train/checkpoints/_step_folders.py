@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from mlax._supervision import STEP_FOLDER
-from mlax.files import NO_LOCKS_ERRNOS, fsync_folder, lock_file
+from mlax.files import NO_LOCKS_ERRNOS, fsync_folder, lock_file, unlock_file
 from mlax.train.checkpoints._multiprocess import wait_until
 
 MANIFEST = "manifest.json"
@@ -85,7 +85,7 @@ def writer_lock(folder: str, timeout: float) -> Iterator[bool]:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            os.close(descriptor)
+            unlock_file(descriptor)
 
 
 def apply_retention(
