@@ -10,8 +10,9 @@ from typing import Any, Self
 import jax
 
 from mlax.core._composite import Composite, Sub, check_layer
-from mlax.core._errors import short_repr, signature
+from mlax.core._errors import short_repr, signature, wrong_instance_message
 from mlax.core._frozen import call_repr, frozen, with_fields
+from mlax.core._initializers import Initializer
 from mlax.core._layer import Layer
 
 LayerLike = Layer | Callable[..., Any]  # a plain function is wrapped as F
@@ -30,6 +31,13 @@ class F(Layer):
     def __post_init__(self) -> None:
         if isinstance(self.function, Layer):
             raise TypeError(f"F: {short_repr(self.function)} is already a layer; use it without F.")
+        if isinstance(self.function, type) and hasattr(self.function, "__dataclass_fields__"):
+            raise TypeError(wrong_instance_message("F", "function", self.function, Layer))
+        if isinstance(self.function, Initializer):
+            raise TypeError(
+                f"F: {self.function!r} is an initializer, not a function of the input; for a layer that returns its "
+                "input, write mlax.Series()."
+            )
         if not callable(self.function):
             raise TypeError(f"F: {self.function!r} is not a function; F takes a function of the input.")
 

@@ -128,6 +128,8 @@ def constructor_error(
         if len(args) > len(positional):
             sizes = hasattr(cls, "fwd") and all(isinstance(each, int) for each in args)
             hint = f" {_SIZES}" if sizes else ""
+            if sizes and len(positional) == 1 and str(parameters[0].annotation).startswith("tuple["):
+                hint = f" Did you mean {cls.__name__}({args})?"
             return TypeError(f"{cls.__name__} takes {takes} by position, but got {len(args)} arguments{by_name}.{hint}")
         return TypeError(f"{cls.__name__}: {error}; it takes {takes}{by_name}.")
     return None

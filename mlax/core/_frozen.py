@@ -8,7 +8,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ def frozen(cls: C) -> C:
     True differ. A NumPy scalar becomes a Python number; an array or an unhashable value is refused with the name of
     its field.
     """
+    if not isinstance(cls, type):
+        raise TypeError(f"frozen: {cls!r} is not a class; put @mlax.frozen above a class.")
     if "__post_init__" in vars(cls):
         cls.__post_init__ = _check_fields_before(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
     described: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
@@ -137,6 +139,8 @@ def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], No
         _freeze_dicts(self)
         _convert_numpy_scalars(self)
         _comparison_values(self)
+        if hasattr(type(self), "fwd"):  # an optimizer says itself what it accepts
+            _check_values(self, (float, int, str))
         post_init(self)
 
     return checked
@@ -158,6 +162,7 @@ def _finalize(self: Any) -> None:
             raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {wanted}.")
     for name, kind, default in _description_fields(type(self)):
         _check_instance(self, name, kind, default)
+    _check_values(self, (float, int, str, Literal, Callable))
     object.__setattr__(self, "_key", _comparison_values(self))
     object.__setattr__(self, "_hash", hash((type(self), self._key)))
 
@@ -178,14 +183,68 @@ def _checked_type(annotation: Any) -> Any:
 
 
 @functools.cache
-def _description_fields(cls: type) -> list[tuple[str, type, Any]]:
-    """(name, class, default) of the fields that must hold a description, or a tuple of them."""
+def _annotations(cls: type) -> dict[str, Any]:
+    """The annotations of a class and its bases, evaluated if they are strings."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         with contextlib.suppress(Exception):  # a name that only the function around the class knows
             annotations |= inspect.get_annotations(base, eval_str=True)
-    kinds = [(field.name, _description_type(annotations.get(field.name)), field.default) for field in fields(cls)]
+    return annotations
+
+
+@functools.cache
+def _description_fields(cls: type) -> list[tuple[str, type, Any]]:
+    """(name, class, default) of the fields that must hold a description, or a tuple of them."""
+    kinds = [(field.name, _description_type(_annotations(cls).get(field.name)), field.default) for field in fields(cls)]
     return [(name, kind, default) for name, kind, default in kinds if kind is not None]
+
+
+@functools.cache
+def _value_fields(cls: type) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """(name, alternatives, default) of the fields that hold numbers, strings, functions or one of some values."""
+    found: list[tuple[str, tuple[Any, ...], Any]] = []
+    for field in fields(cls):
+        annotation = _annotations(cls).get(field.name)
+        union = get_origin(annotation) in (Union, types.UnionType)
+        alternatives = get_args(annotation) if union else (annotation,)
+        if any(each is float or each is str or get_origin(each) in (Literal, Callable) for each in alternatives) or (
+            union and set(alternatives) == {int, types.NoneType}
+        ):
+            found.append((field.name, alternatives, field.default))
+    return found
+
+
+def _check_values(self: Any, kinds: tuple[Any, ...]) -> None:
+    """Raise for a value of another type than its field is annotated with, in fields for any of `kinds`."""
+    for name, alternatives, default in _value_fields(type(self)):
+        value = getattr(self, name)
+        if not any(kind in kinds or get_origin(kind) in kinds for kind in alternatives):
+            continue
+        found = [_accepts(kind, value) for kind in alternatives]
+        if value is default or None in found or any(found):
+            continue
+        words = " or ".join(_describe_type(kind) for kind in alternatives)
+        raise TypeError(f"{type(self).__name__}: field `{name}` is {value!r}, but must be {words}.")
+
+
+def _accepts(kind: Any, value: Any) -> bool | None:
+    """Whether a value has the annotated type; None for an annotation that is not checked."""
+    if kind is types.NoneType:
+        return value is None
+    if kind in (float, int):
+        return isinstance(value, (float, int) if kind is float else int) and not isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(kind))
+    if get_origin(kind) is Callable:
+        return callable(value)
+    return isinstance(value, kind) if kind in (str, bool, tuple) else None
+
+
+def _describe_type(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    names = {types.NoneType: "None", float: "a number", int: "an integer", str: "a string", bool: "True or False"}
+    return "a function" if get_origin(kind) is Callable else names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _description_type(annotation: Any) -> type | None:
@@ -271,7 +330,12 @@ def _comparison_value(self: Any, name: str, value: Any) -> Any:
         hash(value)
     except TypeError:
         pairs = "a dict may hold layers only" if getattr(self, "has_dict_fields", False) else "pass a tuple of pairs"
-        advice = {list: "pass a tuple", dict: pairs, set: "pass a frozenset"}
+        one = hasattr(_annotations(type(self)).get(name), "fwd")  # a field for one layer
+        advice = {
+            list: "pass one layer, such as mlax.Series(*layers)" if one else "pass a tuple",
+            dict: pairs,
+            set: "pass a frozenset",
+        }
         raise TypeError(
             f"{type(self).__name__}: field `{name}` is a {type(value).__name__}, which is not hashable; "
             f"{advice.get(type(value), 'pass a hashable value')}."

@@ -75,9 +75,39 @@ def matches(pattern: str, path: str) -> bool:
 def no_match_message(path: str, paths: Iterable[str]) -> str:
     """The message for a path or pattern without a match, with the closest path."""
     paths = [other for other in paths if other]  # the path of the model itself is empty
+    if hint := _stack_hint(path, paths) or _rename_hint(path, paths):
+        return f"{path!r} matches nothing; {hint}"
     close = max(paths, key=lambda other: _similarity(path, other), default="")
     near = _similarity(path, close)[0] >= 0.6
     return f"{path!r} matches nothing; " + (f"did you mean {close!r}?" if near else f"there are {_few(paths)}.")
+
+
+_LEAVES_ELSEWHERE = {  # a leaf's name in other libraries: its names here
+    "beta": ("shift",),
+    "embedding": ("table",),
+    "gamma": ("scale",),
+    "running_mean": ("mean",),
+    "running_var": ("var",),
+    "weight": ("kernel", "scale", "table"),
+}
+
+
+def _rename_hint(path: str, paths: list[str]) -> str | None:
+    """The path with its last name replaced by what the leaf is called here, as a question."""
+    *parents, name = path.split("/")
+    here = ["/".join((*parents, other)) for other in _LEAVES_ELSEWHERE.get(name, ())]
+    found = next((other for other in here if any(matches(other, each) for each in paths)), None)
+    return f"did you mean {found!r}?" if found else None
+
+
+def _stack_hint(path: str, paths: list[str]) -> str | None:
+    """What to write for a path with an index into a stack of layers."""
+    names = path.split("/")
+    for place, name in enumerate(names):
+        stacked = "/".join((*names[:place], STACKED, *names[place + 1 :]))
+        if name.isdigit() and any(matches(stacked, each) for each in paths):
+            return f"the layers of a Repeat or Map lie in one array: index {name} of the first axis of {stacked!r}."
+    return None
 
 
 def _similarity(path: str, other: str) -> tuple[float, int]:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mlax.core._composite import Composite, parts_of
-from mlax.core._errors import short_repr
+from mlax.core._composite import Composite, check_layer, parts_of
+from mlax.core._errors import short_repr, short_signature
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer, Tree
-from mlax.core._paths import STACKED, NoMatch, flatten_paths, match_paths, matches, no_match_message, unflatten_paths
+from mlax.core._paths import STACKED, NoMatch, flatten_paths, match_paths, no_match_message, unflatten_paths
 from mlax.core._wrappers import Wrapper
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ def get(source: Any, path: str) -> Any:
 def replace(source: T, path: str, new: Any) -> T:
     """A copy of a model or of a variable tree with `new` at `path`, or at every path that matches a pattern."""
     if isinstance(source, Layer):
+        check_layer("replace", "the new part", new)
         chosen = set(match_paths([path], layers(source)))
         return map_layers(source, "", lambda path, layer: layer, lambda path: new if path in chosen else None)
     leaves = flatten_paths(source)
@@ -51,6 +52,12 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
 
     The model itself counts as a part. If no part has that type, it raises a ValueError.
     """
+    check_layer("override", "the model", model)
+    if not all(isinstance(each, type) for each in (kind if isinstance(kind, tuple) else (kind,))):
+        got, name = short_repr(kind), type(kind).__name__
+        raise TypeError(f"override: the kind is {got}, but must be a class: override(model, {name}, field=value).")
+    if not fields:
+        raise TypeError(f"override: pass the fields to set: override(model, {_names(kind)}, field=value).")
     kinds: set[str] = set()
     matches: list[Layer] = []
 
@@ -69,6 +76,7 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
 
 def layers(model: Layer) -> dict[str, Layer]:
     """All parts of a model by path, recursively, each before its own parts."""
+    check_layer("layers", "the model", model)
     inner = model
     while isinstance(inner, Wrapper) and not inner.has_stack:
         inner = inner.layer
@@ -131,11 +139,14 @@ def _names(kind: type | tuple[type, ...]) -> str:
 
 def paths(tree: Tree) -> tuple[str, ...]:
     """The path of each leaf: `{"up": {"kernel": ...}}` gives `("up/kernel",)`."""
+    _check_variables("paths", tree)
     return tuple(flatten_paths(tree))
 
 
 def select(tree: Tree, *patterns: str) -> Tree:
     """The leaves that match any of the patterns, under their paths."""
+    _check_variables("select", tree)
+    _check_patterns("select", patterns)
     leaves = flatten_paths(tree)
     return unflatten_paths((path, leaves[path]) for path in match_paths(patterns, leaves))
 
@@ -145,6 +156,8 @@ def freeze(tree: Tree, *patterns: str) -> tuple[Tree, Tree]:
 
     Differentiate and update the first; pass `merge(first, second)` to the layer.
     """
+    _check_variables("freeze", tree)
+    _check_patterns("freeze", patterns)
     leaves = flatten_paths(tree)
     chosen = set(match_paths(patterns, leaves))
     live = unflatten_paths((path, leaf) for path, leaf in leaves.items() if path not in chosen)
@@ -155,6 +168,9 @@ def merge(*trees: Tree) -> Tree:
     """One tree with the leaves of all; a path in two of them is an error."""
     leaves: dict[str, Any] = {}
     for tree in trees:
+        _check_variables("merge", tree)
+        if tree is not None and not isinstance(tree, dict):
+            raise TypeError(f"merge: got {short_signature(tree)}, but takes trees of variables: nested dicts, or None.")
         both = leaves.keys() & flatten_paths(tree).keys()
         if both:
             raise ValueError(f"merge: two trees have the leaf {min(both)!r}; leave it out of one, or use replace.")
@@ -164,6 +180,9 @@ def merge(*trees: Tree) -> Tree:
 
 def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
     """Rename paths, of leaves or of whole subtrees: `{"old/path": "new/path"}`."""
+    _check_variables("rename", tree)
+    if not isinstance(names, Mapping):
+        raise TypeError(f'rename: names is a {type(names).__name__}, but must be a dict: {{"old/path": "new/path"}}.')
     leaves = flatten_paths(tree)
     moved = dict.fromkeys(leaves, "")
     for old, new in names.items():
@@ -179,9 +198,19 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 def count(tree: Tree, *patterns: str) -> int:
     """The number of parameters: of all leaves, or of those that match any of the patterns."""
+    _check_variables("count", tree)
+    leaves = flatten_paths(tree)
+    return sum(math.prod(leaves[path].shape) for path in (match_paths(patterns, leaves) if patterns else leaves))
+
+
+def _check_variables(function: str, tree: Any) -> None:
     if isinstance(tree, Layer | tuple):
         got = f"the model {short_repr(tree)}" if isinstance(tree, Layer) else f"a {type(tree).__name__}"
-        raise TypeError(f"count takes variables, as init returns them, but got {got}; write count(trainables).")
-    leaves = flatten_paths(tree).items()
-    chosen = [leaf for path, leaf in leaves if not patterns or any(matches(pattern, path) for pattern in patterns)]
-    return sum(math.prod(leaf.shape) for leaf in chosen)
+        raise TypeError(
+            f"{function} takes variables, as init returns them, but got {got}; write {function}(trainables)."
+        )
+
+
+def _check_patterns(function: str, patterns: tuple[str, ...]) -> None:
+    if not patterns:
+        raise TypeError(f'{function}: pass at least one pattern, such as "**/kernel"; "**" matches all leaves.')

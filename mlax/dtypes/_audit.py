@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax._jax import layer_path
+from mlax.core import Layer, short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,13 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
     bfloat16, unless the layer's `precision` or `jax_default_matmul_precision` is "highest". Sums are accumulated in the
     declared dtype or a wider one.
     """
+    if isinstance(function, Layer):
+        raise TypeError(
+            f"audit: {short_repr(function)} is a layer, but a function is audited: audit(model.fwd, x, trainables, "
+            "non_trainables)."
+        )
+    if not callable(function):
+        raise TypeError(f"audit: {function!r} is not a function; the call is audit(function, *arguments).")
     jaxpr = _trace(function, args, kwargs)
     declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
     return tuple(_find_violations(jaxpr, declared))

@@ -131,6 +131,8 @@ class MLP(Composite):
     def __post_init__(self):
         if not isinstance(self.widths, tuple) or not self.widths or not all(isinstance(w, int) for w in self.widths):
             raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of integers, one for each Linear.")
+        if min(self.widths) < 1:
+            raise ValueError(f"MLP: widths is {self.widths!r}, but each must be at least 1.")
         _check_activation(self, "jax.nn.gelu")
 
     def parts(self) -> Mapping[str, Layer]:

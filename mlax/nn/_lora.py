@@ -16,6 +16,7 @@ from mlax.core import (
     Tree,
     Wrapper,
     Zeros,
+    check_layer,
     find_layers,
     flatten_paths,
     frozen,
@@ -53,6 +54,8 @@ class LoRA(Wrapper):
     up_init: Initializer = Zeros()
 
     def __post_init__(self):
+        if isinstance(self.layer, type):
+            check_layer("LoRA", "layer", self.layer)
         if not isinstance(self.layer, Linear):
             raise TypeError(f"LoRA: {self.layer!r} is not a Linear; wrap each Linear inside it, with mlax.replace.")
         if not isinstance(self.rank, int) or self.rank < 1:

@@ -10,7 +10,7 @@ from jax.lax import PrecisionLike
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, frozen, lecun, short_repr
+from mlax.core import Composite, DType, Initializer, Layer, Map, Size, Sub, check_layer, frozen, lecun, short_repr
 from mlax.dtypes import cast
 
 
@@ -47,8 +47,7 @@ class MoE(Composite):
     accum_dtype: DType = None  # of the router; None: the input's
 
     def __post_init__(self):
-        if not isinstance(self.expert, Layer):
-            raise TypeError(f"MoE: expert is {self.expert!r}, but must be a layer.")
+        check_layer("MoE", "expert", self.expert)
         if not 1 <= self.k <= self.experts:
             raise ValueError(f"MoE: k is {self.k}, but must be from 1 to the number of experts, {self.experts}.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn, optim, train
+from mlax import dtypes, nn, optim, train
 from tests.layers import Block, Count
 
 X = jnp.ones((2, 6))
@@ -526,8 +526,115 @@ def test_the_error_of_passing_the_pair_from_init_as_one_argument_says_so():
     assert "fwd(x, *variables)" in text
 
 
-def test_a_pattern_that_matches_no_parameter_counts_zero():
-    assert mlax.count({"a": jnp.ones(3)}, "b/**") == 0
+def test_a_pattern_that_matches_no_parameter_is_an_error():
+    text, _ = raised(KeyError, mlax.count, {"a": jnp.ones(3)}, "b/**")
+    assert text == "'b/**' matches nothing; there are a."
+
+
+STACK = {"up": {"kernel": X, "bias": X}, "norm": {"scale": X}, "blocks": {"stacked": {"a": {"kernel": X}}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("up/weight", "did you mean 'up/kernel'?"),
+        ("**/weight", "did you mean '**/kernel'?"),
+        ("norm/weight", "did you mean 'norm/scale'?"),
+        ("norm/gamma", "did you mean 'norm/scale'?"),
+        ("blocks/1/a/kernel", "lie in one array: index 1 of the first axis of 'blocks/stacked/a/kernel'."),
+        ("blocks/0/**", "lie in one array: index 0 of the first axis of 'blocks/stacked/**'."),
+    ],
+)
+def test_the_error_of_a_path_of_another_library_says_what_it_is_here(path, text):
+    for function in (mlax.select, mlax.freeze, mlax.count):
+        assert raised(KeyError, function, STACK, path)[0].endswith(text)
+
+
+def test_the_error_of_an_index_into_the_layers_of_a_repeat_names_the_stack():
+    repeated = mlax.Series(blocks=mlax.Repeat(mlax.Series(a=nn.Linear(6)), 3))
+    for call in (lambda: mlax.get(repeated, "blocks/0/a"), lambda: mlax.replace(repeated, "blocks/0/a", nn.Linear(6))):
+        assert "lie in one array: index 0 of the first axis of 'blocks/stacked/a'" in raised(KeyError, call)[0]
+
+
+@pytest.mark.parametrize("function", [mlax.paths, mlax.count, lambda tree: mlax.select(tree, "**")])
+def test_a_model_or_a_pair_in_place_of_variables_is_an_error(function):
+    for wrong in (nn.Linear(3), ({}, None)):
+        assert "takes variables, as init returns them, but got" in raised(TypeError, function, wrong)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: mlax.F(nn.Linear), "F: function is the class Linear, which is not a layer; did you mean Linear(...)?"),
+        (lambda: mlax.Series(mlax.Identity()), "F: Identity() is an initializer, not a function of the input; for a"),
+        (lambda: nn.MLP(3, 4), "MLP takes widths by position, but got 2 arguments; options are keyword-only: activat"),
+        (
+            lambda: nn.Reshape(3, 4),
+            "Reshape takes shape by position, but got 2 arguments. Did you mean Reshape((3, 4))",
+        ),
+        (lambda: nn.LoRA(nn.Linear, 2), "LoRA: layer is the class Linear, which is not a layer; did you mean Linear("),
+        (lambda: nn.LoRA(nn.Linear(3), 2, alpha="x"), "LoRA: field `alpha` is 'x', but must be a number or None."),
+        (lambda: nn.MoE(nn.Linear, 3), "MoE: expert is the class Linear, which is not a layer; did you mean Linear(.."),
+        (lambda: nn.MoE(nn.Linear(3), 3, capacity_factor="a"), "MoE: field `capacity_factor` is 'a', but must be a n"),
+        (lambda: nn.Dropout("a"), "Dropout: field `rate` is 'a', but must be a number."),
+        (lambda: nn.Dropout(True), "Dropout: field `rate` is True, but must be a number."),
+        (lambda: nn.Mamba(3, rank=1.5), "Mamba: field `rank` is 1.5, but must be an integer or None."),
+        (
+            lambda: nn.LSTMCell(3, projection="a"),
+            "LSTMCell: field `projection` is 'a', but must be an integer or None.",
+        ),
+        (lambda: mlax.Normal("a"), "Normal: field `std` is 'a', but must be a number."),
+        (lambda: mlax.Map(nn.Linear(3), variables=1), "Map: field `variables` is 1, but must be 0 or None."),
+        (lambda: mlax.Remat(nn.Linear(3), policy="dots"), "Remat: field `policy` is 'dots', but must be a function or"),
+        (lambda: mlax.Tie(1, "a"), "Tie: field `leaf` is 1, but must be a string."),
+        (
+            lambda: mlax.Repeat([nn.Linear(3)], 2),
+            "Repeat: field `layer` is a list, which is not hashable; pass one lay",
+        ),
+        (lambda: nn.MLP((3, -4)), "MLP: widths is (3, -4), but each must be at least 1."),
+        (lambda: mlax.frozen(len), "frozen: <built-in function len> is not a class; put @mlax.frozen above a class."),
+        (
+            lambda: mlax.override(nn.Linear(3), nn.Linear(3)),
+            "override: the kind is Linear(3), but must be a class: over",
+        ),
+        (
+            lambda: mlax.override(nn.Linear(3), nn.Linear),
+            "override: pass the fields to set: override(model, Linear, fi",
+        ),
+        (
+            lambda: mlax.override(nn.Linear, nn.Linear, bias=False),
+            "override: the model is the class Linear, which is n",
+        ),
+        (
+            lambda: mlax.replace(model(), "first", jax.nn.relu),
+            "replace: the new part is the function relu, which is no",
+        ),
+        (lambda: mlax.layers({}), "layers: the model is a dict, which is not a layer"),
+        (lambda: mlax.select({"a": X}), "select: pass at least one pattern"),
+        (lambda: mlax.freeze({"a": X}), "freeze: pass at least one pattern"),
+        (
+            lambda: mlax.merge({"a": X}, X),
+            "merge: got float32[2, 6], but takes trees of variables: nested dicts, or Non",
+        ),
+        (lambda: mlax.rename({"a": X}, ("a", "b")), "rename: names is a tuple, but must be a dict"),
+        (
+            lambda: dtypes.audit(model(), X),
+            "audit: Series(...) is a layer, but a function is audited: audit(model.fwd, ",
+        ),
+        (
+            lambda: mlax.Tied(model(), mlax.Tie("a", to="b"), mlax.Tie("b", to="c")),
+            "Tied: 'a' is tied to 'b', which is",
+        ),
+        (
+            lambda: mlax.Tied(model(), mlax.Tie("a", to="b"), mlax.Tie("a", to="c")),
+            "Tied: 'a' is tied twice; tie it on",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(call, text):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert str(caught.value).startswith(text)
 
 
 def test_part_names_with_the_same_hash_are_rejected():

@@ -1,5 +1,7 @@
 """frozen: descriptions that are equal by value."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ from mlax import nn
 
 @mlax.frozen
 class Point:
-    x: float
-    y: float = 0.0
+    x: Any
+    y: Any = 0.0
     dtype: mlax.DType = None
 
     def norm(self):

@@ -200,5 +200,5 @@ def test_errors_say_what_is_wrong(build, words):
 
 
 def test_an_expert_that_is_not_a_layer_is_an_error():
-    with pytest.raises(TypeError, match="must be a layer"):
+    with pytest.raises(TypeError, match="which is not a layer"):
         nn.MoE(jnp.tanh, 2)
