@@ -95,11 +95,14 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
 
 def check_not_donated(owner: str, advice: str = DONATION_ADVICE, **trees: Any) -> None:
     """Raise if an array was donated to an earlier call; `advice` says which call that may have been, and what to do."""
-    for name, tree in trees.items():
-        for path, leaf in leaves_with_paths(tree):
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                where = f"{name}/{path}" if path else name
-                raise ValueError(f"{owner}: {where} was donated to an earlier call, which reused its memory. {advice}")
+    if not any(map(_is_deleted, jax.tree.leaves(trees))):
+        return
+    path = next(path for path, leaf in leaves_with_paths(trees) if _is_deleted(leaf))
+    raise ValueError(f"{owner}: {path} was donated to an earlier call, which reused its memory. {advice}")
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def check_floating_input(layer: Any, x: Any) -> None:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
 from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
@@ -145,11 +147,12 @@ class Step:
         aot = self.aot if self.aot.compiled else self.overriding_aot
         return aot.flops() // self.steps_per_call
 
-    def _override(self, hyperparams: dict[str, Any]) -> dict[str, np.ndarray]:
-        """The hyperparameters as arrays of one dtype, so that no value recompiles."""
+    def _override(self, hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
+        """The hyperparameters as arrays of one dtype, so that no value recompiles, on the devices of the plan."""
         self.optimizer.check_overrides(hyperparams)
         dtype = jnp.result_type(float)
-        return {name: np.asarray(value, dtype) for name, value in sorted(hyperparams.items())}
+        arrays = {name: np.asarray(value, dtype) for name, value in sorted(hyperparams.items())}
+        return jax.device_put(arrays, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
     def advance(self, state: TrainState, batch: Any, **hyperparams: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""

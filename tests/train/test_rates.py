@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mlax import optim, train
+from mlax import optim, place, train
 from tests.train.tasks import feed, init_state, objective
 
 SGD = optim.SGD(0.5)
@@ -85,6 +85,17 @@ def test_a_call_can_override_hyperparameters_without_recompiling(options):
     step.flops()  # of the program that was compiled
     state, _ = step(state, given)  # a second program, with the optimizer's own rate
     assert len(step.aot.compiled) == 1
+
+
+def test_an_override_is_no_implicit_transfer_and_reaches_all_devices_of_a_plan():
+    plan = place.data(2).over(jax.devices()[:2])
+    step = train.step(linear, optim.SGD(0.5), plan=plan)
+    state = step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())})
+    given = jax.device_put({"x": np.ones((2, 2), np.float32)}, plan.batch_sharding)
+    state, _ = step(state, given, rate=0.5)
+    with jax.transfer_guard("disallow"):
+        state, _ = step(state, given, rate=0.25)
+    assert float(state.trainables["b"]) == -0.75
 
 
 def test_wrong_overrides_are_rejected_before_anything_is_donated():

@@ -249,6 +249,21 @@ def test_optimizers_that_evaluate_the_loss_again_scale_it_too(optimizer, accumul
     np.testing.assert_allclose(moved[jnp.float16], moved[jnp.float32], rtol=0.1)
 
 
+def test_a_second_gradient_that_overflows_skips_the_step_and_halves_the_scale():
+    def steep(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        return jnp.exp(4 * trainables["w"]).astype(jnp.float32) * batch["x"], non_trainables
+
+    scaling = train.DynamicLossScale(15_000.0)  # the gradient is 60,000; a little further it is above 65,504
+    step = train.step(steep, optim.SAM(optim.SGD(0.01), radius=0.05), scaling=scaling)
+    state = step.init(jax.random.key(0), {"w": jnp.zeros((), jnp.float16)})
+    scales = []
+    for _ in range(2):
+        state, metrics = step(state, {"x": jnp.ones(4)})
+        scales.append((float(metrics["scale"]), bool(metrics["skipped"])))
+        assert float(metrics["gradient_norm"]) == pytest.approx(4, rel=0.01) and np.isfinite(state.trainables["w"])
+    assert scales == [(15_000.0, True), (7_500.0, False)]
+
+
 def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_finite_steps():
     step = train.step(objective, OPTIMIZER, scaling=train.DynamicLossScale(scale=8.0, every=3))
     state = init_state(step)
