@@ -133,6 +133,27 @@ def test_ademamix_warms_up_its_slow_average():
     assert_follows(path, stack_steps(definitions.ademamix(WEIGHTS, GRADS, rate=0.01, warmup=30)), 1e-9)
 
 
+LIMITS = {
+    "AdEMAMix": (optim.AdEMAMix(0.01, b1=0.0, warmup=5), optim.AdEMAMix(0.01, b1=1e-12, warmup=5)),
+    "RAdam": (optim.RAdam(0.01, b2=0.0), optim.RAdam(0.01, b2=1e-12)),
+    "RAdam known": (optim.RAdam(0.01, b2=0.75), optim.RAdam(0.01, b2=optim.ConstantSchedule(0.75))),
+    "Adam": (optim.Adam(0.01, b1=0.0, b2=0.0, eps=0.0), optim.SignSGD(0.01)),
+    "Adam slowly": (optim.Adam(0.01, b2=1 - 2.0**-50), optim.Adam(0.01, b2=1 - 1e-9)),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_number_at_the_end_of_its_range_is_the_limit_of_those_near_it(case):
+    found, wanted = map(trajectory, LIMITS[case])
+    assert_follows(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("decay", "other"), [(0.0, 1e-12), (1 - 2.0**-50, None)])
+def test_an_average_at_the_end_of_its_range_is_the_last_weights_or_the_mean_of_all(decay, other):
+    (_, found), (_, wanted) = (trajectory(optim.Average(optim.Adam(0.01), d), averaged=True) for d in (decay, other))
+    assert_follows(found, wanted, 1e-9)
+
+
 def test_galore_projects_matrices_and_updates_the_rest_as_adamw():
     names = {"tall/kernel": "dense/kernel", "tall/bias": "dense/bias", "wide/kernel": "dense/kernel"}
     weights, *grads = (
