@@ -134,9 +134,9 @@ def _sma_length(beta: Any, t: jax.Array) -> jax.Array:
     With `x = -t log(beta)` they are `2 / log(1 / beta) * (1 - x / (exp(x) - 1))` plus a small remainder.
     """
     slope = -log_beta(beta, t.dtype)
-    remainder = 2 / (1 - beta) - 1 - 2 / slope
+    rest = 1 - beta if isinstance(beta, float) else (1 - beta).astype(t.dtype)
+    remainder = 2 / rest - 1 - 2 / slope
     if not isinstance(beta, float):  # near 1 a series, in which the two large terms have cancelled
-        rest = (1 - beta).astype(t.dtype)
         remainder = jnp.where(rest < 0.03, rest / 6 + rest * rest / 12, remainder)
     x = jnp.minimum(t * slope, 80.0)  # the quotient is 1 from there on
     series = x * x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))

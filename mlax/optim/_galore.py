@@ -10,7 +10,15 @@ from jax import lax
 from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import AdamW, adam_direction, adam_moments
-from mlax.optim._hyperparams import Hyperparams, NonNegative, Patterns, PositiveCount, check_names, matches_any
+from mlax.optim._hyperparams import (
+    Hyperparams,
+    NonNegative,
+    Patterns,
+    PositiveCount,
+    check_names,
+    check_wide,
+    matches_any,
+)
 from mlax.optim._slots import Slot
 
 
@@ -30,6 +38,10 @@ class GaLore(AdamW):
     every: PositiveCount = 200
     scale: NonNegative = 0.25
     matrices: Patterns | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_wide(self)
 
     def patterns(self):
         return (*(self.matrices or ()), *super().patterns())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax._jax import at_least_float32
+from mlax._jax import at_least_float32, with_weak_type
 from mlax.core import DType, NoMatch, matches
 from mlax.optim.schedules._base import Schedule
 from mlax.optim.schedules._curves import FunctionSchedule
@@ -70,7 +70,10 @@ class Hyperparams:
             raise AttributeError(name)
         value = self.values[name]
         if not isinstance(value, int | float):
-            value = value.astype(self.dtype)
+            wide = at_least_float32(self.dtype)
+            value = value.astype(wide)
+            if wide != self.dtype:  # weakly typed as Python's numbers are: a narrow dtype would round a beta to 1
+                value = with_weak_type(value)
         if name == "rate" and self.rate_factor is not None:
             return value * jnp.asarray(self.rate_factor, self.dtype)
         return value
@@ -93,7 +96,7 @@ class Hyperparams:
         total = root + self.eps
         if isinstance(self.eps, float) and self.eps >= float(jnp.finfo(self.dtype).tiny):
             return total
-        return jnp.where(total > 0, total, jnp.ones_like(total))
+        return jnp.where(total == 0, jnp.ones_like(total), total)
 
     def add_decay(self, step: jax.Array, w: jax.Array) -> jax.Array:
         """`step + decay * w`, or `step` for a leaf without weight decay."""
@@ -214,6 +217,16 @@ def _check_floating(optimizer: Any, name: str, dtype: Any) -> None:
         raise TypeError(
             f"{type(optimizer).__name__}: {name} is {dtype!r}, but must be a floating-point dtype; "
             "pass a name such as 'bfloat16' or 'float32'."
+        )
+
+
+def check_wide(optimizer: Any) -> None:
+    """Raise an error if the compute dtype of an optimizer that decomposes matrices is narrower than float32."""
+    dtype = optimizer.accum_dtype
+    if dtype is not None and at_least_float32(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"{type(optimizer).__name__}: accum_dtype is {jnp.dtype(dtype).name}, in which JAX decomposes no matrices; "
+            "pass 'float32', or None."
         )
 
 

@@ -12,7 +12,7 @@ from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import adam_direction, adam_moments
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, PositiveCount, Rate
+from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, PositiveCount, Rate, check_wide
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -39,6 +39,10 @@ class SOAP(Leafwise):
     decayed: Patterns | None = None
     every: PositiveCount = 10
     max_precond_dim: Count = 10_000
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_wide(self)
 
     def leaf_slots(self, path, w):
         slots = {"mean": Slot(), "square": Slot(wide=True)}

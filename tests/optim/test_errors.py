@@ -304,6 +304,16 @@ MISTAKES = {
         TypeError,
         ["LBFGS: accum_dtype", "complex64", "floating-point"],
     ),
+    "a narrow accum_dtype for eigenvectors": (
+        lambda: optim.SOAP(0.1, accum_dtype="bfloat16"),
+        ValueError,
+        ["SOAP: accum_dtype is bfloat16", "'float32'"],
+    ),
+    "a narrow accum_dtype for singular vectors": (
+        lambda: optim.GaLore(0.1, accum_dtype=jnp.float16),
+        ValueError,
+        ["GaLore: accum_dtype is float16", "'float32'"],
+    ),
     "an integer dtype of an average": (lambda: optim.Average(ADAM, dtype="int32"), TypeError, ["Average: dtype is"]),
     "a momentum in update without one": (
         updated(optim.SGD(0.1), momentum=0.9),

@@ -68,8 +68,9 @@ def test_the_ends_of_every_range_give_finite_updates(row, thorough):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((trainables, shown, bounded))), changes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_schedule_for_every_number_gives_the_updates_of_the_numbers(row, dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-4), ("bfloat16", 2e-2)])
+def test_a_schedule_for_every_number_gives_the_updates_of_the_numbers(row, dtype, tolerance):
+    """All arithmetic is in that dtype, in which bfloat16 would round most betas to 1."""
     fields = {
         name: getattr(row.optimizer, name)
         for name, number in number_fields(type(row.optimizer)).items()
@@ -77,11 +78,17 @@ def test_a_schedule_for_every_number_gives_the_updates_of_the_numbers(row, dtype
     }
     if not fields or (row.ambiguous_slots and dtype == "float32"):
         pytest.skip("has no numbers, or eigenvectors of which float32 has few digits")
+    optimizer = row.optimizer
+    if dtype == "bfloat16":
+        try:
+            optimizer = with_fields(optimizer, accum_dtype=dtype)
+        except (TypeError, ValueError):
+            pytest.skip("a wrapper, or one that decomposes matrices, for which JAX needs float32")
     constant = {name: ConstantSchedule(value) for name, value in fields.items() if isinstance(value, int | float)}
     with jax.enable_x64(dtype == "float64"):
-        found, _ = steps(with_fields(row.optimizer, **constant), row, dtype, (1.0, 1.0))
-        wanted, _ = steps(row.optimizer, row, dtype, (1.0, 1.0))
-        assert_close(found, wanted, 1e-4, 1e-5)
+        found, _ = steps(with_fields(optimizer, **constant), row, dtype, (1.0, 1.0))
+        wanted, _ = steps(optimizer, row, dtype, (1.0, 1.0))
+        assert_close(found, wanted, tolerance, tolerance / 10)
 
 
 def test_a_frozen_leaf_is_as_one_in_a_group_that_does_not_move(row):
