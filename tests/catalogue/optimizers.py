@@ -59,7 +59,7 @@ ROWS = {
     "LAMB": OptimizerRow(optim.LAMB(1e-2, **STACKED)),
     "LARS": OptimizerRow(optim.LARS(0.1, **STACKED)),
     "Adafactor": OptimizerRow(optim.Adafactor(**STACKED)),
-    "Muon": OptimizerRow(optim.Muon(**STACKED)),
+    "Muon": OptimizerRow(optim.Muon(**STACKED), no_inner_slots="`rest` has slots for its own leaves only"),
     "SOAP": OptimizerRow(optim.SOAP(1e-2, eps=1e-3, every=3, **STACKED), ambiguous_slots=("left_basis", "right_basis")),
     "SophiaG": OptimizerRow(optim.SophiaG(1e-2)),
     "ScheduleFree": OptimizerRow(optim.ScheduleFree(1e-2, warmup=3)),
