@@ -8,9 +8,9 @@ from tests.examples.example_modules import compilations_after_the_first_step, lo
 mnist = load_example("mnist_resnet")
 
 
-def test_two_epochs_reach_an_accuracy_of_0_8_and_compile_nothing_after_the_first_step(tmp_path, events):
+def test_two_epochs_reach_an_accuracy_of_0_7_and_compile_nothing_after_the_first_step(tmp_path, events):
     config = mnist.Config(epochs=2, widths=(8, 16), rate=1e-2, run=str(tmp_path / "mnist"))
-    assert mnist.main(config)["accuracy"] > 0.8
+    assert mnist.main(config)["accuracy"] > 0.7
     assert compilations_after_the_first_step(events) == 0
 
 
