@@ -51,6 +51,9 @@ def fused_attention(
     """The attention by cuDNN of q (b, t, h, k), k and v (b, s, g, k). Odd times are padded, since JAX refuses them."""
     (b, t), s = q.shape[:2], k.shape[1]
     query_lengths = None
+    has_keys = None if lengths is None else (lengths > 0)[:, None, None, None]
+    if lengths is not None:
+        lengths = jnp.maximum(lengths, 1)  # cuDNN gives NaN for a row without keys
     if t % 2 or s % 2:
         q = _pad_time(q, t % 2)
         k, v = (_pad_time(x, s % 2) for x in (k, v))
@@ -68,7 +71,8 @@ def fused_attention(
         local_window_size=None if spec.window is None else (spec.window - 1, 0),
         implementation="cudnn",
     )
-    return y[:, :t]
+    y = y[:, :t]
+    return y if has_keys is None else jnp.where(has_keys, y, jnp.zeros_like(y))
 
 
 def _pad_time(x: jax.Array, more: int) -> jax.Array:
