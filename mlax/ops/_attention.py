@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer
 
 from mlax.ops._attention_backend import AttentionBackend, attention_backend, holds_too_many_scores
+from mlax.ops._attention_checks import check_attention
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, dense_attention
-from mlax.ops._checks import check_same_dtype
 
 
 def attention(
@@ -46,15 +45,29 @@ def attention(
     `softcap` c maps a score x to c * tanh(x / c). A query attends to a key unless one of these masks it:
     - `causal`: the key's position is after the query's. Positions are 0, 1, 2, ... for both unless given.
     - `window` w: the key is w or more positions behind the query, or, if not causal, w or more ahead.
-    - `segments`: the two have different ids. One array for both, or a pair.
+    - `segments`: the two have different ids. One array for both, or a pair if queries and keys differ.
     - `lengths`: the key's index is not below the length of its row: it is padding.
-    - `mask`: the mask is False there.
+    - `mask`: the mask, which is boolean, is False there. What PyTorch calls a float mask is a `bias`.
 
     A query that attends to no key gives 0. `sinks` are one more score for each head, with the value 0. `alibi`
     subtracts slope times distance. `attention_backend` says what computes it; `implementation` chooses.
     https://arxiv.org/abs/1706.03762, equation 1; grouped heads https://arxiv.org/abs/2305.13245.
     """
-    _check(q, k, v, lengths=lengths, mask=mask, bias=bias, sinks=sinks, window=window, dropout=dropout, rng=rng)
+    check_attention(
+        q,
+        k,
+        v,
+        segments=segments,
+        lengths=lengths,
+        positions=positions,
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+        dropout=dropout,
+        rng=rng,
+    )
     backend = attention_backend(
         q,
         k,
@@ -156,50 +169,3 @@ def _score_inputs(q: jax.Array, k: jax.Array, *, segments: Any, lengths: Any, po
         key_segments=key_segments,
         mask=mask,
     )
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    lengths: Any,
-    mask: Any,
-    bias: Any,
-    sinks: Any,
-    window: int | None,
-    dropout: float,
-    rng: Any,
-) -> None:
-    check_same_dtype("attention", q=q, k=k, v=v, bias=bias, sinks=sinks)
-    for name, array in {"q": q, "k": k, "v": v}.items():
-        if array.ndim != 4:
-            raise ValueError(f"attention: {name} has the shape {array.shape}, but must be (batch, time, heads, width).")
-    (b, t, h, width), (_, s, g, _) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3] or (k.shape[0], k.shape[3]) != (b, width):
-        raise ValueError(
-            f"attention: q {q.shape}, k {k.shape} and v {v.shape} do not fit: k and v must have equal batch, time and "
-            "heads, and q and k equal batch and width."
-        )
-    if g == 0 or h % g:
-        raise ValueError(f"attention: {h} query heads are not a multiple of {g} key-value heads.")
-    for name, array in {"mask": mask, "bias": bias}.items():
-        if array is None:
-            continue
-        if array.ndim != 4 or any(has not in (1, size) for has, size in zip(array.shape, (b, h, t, s), strict=True)):
-            raise ValueError(
-                f"attention: the {name} has the shape {array.shape}, but needs four axes: batch, heads, queries, keys; "
-                f"each of the size {(b, h, t, s)} or 1. Add missing axes, for example with {name}[:, None]."
-            )
-    if sinks is not None and sinks.shape != (h,):
-        raise ValueError(f"attention: sinks have the shape {sinks.shape}, but need one for each head: ({h},).")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}, but must be at least 1, the query's own position.")
-    if lengths is not None:
-        if lengths.shape != (b,):
-            raise ValueError(f"attention: lengths have the shape {lengths.shape}, but need one for each row: ({b},).")
-        longest = 0 if isinstance(lengths, Tracer) else np.max(np.asarray(lengths), initial=0)
-        if longest > s:
-            raise ValueError(f"attention: lengths go up to {longest}, but there are only {s} keys.")
-    if dropout > 0.0 and rng is None:
-        raise ValueError("attention: dropout needs a key; pass rng=.")

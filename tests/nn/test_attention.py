@@ -487,7 +487,27 @@ def test_softmax_is_in_the_dtype_of_its_input():
         ({"k": (2, 5, 3, 4), "v": (2, 5, 3, 4)}, "4 query heads are not a multiple of 3 key-value heads"),
         ({"v": (2, 6, 2, 4)}, "do not fit"),
         ({"q": (2, 5, 8)}, "q has the shape .* but must be .batch, time, heads, width."),
-        ({"mask": np.ones((5, 5), bool)}, r"the mask has the shape \(5, 5\), but needs four axes"),
+        ({"mask": np.ones((5, 5), bool)}, r"the mask has the shape \(5, 5\), but needs four axes.*mask\[None, None\]"),
+        ({"mask": np.ones((2, 5), bool)}, r"batch and keys, pass mask\[:, None, None\]\.$"),
+        ({"mask": np.ones((2, 5, 5), bool)}, r"batch, queries and keys, pass mask\[:, None\]\.$"),
+        ({"bias": jnp.ones((4, 5, 5))}, r"heads, queries and keys, pass bias\[None\]\.$"),
+        ({"mask": np.ones((3, 3, 5, 5, 1), bool)}, r"each of the size \(2, 4, 5, 5\) or 1\.$"),
+        ({"mask": np.zeros((2, 1, 5, 5), np.float32)}, "the mask is float32, but must be boolean.*as bias="),
+        ({"mask": np.ones((2, 1, 5, 5), np.int32)}, r"the mask is int32, but must be boolean.*\.astype\(bool\)"),
+        ({"bias": np.ones((2, 1, 5, 5), bool)}, "the bias is bool, but is added to the scores.*as mask="),
+        ({"segments": np.ones((2, 5), np.float32)}, "the segments of the queries are float32, but must be integers"),
+        ({"segments": (np.ones((2, 5), int), None)}, "segments must be a pair of arrays"),
+        ({"segments": np.ones((2, 4), int)}, r"segments of the queries have the shape \(2, 4\), but must be \(2, 5\)"),
+        ({"k": (2, 3, 2, 4), "v": (2, 3, 2, 4), "segments": np.ones((2, 5), int)}, "5 queries and 3 keys; pass a pair"),
+        (
+            {"positions": (np.ones(5, int), np.ones(4, int))},
+            r"keys have the shape \(4,\), but must be \(5,\) or \(2, 5\)",
+        ),
+        ({"positions": (np.ones(5, int), None)}, "positions must be a pair of arrays"),
+        ({"lengths": np.asarray([5.0, 1.0])}, "lengths are float64, but must be integers"),
+        ({"lengths": np.asarray([5, -1])}, "lengths go down to -1"),
+        ({"window": 2.5}, "window is 2.5, but must be an integer"),
+        ({"softcap": 0.0}, "softcap is 0.0, but must be positive"),
         ({"bias": jnp.ones((2, 4, 5, 4))}, r"the bias has the shape \(2, 4, 5, 4\)"),
         ({"sinks": jnp.ones(3)}, "need one for each head"),
         ({"lengths": np.asarray([5, 6])}, "lengths go up to 6, but there are only 5 keys"),
@@ -501,7 +521,7 @@ def test_errors_say_what_does_not_fit(options, words, monkeypatch):
     monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: None)
     shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         inspect.unwrap(ops.attention)(**arrays, **options)
 
 
