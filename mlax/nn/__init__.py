@@ -12,6 +12,7 @@ from mlax.nn._moe import MoE
 from mlax.nn._norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, LocalResponseNorm, RMSNorm
 from mlax.nn._pool import AdaptivePool, GlobalPool, MaxPool, MeanPool, Pool, SumPool
 from mlax.nn._positions import (
+    DynamicNTKScaling,
     LearnedPositions,
     LinearScaling,
     Llama3Scaling,
@@ -19,6 +20,7 @@ from mlax.nn._positions import (
     RelativeBias,
     Rotary,
     SinusoidalPositions,
+    YaRNScaling,
 )
 from mlax.nn._recurrent import Bidirectional, ConvLSTMCell, ForgetBias, GRUCell, LSTMCell, MGUCell, RNNCell, Stacked
 from mlax.nn._reparam import SpectralNorm, WeightNorm
@@ -40,6 +42,7 @@ __all__ = [
     "ConvLSTMCell",
     "ConvTranspose",
     "Dropout",
+    "DynamicNTKScaling",
     "Embed",
     "Flatten",
     "ForgetBias",
@@ -79,6 +82,7 @@ __all__ = [
     "SumPool",
     "Upsample",
     "WeightNorm",
+    "YaRNScaling",
     "merge_lora",
 ]
 

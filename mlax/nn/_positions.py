@@ -1,6 +1,7 @@
 """Position embeddings: learned, sinusoidal, rotary and relative."""
 
 import abc
+import math
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import ops
-from mlax._jax import expand_last, named_key
+from mlax._jax import named_key
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
 
@@ -19,7 +20,7 @@ class LearnedPositions(Layer):
     """Learned position embeddings, added to the input: (b, t, d) to (b, t, d), in the dtype of the input.
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). An input
-    longer than `length` is an error, and a position past it gives NaN.
+    longer than `length`, or a position of `length` or more, is an error; a traced position, as inside `jit`, gives NaN.
     Trainables: table (length, d). With `decoding`, non-trainables: count (), the tokens so far, from which the next
     call continues.
     """
@@ -32,15 +33,20 @@ class LearnedPositions(Layer):
 
     def init(self, rng, x):
         x, _ = _split_positions(self, x)
-        if ops.is_static(x.shape[1]) and x.shape[1] > self.length:
-            raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
+        self._check_time(x)
         table = self.table_init(named_key(rng, "table"), (self.length, x.shape[-1]), self.param_dtype or x.dtype)
         return {"table": table}, _init_count(self)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + expand_last(ops.embedding(positions, cast(trainables["table"], x.dtype)), x), non_trainables
+        self._check_time(x)
+        ops.check_positions(str(self), positions, self.length, x.shape[:2])
+        return x + ops.embedding(jnp.atleast_2d(positions), cast(trainables["table"], x.dtype)), non_trainables
+
+    def _check_time(self, x: Any) -> None:
+        if ops.is_static(x.shape[1]) and x.shape[1] > self.length:
+            raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
 
 
 @frozen
@@ -49,7 +55,7 @@ class SinusoidalPositions(Layer):
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t).
     With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
-    https://arxiv.org/abs/1706.03762, section 3.5.
+    Positions are at most 2^20 - 1, as in `ops.rotary`. https://arxiv.org/abs/1706.03762, section 3.5.
     """
 
     needs_floating_input: ClassVar[bool] = True
@@ -57,6 +63,7 @@ class SinusoidalPositions(Layer):
     _: KW_ONLY
     base: float = 10_000.0
     decoding: bool = False
+    accum_dtype: DType = "float32"  # of the sines from position 1,024 on; None: the input's
 
     def init(self, rng, x):
         x, _ = _split_positions(self, x)
@@ -67,7 +74,10 @@ class SinusoidalPositions(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = _split_positions(self, x)
         positions, non_trainables = _next_positions(x, positions, non_trainables)
-        return x + expand_last(ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base), x), non_trainables
+        ops.check_positions(str(self), positions, 2**20, x.shape[:2])
+        positions = positions[None] if positions.ndim == 1 else positions
+        waves = ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base, accum_dtype=self.accum_dtype)
+        return x + waves, non_trainables
 
 
 @frozen
@@ -75,8 +85,12 @@ class RotaryScaling(abc.ABC):
     """How rotary frequencies change for contexts longer than those in training."""
 
     @abc.abstractmethod
-    def frequencies(self, width: int, base: float) -> tuple[float, ...]:
-        """The frequencies of `width` features."""
+    def frequencies(self, width: int, base: float, time: int | None = None) -> tuple[float, ...]:
+        """The frequencies of `width` features in a sequence of `time` tokens; None: unknown while tracing."""
+
+    def magnitude(self) -> float:
+        """What the rotated queries and keys are multiplied by."""
+        return 1.0
 
 
 @frozen
@@ -85,7 +99,7 @@ class LinearScaling(RotaryScaling):
 
     factor: float
 
-    def frequencies(self, width, base):
+    def frequencies(self, width, base, time=None):
         return ops.linear_frequencies(ops.rotary_frequencies(width, base), self.factor)
 
 
@@ -98,8 +112,53 @@ class NTKScaling(RotaryScaling):
 
     factor: float
 
-    def frequencies(self, width, base):
+    def frequencies(self, width, base, time=None):
         return ops.ntk_frequencies(width, base, self.factor)
+
+
+@frozen
+class DynamicNTKScaling(RotaryScaling):
+    """NTK-aware scaling by a factor that grows with the sequence: `factor * t / length - (factor - 1)` beyond `length`.
+
+    `length` is that of the pretraining, and t that of the input, or `time` if given. A decoder needs `time`, the
+    longest sequence that it will see, since cached keys are not rotated again. https://arxiv.org/abs/2309.00071
+    """
+
+    factor: float
+    _: KW_ONLY
+    length: int
+    time: int | None = None  # None: that of the input
+
+    def frequencies(self, width, base, time=None):
+        time = time if self.time is None else self.time
+        if time is None:
+            raise ValueError(f"{self}: the length of the sequence is not known where positions are given; pass time=.")
+        return ops.dynamic_ntk_frequencies(width, base, self.factor, self.length, time)
+
+
+@frozen
+class YaRNScaling(RotaryScaling):
+    """YaRN's scaling of rotary frequencies: low ones are divided by `factor`, high ones stay, and scores are sharper.
+
+    A frequency is high with more than `fast` periods in the pretraining's `length` positions, and low with fewer than
+    `slow`. Queries and keys are multiplied by `attention_factor`, 0.1 ln(factor) + 1 unless given.
+    https://arxiv.org/abs/2309.00071
+    """
+
+    factor: float
+    _: KW_ONLY
+    length: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention_factor: float | None = None
+
+    def frequencies(self, width, base, time=None):
+        return ops.yarn_frequencies(width, base, self.factor, self.length, self.fast, self.slow)
+
+    def magnitude(self):
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 
 @frozen
@@ -116,7 +175,7 @@ class Llama3Scaling(RotaryScaling):
     high: float = 4.0
     length: int = 8192
 
-    def frequencies(self, width, base):
+    def frequencies(self, width, base, time=None):
         frequencies = ops.rotary_frequencies(width, base)
         return ops.llama3_frequencies(frequencies, self.factor, self.low, self.high, self.length)
 
@@ -126,9 +185,10 @@ class Rotary(Layer):
     """Rotary position embeddings (RoPE): rotate pairs of features by angles proportional to the position.
 
     (b, t, h, k) to the same, in the dtype of the input. Positions are 0, 1, 2, ...; the input may also be a pair of it
-    and its positions, (t,) or (b, t). The first `width`
-    features, all unless given, are rotated. `interleaved` pairs neighbors, as GPT-J does, and otherwise halves, as
-    Llama and GPT-NeoX do. https://arxiv.org/abs/2104.09864, equation 34.
+    and its positions, (t,) or (b, t), from 0 to 2^20 - 1: another one is an error, or NaN if it is traced. The first
+    `width` features, all unless given, are rotated. `interleaved` pairs neighbors, as GPT-J does, and otherwise halves,
+    as Llama and GPT-NeoX do. `scaling` is LinearScaling, NTKScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling.
+    https://arxiv.org/abs/2104.09864, equation 34.
     """
 
     needs_floating_input: ClassVar[bool] = True
@@ -138,6 +198,7 @@ class Rotary(Layer):
     width: int | None = None
     scaling: RotaryScaling | None = None
     interleaved: bool = False
+    accum_dtype: DType = "float32"  # of cosines and sines from position 1,024 on, or given ones; None: the input's
 
     def __post_init__(self):
         if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
@@ -147,7 +208,6 @@ class Rotary(Layer):
 
     def init(self, rng, x):
         x, positions = x if isinstance(x, tuple) else (x, None)
-        _check_positions(self, positions)
         if x.ndim != 4:
             raise ValueError(f"{self}: the input has the shape {x.shape}, but must be (batch, time, heads, width).")
         width = x.shape[-1] if self.width is None else self.width
@@ -158,16 +218,28 @@ class Rotary(Layer):
             )
         if width > x.shape[-1]:
             raise ValueError(f"{self}: the input {x.shape} has heads of width {x.shape[-1]} only.")
+        if positions is not None:
+            ops.check_positions(str(self), positions, 2**20, x.shape[:2])
         return None, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         x, positions = x if isinstance(x, tuple) else (x, None)
         width = x.shape[-1] if self.width is None else self.width
-        if self.scaling is None:
-            frequencies = ops.rotary_frequencies(width, self.base)
-        else:
-            frequencies = self.scaling.frequencies(width, self.base)
-        return ops.rotary(x, positions, frequencies=frequencies, interleaved=self.interleaved), non_trainables
+        if positions is not None:
+            ops.check_positions(str(self), positions, 2**20, x.shape[:2])
+        frequencies, magnitude = ops.rotary_frequencies(width, self.base), 1.0
+        if self.scaling is not None:
+            time = x.shape[1] if positions is None else None
+            frequencies, magnitude = self.scaling.frequencies(width, self.base, time), self.scaling.magnitude()
+        y = ops.rotary(
+            x,
+            positions,
+            frequencies=frequencies,
+            interleaved=self.interleaved,
+            magnitude=magnitude,
+            accum_dtype=self.accum_dtype,
+        )
+        return y, non_trainables
 
 
 @frozen
@@ -204,15 +276,13 @@ def _split_positions(layer: Any, x: Any) -> tuple[Any, Any]:
     x, positions = x if isinstance(x, tuple) else (x, None)
     if x.ndim != 3:
         raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")
-    _check_positions(layer, positions)
     if positions is not None and layer.decoding:
-        raise ValueError(f"{layer}: it counts positions itself when decoding; pass the input alone.")
+        raise ValueError(
+            f"{layer}: it counts positions itself when decoding; pass the input alone, or positions of each row and "
+            "decoding=False."
+        )
     return x, positions
 
-
-def _check_positions(layer: Any, positions: Any) -> None:
-    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{layer}: the positions are {positions.dtype}, but must be integers; cast them to int32.")
 
 
 def _init_count(layer: Any) -> dict[str, jax.Array] | None:
@@ -223,7 +293,7 @@ def _next_positions(x: jax.Array, positions: Any, state: Any) -> tuple[Any, Any]
     """The position of each token, and the state after them."""
     if positions is not None:
         return positions, state
-    positions = jnp.arange(x.shape[1], dtype=np.int32)
+    positions = ops.default_positions(x.shape[1])
     if state is None:
         return positions, None
-    return state["count"] + positions, {"count": state["count"] + x.shape[1]}
+    return state["count"] + jnp.asarray(positions), {"count": state["count"] + x.shape[1]}

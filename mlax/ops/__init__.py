@@ -3,6 +3,7 @@
 from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
+from mlax.ops._attention_checks import check_lengths
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
@@ -38,7 +39,10 @@ from mlax.ops._pool import (
 from mlax.ops._positions import (
     alibi,
     alibi_slopes,
+    check_positions,
     cos_and_sin,
+    default_positions,
+    dynamic_ntk_frequencies,
     linear_frequencies,
     llama3_frequencies,
     ntk_frequencies,
@@ -47,6 +51,7 @@ from mlax.ops._positions import (
     rotary,
     rotary_frequencies,
     sinusoids,
+    yarn_frequencies,
 )
 from mlax.ops._reparam import l2_normalize, output_norms, power_iteration, spectral_norm, weight_norm
 from mlax.ops._resample import (
@@ -87,6 +92,7 @@ __all__ = [
     "conv_transpose",
     "dispatch",
     "dropout",
+    "dynamic_ntk_frequencies",
     "embedding",
     "global_pool",
     "glu",
@@ -126,4 +132,5 @@ __all__ = [
     "tied_logits",
     "upsample",
     "weight_norm",
+    "yarn_frequencies",
 ]

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from mlax.ops._checks import check_same_dtype
+from mlax.ops._checks import check_same_dtype, known_values
 
 
 def check_attention(
@@ -20,8 +19,8 @@ def check_attention(
     mask: Any,
     bias: Any,
     sinks: Any,
-    window: int | None,
-    softcap: float | None,
+    window: Any,
+    softcap: Any,
     dropout: float,
     rng: Any,
 ) -> None:
@@ -70,12 +69,12 @@ def check_lengths(name: str, lengths: Any, b: int, most: int, what: str) -> None
         raise TypeError(f"{name}: lengths are {lengths.dtype}, but must be integers: how many {what} are not padding.")
     if lengths.shape != (b,):
         raise ValueError(f"{name}: lengths have the shape {lengths.shape}, but need one for each row: ({b},).")
-    if isinstance(lengths, Tracer) or not hasattr(lengths, "__array__") or lengths.size == 0:
+    known = known_values(lengths)
+    if known is None:
         return
-    known = np.asarray(lengths)
-    if known.max() > most:
+    if np.max(known, initial=0) > most:
         raise ValueError(f"{name}: lengths go up to {known.max()}, but there are only {most} {what}.")
-    if known.min() < 0:
+    if np.min(known, initial=0) < 0:
         raise ValueError(f"{name}: lengths go down to {known.min()}, but must be at least 0.")
 
 

@@ -221,8 +221,9 @@ def _tangent(
             change = change + accum_einsum("bgrtk,bgsk->bgrts", queries, keys_dot, spec)
             if spec.softcap is not None:
                 change = change * (1.0 - (raw / spec.softcap) * (raw / spec.softcap))
-            if bias_dot is not None:
-                change = change + _slice_inputs(inputs._replace(bias=bias_dot), tiles, i, j).bias.astype(wide)
+            local_dot = _slice_inputs(inputs._replace(bias=bias_dot), tiles, i, j).bias
+            if local_dot is not None:
+                change = change + local_dot.astype(wide)
             change = weights * change
             sums = sums + accum_einsum("bgrts,bgsk->bgrtk", change.astype(v.dtype), values, spec)
             sums = sums + accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), values_dot, spec)

@@ -8,38 +8,56 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from mlax.ops._checks import is_static, known_values
 from mlax.ops._linear import gather_rows
 
 RADIX = 1024  # positions are split into two digits to this base
+POSITIONS = RADIX * RADIX  # those with known cosines and sines
 
 
 def sinusoids(
-    positions: Integer[Array, "*t"], width: int, dtype: Any, *, base: float = 10_000.0
+    positions: Integer[Array | np.ndarray, "*t"],
+    width: int,
+    dtype: Any,
+    *,
+    base: float = 10_000.0,
+    accum_dtype: Any = "float32",
 ) -> Float[Array, "*t {width}"]:
     """Alternating sines and cosines of each position, `width` of them, with frequencies from 1 to 1 / base.
 
+    They are computed in `accum_dtype`, or `dtype` if that is wider or None is given, for positions as in `rotary`.
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
     if width % 2:
         raise ValueError(f"sinusoids: the width is {width}, but must be even: each frequency has a sine and a cosine.")
+    check_positions("sinusoids", positions, POSITIONS)
     frequencies = base ** (-np.arange(0, width, 2) / width)
-    cos, sin = cos_and_sin(positions, tuple(frequencies.tolist()), dtype)
+    cos, sin = cos_and_sin(positions, tuple(frequencies.tolist()), dtype, accum_dtype)
     return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, width)
 
 
 def rotary(
     x: Float[Array, "b t h k"],
-    positions: Integer[Array, "*b t"] | None = None,
+    positions: Integer[Array | np.ndarray, "*b t"] | None = None,
     *,
     frequencies: tuple[float, ...] | None = None,
     interleaved: bool = False,
+    magnitude: float = 1.0,
+    accum_dtype: Any = "float32",
 ) -> Float[Array, "b t h k"]:
     """Rotate each pair of features by position times the pair's frequency, in the dtype of `x`.
 
     `frequencies` are `rotary_frequencies(k)` unless given; n of them rotate the first 2n features and leave the rest.
     Feature i is paired with i + n, as in Llama's weights, or 2i with 2i + 1 if `interleaved`, as in the paper:
-    https://arxiv.org/abs/2104.09864, equation 34. Positions are 0, 1, 2, ... unless given.
+    https://arxiv.org/abs/2104.09864, equation 34. The rotated features are scaled by `magnitude`.
+
+    Positions are 0, 1, 2, ... unless given, and at most 2^20 - 1; one outside of that range is an error where it is
+    known, as it is outside of `jit`, and gives NaN where it is traced. Cosines and sines are exact up to a rounding in
+    `accum_dtype`, and then rounded to the dtype of `x`; with None all is in that dtype, and four roundings from
+    position 1,024 on. Positions below 1,024 that are not given take no arithmetic at all.
     """
+    if x.ndim != 4:
+        raise ValueError(f"rotary: the input has the shape {x.shape}, but must be (batch, time, heads, width).")
     if frequencies is None:
         frequencies = rotary_frequencies(x.shape[-1])
     width = 2 * len(frequencies)
@@ -48,10 +66,10 @@ def rotary(
             f"rotary: {len(frequencies)} frequencies rotate {width} features, but the input {x.shape} has "
             f"{x.shape[-1]}."
         )
-    if positions is None:
-        positions = jnp.arange(x.shape[1], dtype=np.int32)
-    positions = positions[None] if positions.ndim == 1 else positions  # (b or 1, t)
-    cos, sin = (wave[..., None, :] for wave in cos_and_sin(positions, frequencies, x.dtype))  # (b, t, 1, n)
+    at: Any = default_positions(x.shape[1]) if positions is None else positions
+    check_positions("rotary", at, POSITIONS, x.shape[:2])
+    waves = cos_and_sin(at[None] if at.ndim == 1 else at, frequencies, x.dtype, accum_dtype)
+    cos, sin = ((wave if magnitude == 1.0 else wave * magnitude)[:, :, None] for wave in waves)  # (b, t, 1, n)
     pairs, rest = x[..., :width], x[..., width:]
     if interleaved:
         first, second = pairs[..., ::2], pairs[..., 1::2]
@@ -84,6 +102,37 @@ def ntk_frequencies(width: int, base: float, factor: float) -> tuple[float, ...]
             f"rotary: the width is {width}, but NTK scaling needs at least 4: a highest and a lowest pair."
         )
     return rotary_frequencies(width, base * factor ** (width / (width - 2)))
+
+
+def dynamic_ntk_frequencies(width: int, base: float, factor: float, length: int, time: int) -> tuple[float, ...]:
+    """`ntk_frequencies` by a factor that grows with the sequence's length `time`, from 1 at the pretraining's `length`.
+
+    The factor is `factor * time / length - (factor - 1)`. https://arxiv.org/abs/2309.00071, section 3.3, as Hugging
+    Face's Transformers scales it.
+    """
+    return ntk_frequencies(width, base, factor * max(time, length) / length - (factor - 1))
+
+
+def yarn_frequencies(
+    width: int, base: float, factor: float, length: int, fast: float = 32.0, slow: float = 1.0
+) -> tuple[float, ...]:
+    """Frequencies by NTK-by-parts: those with many periods within the pretraining's `length` stay.
+
+    With more than `fast` periods a frequency stays, with fewer than `slow` it is divided by `factor`, and between the
+    two it is interpolated, linearly in its index, from a whole index to a whole index.
+    https://arxiv.org/abs/2309.00071, section 3.2.
+    """
+    frequencies = rotary_frequencies(width, base)
+
+    def index_of(periods: float) -> float:
+        return width * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = max(math.floor(index_of(fast)), 0), min(math.ceil(index_of(slow)), width - 1)
+    shares = [min(max((i - first) / max(last - first, 1e-3), 0.0), 1.0) for i in range(width // 2)]
+    return tuple(
+        share * frequency / factor + (1 - share) * frequency
+        for share, frequency in zip(shares, frequencies, strict=True)
+    )
 
 
 def llama3_frequencies(
@@ -158,20 +207,48 @@ def relative_buckets(
     return jnp.where(offsets > 0, found + per_side, found) if bidirectional else found
 
 
+def default_positions(time: int) -> Any:
+    """The positions 0, 1, 2, ..., (t,) int32: constants, unless `time` is symbolic."""
+    return np.arange(time, dtype=np.int32) if is_static(time) else jnp.arange(time, dtype=np.int32)
+
+
+def check_positions(name: str, positions: Any, end: int, sizes: Any = None) -> None:
+    """Raise unless positions are integers, where known from 0 to `end` - 1, and of a shape that fits `sizes` (b, t)."""
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name}: positions are {positions.dtype}, but must be integers.")
+    if sizes is not None and positions.shape not in (sizes, (1, sizes[1]), sizes[1:]):
+        raise ValueError(
+            f"{name}: positions have the shape {positions.shape}, but must be ({sizes[1]},) or {sizes}: one for each "
+            "token."
+        )
+    known = known_values(positions)
+    if known is not None and known.size and (known.min() < 0 or known.max() >= end):
+        raise ValueError(f"{name}: positions go from {known.min()} to {known.max()}, but must be from 0 to {end - 1}.")
+
+
 def cos_and_sin(
-    positions: Integer[Array, "*t"], frequencies: tuple[float, ...], dtype: Any
+    positions: Integer[Array | np.ndarray, "*t"], frequencies: tuple[float, ...], dtype: Any, accum_dtype: Any = None
 ) -> tuple[Float[Array, "*t f"], Float[Array, "*t f"]]:
-    """The cosine and sine of position times frequency, exact in `dtype`; NaN for positions outside 0 to 2^20 - 1.
+    """The cosine and sine of position times frequency, in `dtype`; NaN for positions outside 0 to 2^20 - 1.
 
     In a narrow dtype the product of a large position and a frequency has no fractional digits, and in float32 few. So
     the position is split into two digits, cosines and sines of each are looked up in tables computed in float64, and
-    combined by the angle addition formulas.
+    combined by the angle addition formulas, in `accum_dtype` if it is given and wider than `dtype`. Few positions that
+    are constants give constants.
     """
-    name = jnp.dtype(dtype).name
+    if isinstance(positions, np.ndarray) and positions.size <= RADIX:
+        angles = positions[..., None] * np.asarray(frequencies, np.float64)
+        return jnp.asarray(np.cos(angles).astype(jnp.dtype(dtype))), jnp.asarray(
+            np.sin(angles).astype(jnp.dtype(dtype))
+        )
+    positions = jnp.asarray(positions)
+    wide = max(map(jnp.dtype, (dtype, accum_dtype or dtype)), key=lambda each: jnp.finfo(each).bits)
     high_digit = positions // RADIX
-    low_cos, low_sin = _lookup(_wave_table(frequencies, 1, name), positions - high_digit * RADIX)
-    high_cos, high_sin = _lookup(_wave_table(frequencies, RADIX, name), jnp.where(positions < 0, RADIX, high_digit))
-    return high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
+    low_cos, low_sin = _lookup(_wave_table(frequencies, 1, wide.name), positions - high_digit * RADIX)
+    high_digit = jnp.where(positions < 0, RADIX, high_digit)
+    high_cos, high_sin = _lookup(_wave_table(frequencies, RADIX, wide.name), high_digit)
+    cos, sin = high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
+    return cos.astype(dtype), sin.astype(dtype)
 
 
 @functools.lru_cache(maxsize=64)

@@ -107,13 +107,97 @@ def test_decoding_continues_at_the_next_position(layer):
     assert int(state["count"]) == 8
 
 
-def test_a_learned_position_out_of_range_gives_nan():
+def test_a_learned_position_out_of_range_is_an_error_and_nan_if_traced():
     layer = nn.LearnedPositions(4)
     with pytest.raises(ValueError, match="is 5 long; pass a length of at least that"):
         layer.init(RNG, normal(1, 5, 2))
     trainables, _ = layer.init(RNG, normal(1, 2, 2))
-    y, _ = layer.fwd((normal(1, 2, 2), jnp.asarray([3, 4])), trainables)
+    with pytest.raises(ValueError, match="is 5 long"):
+        jax.eval_shape(layer.fwd, normal(1, 5, 2), trainables)
+    for positions, words in (([3, 4], "positions go from 3 to 4, but must be from 0 to 3"), ([-1, 0], "go from -1")):
+        with pytest.raises(ValueError, match=words):
+            layer.fwd((normal(1, 2, 2), jnp.asarray(positions)), trainables)
+    y, _ = jax.jit(layer.fwd)((normal(1, 2, 2), jnp.asarray([3, 4])), trainables)
     np.testing.assert_array_equal(np.isnan(y[0, :, 0]), [False, True])
+
+
+def test_a_decoder_past_its_learned_positions_is_an_error():
+    layer = nn.LearnedPositions(4, decoding=True)
+    trainables, state = layer.init(RNG, normal(1, 3, 2))
+    _, state = layer.fwd(normal(1, 3, 2), trainables, state)
+    with pytest.raises(ValueError, match="positions go from 3 to 4"):
+        layer.fwd(normal(1, 2, 2), trainables, state)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layer", [nn.Rotary(), nn.SinusoidalPositions()])
+def test_narrow_waves_are_rounded_once_at_any_position(layer, dtype):
+    angles = np.asarray(FAR)[:, None] * frequencies(16)
+    if isinstance(layer, nn.Rotary):
+        x = jnp.ones((2, 8, 1, 16)).at[..., 8:].set(0)  # so that the first half becomes cosines and the second sines
+        want = np.concatenate([np.cos(angles), np.sin(angles)], -1)
+    else:
+        x = jnp.zeros((2, 8, 16))
+        want = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(8, 16)
+    y, _ = layer.fwd((x.astype(dtype), jnp.asarray([FAR] * 2)), None)
+    error = np.abs(np.asarray(y, np.float64).reshape(2, 8, 16) - want).max()
+    assert error <= 0.51 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("layer", [nn.Rotary(), nn.SinusoidalPositions()])
+def test_positions_of_a_wrong_shape_dtype_or_range_are_errors(layer):
+    x = normal(2, 3, 1, 4) if isinstance(layer, nn.Rotary) else normal(2, 3, 4)
+    for positions, words in (
+        (jnp.arange(4), r"positions have the shape \(4,\), but must be \(3,\) or \(2, 3\)"),
+        (jnp.zeros((3, 3), jnp.int32), r"positions have the shape \(3, 3\)"),
+        (jnp.arange(3.0), "positions are float32, but must be integers"),
+        (jnp.arange(3) - 1, "positions go from -1 to 1, but must be from 0 to 1048575"),
+        (jnp.arange(3) + 2**20 - 2, "to 1048576, but"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            layer.fwd((x, positions), None)
+
+
+def yarn(width, base, factor, length, fast=32.0, slow=1.0):
+    """The frequencies of YaRN, as Hugging Face's Transformers computes them."""
+
+    def correction(rotations):
+        return width * np.log(length / (rotations * 2 * np.pi)) / (2 * np.log(base))
+
+    low, high = max(np.floor(correction(fast)), 0), min(np.ceil(correction(slow)), width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    inverse = 1 / base ** (np.arange(0, width, 2) / width)
+    return inverse / factor * ramp + inverse * (1 - ramp)
+
+
+def test_yarn_agrees_with_the_reference_formulas():
+    scaling = nn.YaRNScaling(4.0, length=4096)
+    np.testing.assert_allclose(scaling.frequencies(128, 10_000.0), yarn(128, 10_000.0, 4.0, 4096), rtol=1e-12)
+    other = nn.YaRNScaling(16.0, length=2048, fast=16.0, slow=2.0)
+    np.testing.assert_allclose(other.frequencies(64, 5e5), yarn(64, 5e5, 16.0, 2048, 16.0, 2.0), rtol=1e-12)
+    # published for Llama 2 with a factor of 4: 1.1386 = 0.1 ln 4 + 1
+    np.testing.assert_allclose(scaling.magnitude(), 1.138629436, rtol=1e-9)
+    assert nn.YaRNScaling(4.0, length=4096, attention_factor=1.0).magnitude() == 1.0
+    x = normal(1, 5, 1, 64)
+    y, _ = nn.Rotary(scaling=other).fwd(x, None)
+    want = rotate(np.asarray(x, np.float64), yarn(64, 10_000.0, 16.0, 2048, 16.0, 2.0)) * (0.1 * np.log(16) + 1)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+
+
+def test_dynamic_ntk_agrees_with_the_reference_formula():
+    def base(time, factor=4.0, length=8, width=8):  # as Hugging Face's Transformers computes it
+        return 10_000.0 * (factor * max(time, length) / length - (factor - 1)) ** (width / (width - 2))
+
+    scaling = nn.DynamicNTKScaling(4.0, length=8)
+    for time in (3, 8, 20):
+        np.testing.assert_allclose(scaling.frequencies(8, 10_000.0, time), frequencies(8, base(time)), rtol=1e-12)
+        x = normal(1, time, 1, 8)
+        want = rotate(np.asarray(x, np.float64), frequencies(8, base(time)))
+        np.testing.assert_allclose(nn.Rotary(scaling=scaling).fwd(x, None)[0], want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="is not known where positions are given; pass time="):
+        nn.Rotary(scaling=scaling).fwd((normal(1, 2, 1, 8), jnp.asarray([4, 5])), None)
+    fixed = nn.DynamicNTKScaling(4.0, length=8, time=20)
+    np.testing.assert_allclose(fixed.frequencies(8, 10_000.0), frequencies(8, base(20)), rtol=1e-12)
 
 
 def test_sinusoids_alternate_sines_and_cosines():
