@@ -55,6 +55,7 @@ class Layer(abc.ABC):
 
     has_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
     needs_floating_input: ClassVar[bool] = False  # True: integers are refused by a layer without weights, too
+    stores_activations: ClassVar[bool] = False  # True: mixed precision sets param_dtype to the compute dtype
 
     @abc.abstractmethod
     def init(self, rng: jax.Array, x: Any) -> tuple[Tree, Tree]:

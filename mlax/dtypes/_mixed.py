@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core import DType, Layer, Wrapper, all_layers, check_layer, frozen, override
+from mlax.core import DType, Layer, Wrapper, all_layers, check_layer, frozen, map_layers, override, with_fields
 
 
 @frozen
@@ -15,7 +15,8 @@ class Mixed(Wrapper):
 
     Floating inputs and trainables are cast to `compute`, and floating outputs to `output` (None: not cast).
     Trainables are initialized and stored in `param_dtype`. State is not cast, since running statistics need more
-    precision than a narrow dtype has; a layer with state declares its dtype itself.
+    precision than a narrow dtype has; a layer with state declares its dtype itself. Only a state that stores
+    activations, a KeyValueCache, is initialized in `compute`, unless it declares another dtype.
     """
 
     _: KW_ONLY
@@ -24,7 +25,7 @@ class Mixed(Wrapper):
     param_dtype: DType = "float32"
 
     def init(self, rng, x):
-        return self.layer.init(rng, cast(x, self.param_dtype))
+        return map_layers(self.layer, "", self._set_state_dtype).init(rng, cast(x, self.param_dtype))
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         y, non_trainables = self.layer.fwd(
@@ -35,6 +36,10 @@ class Mixed(Wrapper):
             inference_mode=inference_mode,
         )
         return cast(y, self.output), non_trainables
+
+    def _set_state_dtype(self, path: str, layer: Any) -> Layer:
+        is_undeclared = layer.stores_activations and layer.param_dtype is None
+        return with_fields(layer, param_dtype=self.compute) if is_undeclared else layer
 
 
 def cast(tree: Any, dtype: DType) -> Any:

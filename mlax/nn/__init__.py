@@ -5,6 +5,7 @@ from typing import Any
 from mlax.nn._attention import Attention, MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
+from mlax.nn._kv_cache import KeyValueCache
 from mlax.nn._linear import GLU, MLP, Bias, Embed, Linear, Scaler
 from mlax.nn._lora import LoRA, merge_lora
 from mlax.nn._mamba import Mamba
@@ -50,6 +51,7 @@ __all__ = [
     "GlobalPool",
     "GroupNorm",
     "InstanceNorm",
+    "KeyValueCache",
     "LSTMCell",
     "LayerNorm",
     "LearnedPositions",

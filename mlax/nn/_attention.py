@@ -19,16 +19,19 @@ from mlax.ops import AttentionBackend
 
 REQUIRED_INPUTS = ("query", "key", "value")
 OPTIONAL_INPUTS = ("segments", "source_segments", "lengths", "query_positions", "key_positions", "mask", "bias")
-MULTI_HEAD_INPUTS = ("x", "source", "segments", "source_segments", "lengths", "positions", "mask", "bias")
+SOURCES = ("source", "value_source", "source_segments")
+MULTI_HEAD_INPUTS = ("x", *SOURCES, "segments", "lengths", "positions", "mask", "bias")
 
 
 @frozen
 class Attention(Layer):
     """Scaled dot-product attention, as `ops.attention`: MultiHeadAttention without its projections.
 
-    A dict of query (b, t, h, k), key and value (b, s, g, k) to (b, t, h, k), in their dtype. It may also hold
-    segments (b, t) and source_segments (b, s), lengths (b,), query_positions (t,) with key_positions (s,), mask and
-    bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights to 0 while training.
+    A dict of query (b, t, h, k), key (b, s, g, k) and value (b, s, g, w) to (b, t, h, w), in their dtype. It may also
+    hold segments (b, t) and source_segments (b, s), lengths (b,), query_positions (t,) or (b, t) with key_positions
+    (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights
+    to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s), those before
+    dropout, all of which are then in memory.
     """
 
     has_statistics: ClassVar[bool] = True
@@ -41,6 +44,7 @@ class Attention(Layer):
     alibi: bool = False
     scale: float | None = None  # None: 1 / sqrt(k)
     dropout: float = 0.0
+    return_weights: bool = False
     sinks_init: Initializer = Zeros()
     precision: PrecisionLike = None
     accum_dtype: DType = None  # None: the input's; cuDNN needs float32
@@ -80,29 +84,43 @@ class Attention(Layer):
         dropout = 0.0 if self.dropout == 0.0 or inference_mode else self.dropout
         if dropout and rng is None:
             raise ValueError(f"{self}: dropout needs a key; pass rng=, or inference_mode=True.")
-        segments, source_segments = x.get("segments"), x.get("source_segments")
+        options = {
+            "causal": self.causal,
+            "window": self.window,
+            "segments": self._pair(x, "segments", "source_segments"),
+            "lengths": x.get("lengths"),
+            "positions": self._pair(x, "query_positions", "key_positions"),
+            "mask": x.get("mask"),
+            "bias": x.get("bias"),
+            "alibi": self.alibi,
+            "softcap": self.softcap,
+            "sinks": cast(trainables["sinks"], x["query"].dtype) if self.sinks else None,
+            "scale": self.scale,
+            "precision": self.precision,
+            "accum_dtype": self.accum_dtype,
+        }
         y = ops.attention(
             x["query"],
             x["key"],
             x["value"],
-            causal=self.causal,
-            window=self.window,
-            segments=segments if source_segments is None else (segments, source_segments),
-            lengths=x.get("lengths"),
-            positions=(x["query_positions"], x["key_positions"]) if "key_positions" in x else None,
-            mask=x.get("mask"),
-            bias=x.get("bias"),
-            alibi=self.alibi,
-            softcap=self.softcap,
-            sinks=cast(trainables["sinks"], x["query"].dtype) if self.sinks else None,
-            scale=self.scale,
+            **options,
             dropout=dropout,
             rng=rng,
-            precision=self.precision,
-            accum_dtype=self.accum_dtype,
             implementation=self.implementation,
         )
-        return y, non_trainables
+        if not self.return_weights:
+            return y, non_trainables
+        return {"y": y, "weights": ops.attention_weights(x["query"], x["key"], **options)}, non_trainables
+
+    def _pair(self, x: Any, query_name: str, key_name: str) -> Any:
+        """What the input holds for queries and keys: a pair, None, or one array of segments for both."""
+        if key_name in x and query_name not in x:
+            raise ValueError(f"{self}: the input has {key_name} but not {query_name}; pass both.")
+        if query_name in x and key_name not in x:
+            if query_name == "segments":
+                return x["segments"]
+            raise ValueError(f"{self}: the input has {query_name} but not {key_name}; pass both.")
+        return (x[query_name], x[key_name]) if key_name in x else None
 
 
 @frozen
@@ -110,18 +128,25 @@ class MultiHeadAttention(Composite):
     """Multi-head attention, to the input itself or to a source: (b, t, d) to (b, t, features).
 
     The input is x (b, t, d); or a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of
-    - x; source: as above;
-    - segments (b, t), source_segments (b, s): ids of packed sequences, which do not attend to each other;
+    - x; source: as above; value_source (b, s, ...): what values are computed from, the source unless given;
+    - segments (b, t), and source_segments (b, s) if there is a source: ids of packed sequences, which do not attend to
+      each other;
     - lengths (b,): how many tokens of each row of the source, or of x, are not padding;
     - positions (t,) or (b, t): for rotary embeddings, 0, 1, 2, ... unless given; causal and window go by order;
-    - mask, bias (b, h, t, s), each axis of that size or 1.
+    - mask, boolean, and bias (b, h, t, s), each axis of that size or 1.
 
-    Each of `heads` query heads is `head_width` wide, d / heads unless given; each of `kv_heads` keys and values is
-    shared by an equal number of them. `qk_norm` is a layer for queries and keys, such as RMSNorm(). The output is
-    `features` wide, d unless given. Dropout of weights while training needs a key.
+    Each of `heads` query heads is `head_width` wide, d / heads unless given, and each of its values `value_width`,
+    `head_width` unless given; each of `kv_heads` keys and values is shared by an equal number of them. `qk_norm` is a
+    layer for queries and keys, such as RMSNorm(). The output is `features` wide, d unless given. Dropout of weights
+    while training needs a key. With `return_weights`, it returns a dict of the output as y and of weights (b, h, t, s),
+    those before dropout.
 
     With `cache`, each call appends its tokens to a cache of `cache` tokens and attends to all of them, or to the last
-    `window` of them if that is fewer; see KeyValueCache for what happens when it is full.
+    `window` of them if that is fewer; see KeyValueCache for what happens when it is full. Rows may have prompts of
+    different lengths, padded at their ends: pass `lengths`, and each row continues where it ended. Outputs of padding
+    have no meaning. The keys of a mask or a bias are then the tokens of a row in order, those that it does not reach
+    visible and without a bias; there can be neither with a window below `cache`, where old tokens are overwritten.
+    Segments, if any, are passed to `init` and to every call.
 
     Variables: those of the parts query, key, value and out, each a Linear, attend (`sinks`), query_norm, key_norm and
     relative; in non_trainables position and cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
@@ -131,6 +156,7 @@ class MultiHeadAttention(Composite):
     _: KW_ONLY
     kv_heads: int | None = None
     head_width: int | None = None
+    value_width: int | None = None  # None: head_width
     features: int | None = None
     causal: bool = False
     window: int | None = None
@@ -142,6 +168,7 @@ class MultiHeadAttention(Composite):
     qk_norm: Layer | None = None
     scale: float | None = None
     dropout: float = 0.0
+    return_weights: bool = False
     bias: bool = True
     out_bias: bool | None = None  # None: like `bias`
     cache: int | None = None
@@ -153,7 +180,7 @@ class MultiHeadAttention(Composite):
     implementation: AttentionBackend | None = None
 
     def __post_init__(self):
-        for name in ("heads", "kv_heads", "head_width", "features", "cache"):
+        for name in ("heads", "kv_heads", "head_width", "value_width", "features", "cache"):
             value = getattr(self, name)
             if (value is not None or name == "heads") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"MultiHeadAttention: {name} is {value!r}, but must be an integer of at least 1.")
@@ -167,11 +194,11 @@ class MultiHeadAttention(Composite):
 
     def parts(self):
         width = self.head_width  # None: `infer_sizes` reads it from the input
-        kv_features = width and (self.kv_heads or self.heads) * width
+        value_width, kv_heads = self.value_width or width, self.kv_heads or self.heads
         parts: dict[str, Layer] = {
             "query": self._linear(width and self.heads * width, self.bias),
-            "key": self._linear(kv_features, self.bias),
-            "value": self._linear(kv_features, self.bias),
+            "key": self._linear(width and kv_heads * width, self.bias),
+            "value": self._linear(value_width and kv_heads * value_width, self.bias),
             "attend": _attention_of(self),
             "out": self._linear(self.features, self.bias if self.out_bias is None else self.out_bias),
         }
@@ -182,10 +209,13 @@ class MultiHeadAttention(Composite):
         if self.relative is not None:
             parts |= {"relative": self.relative}
         if self.cache is not None:
-            ring = self.window is not None and self.window <= self.cache
+            ring = self._reuses_slots()
             slots = self.window if ring and self.window else self.cache
             parts |= {"position": Position(), "cache": KeyValueCache(slots, ring=ring, param_dtype=self.cache_dtype)}
         return parts
+
+    def _reuses_slots(self) -> bool:
+        return self.cache is not None and self.window is not None and self.window <= self.cache
 
     def tensor_parallel_axes(self, number):
         shared = (self.kv_heads or self.heads) % number == 0
@@ -209,31 +239,48 @@ class MultiHeadAttention(Composite):
     def wire(self, sub: Sub, x: Any) -> Any:
         inputs = self._named_inputs(x)
         x, source = inputs["x"], inputs.get("source", inputs["x"])
-        q, k, v = (self._split_heads(y) for y in (sub.query(x), sub.key(source), sub.value(source)))
+        q, k = (self._split_heads(y, self.head_width) for y in (sub.query(x), sub.key(source)))
+        v = self._split_heads(sub.value(inputs.get("value_source", source)), self.value_width or self.head_width)
         if self.qk_norm is not None:
             q, k = sub.query_norm(q), sub.key_norm(k)
-        query_positions = key_positions = inputs.get("positions")
+        order = None if self.cache is None else sub.position((x, inputs["lengths"]) if "lengths" in inputs else x)
+        query_positions = key_positions = inputs.get("positions", order)
         if "source" in inputs:
             key_positions = None
-        if self.cache is not None:
-            query_positions = key_positions = sub.position(x)
         if self.rotary is not None:
             q = sub.rotary(q if query_positions is None else (q, query_positions))
             k = sub.rotary(k if key_positions is None else (k, key_positions))
-        positions = {}
         if self.cache is not None:
-            cached = sub.cache({"key": k, "value": v, "positions": key_positions})
+            stored = {name: inputs[name] for name in ("lengths", "segments") if name in inputs}
+            cached = sub.cache({"key": k, "value": v, "positions": order, **stored})
             k, v = cached["key"], cached["value"]
-            positions = {"query_positions": query_positions, "key_positions": cached["positions"]}
+            inputs = self._over_slots(inputs, order, cached)
         if self.relative is not None:
-            queries = positions.get("query_positions", jnp.arange(q.shape[1], dtype=np.int32))
-            keys = positions.get("key_positions", jnp.arange(k.shape[1], dtype=np.int32))
-            relative = sub.relative((queries[None], keys[None]))
+            queries, keys = (
+                inputs.get(name, jnp.arange(time, dtype=np.int32)[None])
+                for name, time in (("query_positions", q.shape[1]), ("key_positions", k.shape[1]))
+            )
+            relative = sub.relative((queries, keys))
             inputs["bias"] = relative + inputs["bias"] if "bias" in inputs else relative
-        passed_on = ("segments", "source_segments", "lengths", "mask", "bias")
-        optional = {name: inputs[name] for name in passed_on if name in inputs}
-        y = sub.attend({"query": q, "key": k, "value": v, **positions, **optional})  # (b, t, h, k)
-        return sub.out(lax.collapse(y, 2))
+        optional = {name: inputs[name] for name in OPTIONAL_INPUTS if name in inputs}
+        y = sub.attend({"query": q, "key": k, "value": v, **optional})  # (b, t, h, k)
+        if not self.return_weights:
+            return sub.out(lax.collapse(y, 2))
+        return {**y, "y": sub.out(lax.collapse(y["y"], 2))}
+
+    def _over_slots(self, inputs: dict[str, Any], order: Any, cached: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of attention to the slots of the cache, whose padding is not stored."""
+        slots = cached["key"].shape[1]
+        inputs = {name: each for name, each in inputs.items() if name != "lengths"}
+        inputs |= {"query_positions": order, "key_positions": cached["positions"]}
+        if "segments" in inputs:
+            inputs["source_segments"] = cached["segments"]
+        for name, fill in (("mask", True), ("bias", 0)):
+            missing = slots - inputs[name].shape[-1] if name in inputs else 0
+            if missing > 0 and inputs[name].shape[-1] > 1:
+                widths = [(0, 0)] * 3 + [(0, missing)]
+                inputs[name] = jnp.pad(inputs[name], widths, constant_values=fill)
+        return inputs
 
     def _linear(self, features: int | None, bias: bool) -> Linear:
         return Linear(
@@ -244,9 +291,9 @@ class MultiHeadAttention(Composite):
             param_dtype=self.param_dtype,
         )
 
-    def _split_heads(self, x: Any) -> Any:
+    def _split_heads(self, x: Any, width: Any) -> Any:
         """(b, t, h * k) as (b, t, h, k)."""
-        return x.reshape(*x.shape[:2], x.shape[2] // self.head_width, self.head_width)
+        return x.reshape(*x.shape[:2], x.shape[2] // width, width)
 
     def _named_inputs(self, x: Any) -> dict[str, Any]:
         """The input as a dict: from an array, a pair or a dict."""
@@ -258,13 +305,36 @@ class MultiHeadAttention(Composite):
                 f"{name}: the input must be an array x, a pair (x, source), or a dict of x and any of "
                 f"{', '.join(MULTI_HEAD_INPUTS[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
             )
-        for each in ("x", "source"):
+        for each in ("x", "source", "value_source"):
             if each in inputs and inputs[each].ndim != 3:
                 raise ValueError(f"{name}: {each} is {inputs[each].shape}, but must be (batch, time, width).")
-        if self.cache is not None and inputs.keys() != {"x"}:
-            others = ", ".join(inputs.keys() - {"x"})
-            raise ValueError(f"{name}: with a cache the input must be x alone, without {others}.")
+            if each in inputs and inputs[each].shape[0] != inputs["x"].shape[0]:
+                shapes = f"x is {inputs['x'].shape} and {each} {inputs[each].shape}"
+                raise ValueError(f"{name}: {shapes}, but their batches must be equal.")
+        if ("segments" in inputs) != ("source_segments" in inputs) and inputs.keys() & {"source", "source_segments"}:
+            has, lacks = ("segments", "source_segments")[:: 1 if "segments" in inputs else -1]
+            raise ValueError(f"{name}: the input has {has} but not {lacks}; with a source pass both.")
+        self._check_cache_inputs(inputs)
         return inputs
+
+    def _check_cache_inputs(self, inputs: dict[str, Any]) -> None:
+        if self.cache is None:
+            return
+        name = type(self).__name__
+        sources = ", ".join(each for each in SOURCES if each in inputs)
+        if sources:
+            raise ValueError(
+                f"{name}: with a cache x attends to itself and earlier tokens, but the input has {sources}."
+            )
+        over_keys = [each for each in ("mask", "bias") if each in inputs and inputs[each].shape[-1] != 1]
+        if over_keys and self._reuses_slots():
+            raise ValueError(
+                f"{name}: with window={self.window} and cache={self.cache} old tokens are overwritten, so a "
+                f"{over_keys[0]} of the keys has no meaning; use segments, or a cache smaller than the window."
+            )
+        if "lengths" in inputs:
+            b, t = inputs["x"].shape[:2]
+            ops.check_lengths(name, inputs["lengths"], b, t, "tokens")
 
 
 def _attention_of(layer: MultiHeadAttention) -> Attention:
@@ -277,6 +347,7 @@ def _attention_of(layer: MultiHeadAttention) -> Attention:
         alibi=layer.alibi,
         scale=layer.scale,
         dropout=layer.dropout,
+        return_weights=layer.return_weights,
         precision=layer.precision,
         accum_dtype=layer.accum_dtype,
         param_dtype=layer.param_dtype,

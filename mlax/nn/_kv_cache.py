@@ -1,13 +1,12 @@
-"""The state of decoding: how many tokens have been seen, and their keys and values."""
+"""The state of decoding: how many tokens each row has seen, and their keys and values."""
 
 from dataclasses import KW_ONLY
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.core import Tracer
 
+from mlax import ops
 from mlax.core import DType, Layer, Size, frozen
 
 EMPTY = np.iinfo(np.int32).max  # the position of an empty slot: later than every query
@@ -15,32 +14,47 @@ EMPTY = np.iinfo(np.int32).max  # the position of an empty slot: later than ever
 
 @frozen
 class Position(Layer):
-    """Count tokens over calls: (b, t, ...) to the positions (t,) of its tokens, int32.
+    """Count the tokens of each row over calls: (b, t, ...) to the positions (b, t) of its tokens, int32.
 
-    Non-trainables: count (), the tokens so far.
+    The input may also be a pair of it and lengths (b,): how many tokens of each row are not padding, and so counted.
+    Non-trainables: count (b,), the tokens so far.
     """
 
     def init(self, rng, x):
-        return None, {"count": jnp.zeros((), np.int32)}
+        x, _ = x if isinstance(x, tuple) else (x, None)
+        return None, {"count": jnp.zeros(x.shape[0], np.int32)}
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x, lengths = x if isinstance(x, tuple) else (x, None)
         state: Any = non_trainables
         count, t = state["count"], x.shape[1]
-        return count + jnp.arange(t, dtype=np.int32), {"count": count + t}
+        if count.shape != x.shape[:1]:
+            raise ValueError(
+                f"{self}: the input has {x.shape[0]} rows but the state {count.shape[0]}. Call init on an input of "
+                "this batch."
+            )
+        after = count + (t if lengths is None else lengths.astype(np.int32))
+        return count[:, None] + jnp.arange(t, dtype=np.int32)[None], {"count": after}
 
 
 @frozen
 class KeyValueCache(Layer):
     """Append keys and values to those of all tokens so far, for attention in decoding.
 
-    A dict of key and value (b, t, g, k) and their consecutive positions (t,), to a dict of the same with all that
-    can still be attended to: (b, s, g, k) and (s,), where empty slots have a position after all others.
-    - A plain cache has `capacity` slots. Writing beyond them is an error where the positions are concrete, as they are
-      outside of `jit`; inside it, the values written are NaN, so that the overflow shows.
+    A dict of key (b, t, g, k), value (b, t, g, w) and positions (t,) or (b, t), consecutive in each row, to a dict of
+    the same with all that can still be attended to: (b, s, g, k), (b, s, g, w) and (b, s), where empty slots have a
+    position after all others. Without positions, as in a first call, they are 0, 1, 2, ... and are not returned. It may
+    also hold lengths (b,): how many tokens of each row are not padding; the rest is not stored. And segments (b, t), if
+    `init` saw them: ids of packed sequences, returned for all slots.
+    - A plain cache has `capacity` slots for each row. Writing beyond them is an error where the positions are known, as
+      they are outside of `jit`; inside it, a value written is NaN, so that the overflow shows.
     - A `ring` buffer keeps the last `capacity` tokens, for attention with a window of that size, and never overflows.
 
-    Non-trainables: key and value (b, capacity, g, k), in `param_dtype`.
+    Non-trainables: key and value (b, capacity, g, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
+    computes in; segments (b, capacity).
     """
+
+    stores_activations: ClassVar[bool] = True
 
     capacity: Size
     _: KW_ONLY
@@ -48,61 +62,89 @@ class KeyValueCache(Layer):
     param_dtype: DType = None  # None: the dtype that init sees
 
     def init(self, rng, x):
+        names = {"key", "value", "positions", "lengths", "segments"}
+        if not isinstance(x, dict) or not {"key", "value"} <= x.keys() <= names:
+            has = ", ".join(x) if isinstance(x, dict) else type(x).__name__
+            raise ValueError(
+                f"{self}: the input has {has}, but must be a dict of key and value, and may also hold positions, "
+                "lengths and segments."
+            )
         key, value = x["key"], x["value"]
         if not self.ring and key.shape[1] > self.capacity:
             raise ValueError(f"{self}: the input has {key.shape[1]} tokens, but there are {self.capacity} slots.")
 
-        def empty(x):
-            return jnp.zeros((x.shape[0], self.capacity, *x.shape[2:]), self.param_dtype or x.dtype)
+        def empty(x, dtype):
+            return jnp.zeros((x.shape[0], self.capacity, *x.shape[2:]), dtype)
 
-        return None, {"key": empty(key), "value": empty(value)}
+        state = {name: empty(each, self.param_dtype or each.dtype) for name, each in (("key", key), ("value", value))}
+        if "segments" in x:
+            state["segments"] = empty(x["segments"], x["segments"].dtype)
+        return None, state
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state: Any = non_trainables
-        shape = state["key"].shape
-        if (shape[0], *shape[2:]) != (x["key"].shape[0], *x["key"].shape[2:]):
-            raise ValueError(
-                f"{self}: the cache is {shape} but the new keys are {x['key'].shape}; batch, heads and width must be "
-                "those of init. Call init on an input of this batch."
-            )
-        return (self._write_ring if self.ring else self._append)(x, state)
+        self._check(x, state)
+        b, t = x["key"].shape[:2]
+        positions = jnp.asarray(x.get("positions", ops.default_positions(t))).astype(np.int32)
+        positions = jnp.broadcast_to(jnp.atleast_2d(positions), (b, t))
+        lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, t, np.int32)
+        is_token = jnp.arange(t, dtype=np.int32)[None] < lengths[:, None]
+        new = {name: x[name] for name in state}
+        y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state)
+        return {name: each for name, each in y.items() if name in x}, state
 
-    def _append(self, x, state):
-        positions, t = x["positions"], x["key"].shape[1]
-        start, end = positions[0], positions[0] + t
-        if not isinstance(end, Tracer) and int(end) > self.capacity:
-            raise ValueError(f"{self}: the cache is full: there are {self.capacity} slots, for {int(end)} tokens.")
-        value = jnp.where(end > self.capacity, jnp.full_like(x["value"], jnp.nan), x["value"])
-        new = {"key": _write(state["key"], x["key"], start), "value": _write(state["value"], value, start)}
-        return {**_cast_to_inputs(new, x), "positions": jnp.arange(self.capacity, dtype=np.int32)}, new
+    def _append(self, new, positions, lengths, is_token, state):
+        ends = positions[:, 0] + lengths  # the tokens of each row after this call
+        known = ops.known_values(ends)
+        if known is not None and np.max(known, initial=0) > self.capacity:
+            raise ValueError(f"{self}: the cache is full: there are {self.capacity} slots, for {known.max()} tokens.")
+        is_full = (ends > self.capacity)[:, None, None, None]
+        new = {**new, "value": jnp.where(is_full, jnp.full_like(new["value"], jnp.nan), new["value"])}
+        # what does not fit goes into the last slot, where its NaN is seen
+        stored = _write(state, new, jnp.where(is_token, jnp.minimum(positions, self.capacity - 1), self.capacity))
+        slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=np.int32)[None], (positions.shape[0], self.capacity))
+        return {**_cast_like(stored, new), "positions": slots}, stored
 
-    def _write_ring(self, x, state):
+    def _write_ring(self, new, positions, lengths, is_token, state):
         """Slot i holds the last position that is i modulo the capacity."""
-        positions, t = x["positions"], x["key"].shape[1]
-        before, after = self._slot_positions(positions[0]), self._slot_positions(positions[0] + t)
-        last = min(t, self.capacity)
-        slots = (positions[0] + jnp.arange(t - last, t, dtype=np.int32)) % self.capacity
-        new = {
-            name: state[name].at[:, slots].set(x[name][:, t - last :].astype(state[name].dtype), unique_indices=True)
-            for name in ("key", "value")
-        }
-        if t == 1:
-            return {**_cast_to_inputs(new, x), "positions": after}, new
-        old = _cast_to_inputs(state, x)  # an earlier query attends to tokens that a later one overwrites
-        both = {name: jnp.concatenate([old[name], x[name]], axis=1) for name in ("key", "value")}
-        return {**both, "positions": jnp.concatenate([before, positions])}, new
+        starts = positions[:, 0]
+        # of the tokens that share a slot only the last is written
+        is_kept = is_token & (positions >= (starts + lengths - self.capacity)[:, None])
+        stored = _write(state, new, jnp.where(is_kept, positions % self.capacity, self.capacity))
+        if positions.shape[1] == 1:
+            return {**_cast_like(stored, new), "positions": self._slot_positions(starts + lengths)}, stored
+        old = _cast_like(state, new)  # an earlier query attends to tokens that a later one overwrites
+        both = {name: jnp.concatenate([old[name], new[name]], axis=1) for name in state}
+        fresh = jnp.where(is_token, positions, EMPTY)
+        return {**both, "positions": jnp.concatenate([self._slot_positions(starts), fresh], axis=1)}, stored
 
-    def _slot_positions(self, end):
-        """The position that each slot holds after `end` tokens."""
-        last = end - 1
-        positions = last - (last - jnp.arange(self.capacity, dtype=np.int32)) % self.capacity
+    def _slot_positions(self, ends):
+        """The position (b, capacity) that each slot holds after `ends` (b,) tokens."""
+        last = ends[:, None] - 1
+        positions = last - (last - jnp.arange(self.capacity, dtype=np.int32)[None]) % self.capacity
         return jnp.where(positions < 0, EMPTY, positions)
 
+    def _check(self, x, state):
+        shape, key = state["key"].shape, x["key"]
+        if (shape[0], *shape[2:]) != (key.shape[0], *key.shape[2:]):
+            raise ValueError(
+                f"{self}: the cache is {shape} but the new keys are {key.shape}; batch, heads and width must be "
+                "those of init. Call init on an input of this batch."
+            )
+        b, t = key.shape[:2]
+        if "positions" in x:
+            ops.check_positions(str(self), x["positions"], np.iinfo(np.int32).max, (b, t))
+        if "lengths" in x:
+            ops.check_lengths(str(self), x["lengths"], b, t, "tokens")
 
-def _write(cache, new, start):
-    zero = jnp.zeros_like(start)
-    return lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, start, zero, zero))
+
+def _write(state, new, slots):
+    """The arrays of the state with new ones in their slots (b, t); a slot past the end is not written."""
+    rows = jnp.arange(slots.shape[0], dtype=np.int32)[:, None]
+    return {
+        name: array.at[rows, slots].set(new[name].astype(array.dtype), mode="drop") for name, array in state.items()
+    }
 
 
-def _cast_to_inputs(state, x):
-    return {name: state[name].astype(x[name].dtype) for name in ("key", "value")}
+def _cast_like(state, new):
+    return {name: array.astype(new[name].dtype) for name, array in state.items()}

@@ -1,13 +1,13 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
 from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squared_relu
-from mlax.ops._attention import attention
+from mlax.ops._attention import attention, attention_weights
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
 from mlax.ops._attention_checks import check_lengths
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
-from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static
+from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._dropout import alpha_dropout, dropout
@@ -83,6 +83,7 @@ __all__ = [
     "alpha_dropout",
     "attention",
     "attention_backend",
+    "attention_weights",
     "batch_norm",
     "batch_statistics",
     "blend",

@@ -14,7 +14,7 @@ from mlax.ops._attention_backend import AttentionBackend, attention_backend, hol
 from mlax.ops._attention_checks import check_attention
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
-from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, dense_attention
+from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, dense_attention, dense_weights
 
 
 def attention(
@@ -108,6 +108,59 @@ def attention(
     fused = cudnn_attention(spec, composed)
     # part of a GPU program may run on its CPU
     return lax.platform_dependent(primals, consts, cuda=fused, default=composed)
+
+
+def attention_weights(
+    q: Float[Array, "b t h k"],
+    k: Float[Array, "b s g k"],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segments: Integer[Array, "b t"] | tuple[Integer[Array, "b t"], Integer[Array, "b s"]] | None = None,
+    lengths: Integer[Array, " b"] | None = None,
+    positions: tuple[Integer[Array, "*b t"], Integer[Array, "*b s"]] | None = None,
+    mask: Bool[Array, "#b #h #t #s"] | None = None,
+    bias: Float[Array, "#b #h #t #s"] | None = None,
+    alibi: bool = False,
+    softcap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    scale: float | None = None,
+    precision: lax.PrecisionLike = None,
+    accum_dtype: Any = None,
+) -> Float[Array, "b h t s"]:
+    """The weights with which `attention` sums the values, before dropout, in the dtype of `q`.
+
+    They sum to 1 for each query, less what its sink takes, or to 0 if it attends to no key. All of them are in memory.
+    """
+    check_attention(
+        q,
+        k,
+        k,
+        segments=segments,
+        lengths=lengths,
+        positions=positions,
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+        dropout=0.0,
+        rng=None,
+    )
+    spec = ScoreSpec(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        ordered=positions is None,
+        precision=precision,
+        accum_dtype=None if accum_dtype is None else jnp.dtype(accum_dtype).name,
+    )
+    consts = _score_inputs(q, k, segments=segments, lengths=lengths, positions=positions, mask=mask)
+    grouped_q, grouped_k, _, inputs, grouped_sinks = _group_heads((q, k, None, bias, sinks), consts)
+    weights = dense_weights(grouped_q, grouped_k, inputs, grouped_sinks, spec)
+    return weights.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
 
 @functools.cache

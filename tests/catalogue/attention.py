@@ -56,6 +56,18 @@ def llama3(frequencies, factor=8.0, low=1.0, high=4.0, length=8192):
     return np.where(waves > length / low, frequencies / factor, np.where(waves < length / high, frequencies, mixed))
 
 
+def yarn(width, base, factor, length, fast=32.0, slow=1.0):
+    """The frequencies of YaRN, as Hugging Face's Transformers computes them."""
+
+    def correction(rotations):
+        return width * np.log(length / (rotations * 2 * np.pi)) / (2 * np.log(base))
+
+    low, high = max(np.floor(correction(fast)), 0), min(np.ceil(correction(slow)), width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    inverse = 1 / base ** (np.arange(0, width, 2) / width)
+    return inverse / factor * ramp + inverse * (1 - ramp)
+
+
 def sinusoids(t, width):
     angles = np.arange(t)[:, None] * frequencies(width)
     return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(t, width)
@@ -104,6 +116,18 @@ def linears(d, source, inner, kv, bias=True):
     return kernels | ({f"{name}/bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
+def multi_head_with_weights(x, w, *, heads):
+    q, k, v = (
+        (source @ w[f"{name}/kernel"] + w[f"{name}/bias"]).reshape(*source.shape[:2], heads, -1)
+        for name, source in (("query", x["x"]), ("key", x["source"]), ("value", x["value_source"]))
+    )
+    identity = np.broadcast_to(np.eye(k.shape[1])[None, :, None], (*k.shape[:3], k.shape[1]))
+    y = attend(q, k, v)
+    y = y.reshape(*y.shape[:2], -1) @ w["out/kernel"] + w["out/bias"]
+    return {"y": y, "weights": attend(q, k, identity).transpose(0, 2, 1, 3)}
+
+
+VALUE_KERNELS = {"query": (6, 6), "key": (4, 6), "value": (9, 10), "out": (10, 4)}
 QKV = {"query": (3, 5, 4, 6), "key": (3, 7, 2, 6), "value": (3, 7, 2, 6)}
 
 ROWS = {
@@ -186,12 +210,40 @@ ROWS = {
         tolerance=3e-6,
         variant=True,
     ),
+    "MultiHeadAttention values": LayerRow(
+        lambda dtype: nn.MultiHeadAttention(2, value_width=5, features=4, return_weights=True),
+        {"x": (3, 5, 6), "source": (3, 7, 4), "value_source": (3, 7, 9)},
+        (
+            {
+                **{f"{name}/kernel": shape for name, shape in VALUE_KERNELS.items()},
+                **{f"{name}/bias": shape[1:] for name, shape in VALUE_KERNELS.items()},
+            },
+            {},
+        ),
+        lambda x, w: multi_head_with_weights(x, w, heads=2),
+        tolerance=3e-6,
+        variant=True,
+    ),
+    "KeyValueCache": LayerRow(
+        lambda dtype: nn.KeyValueCache(9),
+        {"key": (3, 5, 2, 4), "value": (3, 5, 2, 6)},
+        ({}, {"key": (3, 9, 2, 4), "value": (3, 9, 2, 6)}),
+        lambda x, w: {name: np.pad(each, ((0, 0), (0, 4), (0, 0), (0, 0))) for name, each in x.items()},
+        no_sums="it sums nothing",
+    ),
     "Rotary": LayerRow(
         lambda dtype: nn.Rotary(),
         (3, 5, 2, 8),
         ({}, {}),
         lambda x, w: rotate(x, frequencies(8)),
         no_sums="it sums nothing",
+    ),
+    "Rotary YaRN": LayerRow(
+        lambda dtype: nn.Rotary(scaling=nn.YaRNScaling(4.0, length=64, attention_factor=1.5)),
+        (3, 5, 2, 8),
+        ({}, {}),
+        lambda x, w: rotate(x, yarn(8, 10_000.0, 4.0, 64)) * 1.5,
+        variant=True,
     ),
     "Rotary partial": LayerRow(
         lambda dtype: nn.Rotary(base=500_000.0, width=4, scaling=nn.Llama3Scaling()),

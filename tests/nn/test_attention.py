@@ -15,7 +15,7 @@ import mlax
 from mlax import dtypes, nn, ops
 from tests.arrays import normal
 from tests.asserts import assert_close_to_scale
-from tests.catalogue.attention import attend
+from tests.catalogue.attention import ROWS, attend
 
 RNG = jax.random.key(0)
 KERNELS = ("xla", "chunked")
@@ -324,6 +324,98 @@ def test_decoding_equals_the_uncached_pass(variant):
     assert_close_to_scale(np.concatenate(outputs, 1), fwd(plain, x, trainables))
 
 
+RAGGED = {
+    "plain": {},
+    "rotary": {"rotary": nn.Rotary(), "kv_heads": 2},
+    "ring": {"rotary": nn.Rotary(), "window": 4},
+    "relative": {"relative": nn.RelativeBias(4, bidirectional=False)},
+}
+
+
+@pytest.mark.parametrize("variant", RAGGED)
+def test_prompts_of_different_lengths_decode_in_one_batch_as_if_alone(variant):
+    plain = nn.MultiHeadAttention(4, causal=True, **RAGGED[variant])
+    cached = nn.MultiHeadAttention(4, causal=True, cache=16, **RAGGED[variant])
+    x = normal(3, 12, 16)
+    trainables, _ = plain.init(RNG, x)
+    want = [np.asarray(fwd(plain, x[i : i + 1], trainables))[0] for i in range(3)]
+    _, state = cached.init(RNG, x[:, :1])
+    step = jax.jit(cached.fwd)
+    done = np.zeros(3, int)
+    for lengths in ([6, 1, 3], [1, 1, 1], [1, 0, 1], [2, 5, 3], [1, 1, 1]):  # prompts, then one or several, or none
+        t = max(lengths)
+        # padding is large, so that it would show
+        tokens = np.full((3, t, 16), 50.0, np.float32)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = x[row, done[row] : done[row] + length]
+        y, state = step({"x": tokens, "lengths": jnp.asarray(lengths)}, trainables, state)
+        for row, length in enumerate(lengths):
+            assert_close_to_scale(y[row, :length], want[row][done[row] : done[row] + length])
+        done += lengths
+    assert state["position"]["count"].tolist() == done.tolist()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_segments_and_positions_with_a_cache_equal_the_uncached_pass(window):
+    options = {"causal": True, "rotary": nn.Rotary(), "window": window}
+    plain, cached = nn.MultiHeadAttention(2, **options), nn.MultiHeadAttention(2, cache=16, **options)
+    x = normal(2, 9, 8)
+    more = {
+        "segments": jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 3, 3], [1, 2, 2, 2, 2, 2, 2, 2, 2]]),
+        "positions": jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6, 7]]),
+    }
+    inputs = {"x": x, **more}
+    trainables, _ = plain.init(RNG, inputs)
+    _, state = cached.init(RNG, inputs)
+    outputs = []
+    for start, end in ((0, 4), (4, 5), (5, 8), (8, 9)):
+        y, state = cached.fwd({name: each[:, start:end] for name, each in inputs.items()}, trainables, state)
+        outputs.append(y)
+    assert_close_to_scale(np.concatenate(outputs, 1), fwd(plain, inputs, trainables))
+    with pytest.raises(ValueError, match="non_trainables has extra segments"):
+        cached.fwd(x[:, :1], trainables, state)
+
+
+def test_a_mask_and_a_bias_with_a_cache_are_those_of_the_tokens_in_order():
+    plain, cached = nn.MultiHeadAttention(2, causal=True), nn.MultiHeadAttention(2, causal=True, cache=8)
+    x, bias = normal(2, 6, 8), normal(1, 2, 6, 6)
+    mask = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6) | jnp.eye(6, dtype=bool)[None, None]
+    trainables, _ = plain.init(RNG, x)
+    _, state = cached.init(RNG, x)
+    outputs = []
+    for start, end in ((0, 4), (4, 5), (5, 6)):  # the first covers four tokens, the others all six
+        keys = 4 if end == 4 else 6
+        part = {"x": x[:, start:end], "mask": mask[:, :, start:end, :keys], "bias": bias[:, :, start:end, :keys]}
+        y, state = cached.fwd(part, trainables, state)
+        outputs.append(y)
+    whole = fwd(plain, {"x": x, "mask": mask, "bias": bias}, trainables)
+    assert_close_to_scale(np.concatenate(outputs, 1), whole)
+
+
+def test_a_row_that_overflows_the_cache_under_jit_is_nan_and_the_others_are_not():
+    layer = nn.MultiHeadAttention(2, causal=True, cache=4)
+    x = normal(2, 4, 8)
+    trainables, state = layer.init(RNG, x)
+    with pytest.raises(ValueError, match="lengths go up to 5, but there are only 4 tokens"):
+        layer.fwd({"x": x, "lengths": jnp.asarray([5, 2])}, trainables, state)
+    _, state = layer.fwd({"x": x, "lengths": jnp.asarray([4, 2])}, trainables, state)
+    y, _ = jax.jit(layer.fwd)(x[:, :1], trainables, state)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
+
+
+def test_the_cache_is_in_the_dtype_of_mixed_precision_unless_it_declares_another():
+    x = jnp.ones((2, 1, 8))
+    for declared, dtype in ((None, jnp.bfloat16), ("float32", jnp.float32)):
+        layer = nn.MultiHeadAttention(2, causal=True, cache=4, cache_dtype=declared)
+        model = dtypes.mixed_bfloat16(mlax.Series(attend=layer, norm=nn.LayerNorm()))
+        trainables, state = model.init(RNG, x)
+        cache = state["attend"]["cache"]
+        assert {cache["key"].dtype, cache["value"].dtype} == {jnp.dtype(dtype)}
+        assert trainables["attend"]["key"]["kernel"].dtype == jnp.float32
+        _, new = jax.eval_shape(model.fwd, x, trainables, state)
+        assert new["attend"]["cache"]["key"].dtype == dtype
+
+
 @pytest.mark.parametrize("window", [None, 32])
 def test_256_tokens_decode_with_one_compilation(window):
     layer = nn.MultiHeadAttention(2, causal=True, cache=256, window=window, rotary=nn.Rotary())
@@ -365,7 +457,7 @@ def test_a_ring_buffer_never_fills():
     trainables, state = layer.init(RNG, x[:, :1])
     assert state["cache"]["key"].shape == (1, 3, 2, 4)
     y, state = jax.jit(layer.fwd)(x, trainables, state)
-    assert np.isfinite(y).all() and int(state["position"]["count"]) == 20
+    assert np.isfinite(y).all() and state["position"]["count"].tolist() == [20]
 
 
 def test_a_cache_of_another_batch_size_is_an_error():
@@ -474,6 +566,32 @@ def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
     assert "up to 128 but not 256" in named(2, 128, 4, 256)
 
 
+def test_weights_on_request_are_those_that_sum_the_values(kernel):
+    q, k, v, sinks, bias = normals((2, 4, 4, 3), (2, 5, 2, 3), (2, 5, 2, 6), (4,), (1, 4, 4, 5))
+    layer = nn.Attention(causal=True, softcap=2.0, sinks=True, alibi=True, return_weights=True, implementation=kernel)
+    x = {"query": q, "key": k, "value": v, "lengths": jnp.asarray([5, 0]), "bias": bias}
+    found = fwd(layer, x, {"sinks": sinks})
+    assert found["weights"].shape == (2, 4, 4, 5)
+    repeated = np.repeat(np.asarray(v), 2, axis=2)
+    assert_close_to_scale(found["y"], np.einsum("bhts,bshk->bthk", found["weights"], repeated))
+    np.testing.assert_array_equal(found["weights"][1], 0)
+    assert (found["weights"].sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_rank_is_promoted(name):
+    row = ROWS[name]
+    layer, x = row.layer("float32"), row.x("float32")
+
+    def loss(trainables, x, state):
+        y, _ = layer.fwd(x, trainables, state, rng=RNG)
+        return sum(jax.lax.reduce_sum(leaf, range(leaf.ndim)) for leaf in jax.tree.leaves(y))
+
+    with jax.numpy_rank_promotion("raise"):
+        trainables, state = jax.eval_shape(layer.init, RNG, x)
+        jax.eval_shape(jax.grad(loss, 0 if row.integers else (0, 1)), trainables, x, state)
+
+
 def test_softmax_is_in_the_dtype_of_its_input():
     x = normal(3, 40, dtype=jnp.bfloat16)
     assert_close_to_scale(np.asarray(ops.softmax(x), np.float64), jax.nn.softmax(x.astype(jnp.float32)), 2e-2)
@@ -525,6 +643,18 @@ def test_errors_say_what_does_not_fit(options, words, monkeypatch):
         inspect.unwrap(ops.attention)(**arrays, **options)
 
 
+TOKENS, IDS = jnp.ones((2, 3, 8)), jnp.ones((2, 3), jnp.int32)
+
+
+def attend_with(**more):
+    x = {name: jnp.ones((2, 3, 1, 8)) for name in ("query", "key", "value")}
+    return nn.Attention().fwd({**x, **more}, None)
+
+
+def heads_with(cache=None, causal=False, window=None, **more):
+    return nn.MultiHeadAttention(2, cache=cache, causal=causal, window=window).init(RNG, {"x": TOKENS, **more})
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -543,9 +673,24 @@ def test_errors_say_what_does_not_fit(options, words, monkeypatch):
             lambda: nn.MultiHeadAttention(2, causal=True, cache=4).init(
                 RNG, (jnp.ones((1, 2, 8)), jnp.ones((1, 2, 8)))
             ),
-            "with a cache the input must be x alone",
+            "with a cache x attends to itself and earlier tokens, but the input has source",
         ),
         (lambda: nn.Attention().init(RNG, {"query": jnp.ones((1, 2, 1, 8))}), "lacks key, value"),
+        (lambda: attend_with(source_segments=IDS), "has source_segments but not segments; pass both"),
+        (lambda: attend_with(key_positions=IDS), "has key_positions but not query_positions; pass both"),
+        (lambda: attend_with(query_positions=IDS), "has query_positions but not key_positions; pass both"),
+        (lambda: heads_with(source_segments=IDS), "has source_segments but not segments; with a source pass both"),
+        (lambda: heads_with(source=TOKENS, segments=IDS), "has segments but not source_segments; with a source pass"),
+        (lambda: heads_with(source=TOKENS[:1]), r"x is \(2, 3, 8\) and source \(1, 3, 8\), but their batches"),
+        (lambda: heads_with(value_source=TOKENS[0]), r"value_source is \(3, 8\), but must be"),
+        (
+            lambda: heads_with(cache=4, causal=True, window=2, mask=jnp.ones((2, 1, 3, 3), bool)),
+            "old tokens are overwr",
+        ),
+        (
+            lambda: nn.KeyValueCache(4).init(RNG, {"key": jnp.ones((1, 2, 1, 8))}),
+            "has key, but must be a dict of key and",
+        ),
     ],
 )
 def test_invalid_layers_are_errors(build, words):

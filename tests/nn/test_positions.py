@@ -13,7 +13,7 @@ from mlax import nn, ops
 from mlax.ops import cos_and_sin
 from tests.arrays import normal
 from tests.catalogue import FLOATS
-from tests.catalogue.attention import frequencies, llama3, rotate
+from tests.catalogue.attention import frequencies, llama3, rotate, yarn
 
 RNG = jax.random.key(0)
 FAR = [0, 1, 7, 1023, 1024, 131_071, 1_000_003, 2**20 - 1]
@@ -156,18 +156,6 @@ def test_positions_of_a_wrong_shape_dtype_or_range_are_errors(layer):
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             layer.fwd((x, positions), None)
-
-
-def yarn(width, base, factor, length, fast=32.0, slow=1.0):
-    """The frequencies of YaRN, as Hugging Face's Transformers computes them."""
-
-    def correction(rotations):
-        return width * np.log(length / (rotations * 2 * np.pi)) / (2 * np.log(base))
-
-    low, high = max(np.floor(correction(fast)), 0), min(np.ceil(correction(slow)), width - 1)
-    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
-    inverse = 1 / base ** (np.arange(0, width, 2) / width)
-    return inverse / factor * ramp + inverse * (1 - ramp)
 
 
 def test_yarn_agrees_with_the_reference_formulas():
