@@ -3,10 +3,12 @@
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mlax import ops
+from mlax._jax import shard_like
 from mlax.core import DType, Layer, Size, frozen
 
 EMPTY = np.iinfo(np.int32).max  # the position of an empty slot: later than every query
@@ -140,10 +142,12 @@ class KeyValueCache(Layer):
 
 def _write(state, new, slots):
     """The arrays of the state with new ones in their slots (b, t); a slot past the end is not written."""
-    rows = jnp.arange(slots.shape[0], dtype=np.int32)[:, None]
-    return {
-        name: array.at[rows, slots].set(new[name].astype(array.dtype), mode="drop") for name, array in state.items()
-    }
+
+    def write_row(array: Any, new: Any, slots: Any) -> Any:
+        return array.at[slots].set(new, mode="drop")
+
+    state, slots = shard_like((state, slots), new["key"])  # rows of an explicit mesh must agree
+    return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
 
 
 def _cast_like(state, new):

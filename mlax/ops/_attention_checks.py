@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.ops._checks import check_same_dtype, known_values
+from mlax.ops._checks import check_same_dtype, is_static, known_values
 
 
 def check_attention(
@@ -48,7 +48,7 @@ def check_attention(
         if array is not None:
             _check_score_shape(name, array.shape, (b, h, t, s))
     _check_segments(segments, b, t, s)
-    _check_pair("positions", positions, {(b, t), (1, t), (t,)}, {(b, s), (1, s), (s,)})
+    _check_pair("positions", positions, ((t,), (b, t), (1, t)), ((s,), (b, s), (1, s)))
     if sinks is not None and sinks.shape != (h,):
         raise ValueError(f"attention: sinks have the shape {sinks.shape}, but need one for each head: ({h},).")
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -63,14 +63,14 @@ def check_attention(
         raise ValueError("attention: dropout needs a key; pass rng=.")
 
 
-def check_lengths(name: str, lengths: Any, b: int, most: int, what: str) -> None:
+def check_lengths(name: str, lengths: Any, b: Any, most: Any, what: str) -> None:
     """Raise unless there is one length for each row, an integer from 0 to `most`."""
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(f"{name}: lengths are {lengths.dtype}, but must be integers: how many {what} are not padding.")
     if lengths.shape != (b,):
         raise ValueError(f"{name}: lengths have the shape {lengths.shape}, but need one for each row: ({b},).")
     known = known_values(lengths)
-    if known is None:
+    if known is None or not is_static(most):
         return
     if np.max(known, initial=0) > most:
         raise ValueError(f"{name}: lengths go up to {known.max()}, but there are only {most} {what}.")
@@ -90,7 +90,7 @@ def _check_mask_dtype(mask: Any) -> None:
     )
 
 
-def _check_score_shape(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def _check_score_shape(name: str, shape: Any, sizes: Any) -> None:
     """Raise unless `shape` broadcasts to the scores, of `sizes` (b, h, t, s), with four axes."""
     if len(shape) == 4 and all(has in (1, size) for has, size in zip(shape, sizes, strict=True)):
         return
@@ -100,7 +100,7 @@ def _check_score_shape(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]
     )
 
 
-def _indexing_advice(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+def _indexing_advice(name: str, shape: Any, sizes: Any) -> str:
     """How a mask of fewer axes gets four, as a sentence: that of the first reading that fits."""
     b, h, t, s = sizes
     readings = {
@@ -114,7 +114,7 @@ def _indexing_advice(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) 
     return " Or:".join(f" If its axes are {axes}, pass {name}{index}." for axes, index in found)
 
 
-def _check_segments(segments: Any, b: int, t: int, s: int) -> None:
+def _check_segments(segments: Any, b: Any, t: Any, s: Any) -> None:
     if segments is None:
         return
     if not isinstance(segments, tuple):
@@ -124,10 +124,10 @@ def _check_segments(segments: Any, b: int, t: int, s: int) -> None:
                 f"({b}, {t}) and ({b}, {s})."
             )
         segments = (segments, segments)
-    _check_pair("segments", segments, {(b, t)}, {(b, s)})
+    _check_pair("segments", segments, ((b, t),), ((b, s),))
 
 
-def _check_pair(name: str, pair: Any, query_shapes: set[Any], key_shapes: set[Any]) -> None:
+def _check_pair(name: str, pair: Any, query_shapes: Any, key_shapes: Any) -> None:
     """Raise unless `pair`, if given, is one array of integers for the queries and one for the keys, of these shapes."""
     if pair is None:
         return
@@ -137,7 +137,5 @@ def _check_pair(name: str, pair: Any, query_shapes: set[Any], key_shapes: set[An
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"attention: the {name} of the {of} are {array.dtype}, but must be integers.")
         if array.shape not in shapes:
-            wanted = " or ".join(
-                map(str, sorted(shapes - {(1, *shape) for shape in shapes if len(shape) == 1}, key=len))
-            )
+            wanted = " or ".join(map(str, shapes[:2]))
             raise ValueError(f"attention: the {name} of the {of} have the shape {array.shape}, but must be {wanted}.")

@@ -207,7 +207,7 @@ def relative_buckets(
     return jnp.where(offsets > 0, found + per_side, found) if bidirectional else found
 
 
-def default_positions(time: int) -> Any:
+def default_positions(time: Any) -> Any:
     """The positions 0, 1, 2, ..., (t,) int32: constants, unless `time` is symbolic."""
     return np.arange(time, dtype=np.int32) if is_static(time) else jnp.arange(time, dtype=np.int32)
 
