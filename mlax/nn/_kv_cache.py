@@ -64,13 +64,7 @@ class KeyValueCache(Layer):
     param_dtype: DType = None  # None: the dtype that init sees
 
     def init(self, rng, x):
-        names = {"key", "value", "positions", "lengths", "segments"}
-        if not isinstance(x, dict) or not {"key", "value"} <= x.keys() <= names:
-            has = ", ".join(x) if isinstance(x, dict) else type(x).__name__
-            raise ValueError(
-                f"{self}: the input has {has}, but must be a dict of key and value, and may also hold positions, "
-                "lengths and segments."
-            )
+        self._check_inputs(x)
         key, value = x["key"], x["value"]
         if not self.ring and key.shape[1] > self.capacity:
             raise ValueError(f"{self}: the input has {key.shape[1]} tokens, but there are {self.capacity} slots.")
@@ -85,7 +79,8 @@ class KeyValueCache(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state: Any = non_trainables
-        self._check(x, state)
+        self._check_inputs(x)
+        self._check_state(x, state)
         b, t = x["key"].shape[:2]
         positions = jnp.asarray(x.get("positions", ops.default_positions(t))).astype(np.int32)
         positions = jnp.broadcast_to(jnp.atleast_2d(positions), (b, t))
@@ -126,7 +121,24 @@ class KeyValueCache(Layer):
         positions = last - (last - jnp.arange(self.capacity, dtype=np.int32)[None]) % self.capacity
         return jnp.where(positions < 0, EMPTY, positions)
 
-    def _check(self, x, state):
+    def _check_inputs(self, x):
+        names = {"key", "value", "positions", "lengths", "segments"}
+        if not isinstance(x, dict) or not {"key", "value"} <= x.keys() <= names:
+            has = ", ".join(x) if isinstance(x, dict) else type(x).__name__
+            raise ValueError(
+                f"{self}: the input has {has}, but must be a dict of key and value, and may also hold positions, "
+                "lengths and segments."
+            )
+        for name in ("key", "value"):
+            if not jnp.issubdtype(x[name].dtype, jnp.floating):
+                raise TypeError(f"{self}: {name} is {x[name].dtype}, but must be floating.")
+            if x[name].ndim != 4 or x[name].shape[:3] != x["key"].shape[:3]:
+                raise ValueError(
+                    f"{self}: key is {x['key'].shape} and value {x['value'].shape}, but they must be (batch, time, heads, "
+                    "width) with equal batch, time and heads."
+                )
+
+    def _check_state(self, x, state):
         shape, key = state["key"].shape, x["key"]
         if (shape[0], *shape[2:]) != (key.shape[0], *key.shape[2:]):
             raise ValueError(

@@ -284,7 +284,6 @@ def _split_positions(layer: Any, x: Any) -> tuple[Any, Any]:
     return x, positions
 
 
-
 def _init_count(layer: Any) -> dict[str, jax.Array] | None:
     return {"count": jnp.zeros((), np.int32)} if layer.decoding else None
 

@@ -230,6 +230,7 @@ ROWS = {
         ({}, {"key": (3, 9, 2, 4), "value": (3, 9, 2, 6)}),
         lambda x, w: {name: np.pad(each, ((0, 0), (0, 4), (0, 0), (0, 0))) for name, each in x.items()},
         no_sums="it sums nothing",
+        no_single_example="its state has a row for each example",
     ),
     "Rotary": LayerRow(
         lambda dtype: nn.Rotary(),

@@ -47,6 +47,7 @@ class LayerRow(Row):
     no_dtype_error: str = ""  # why it accepts an input of another dtype than its weights
     no_forward_mode: str = ""  # why it has no derivatives in forward mode
     no_second_derivatives: str = ""  # why they are not those of finite differences
+    no_single_example: str = ""  # why it cannot be called on one example of the batch that `init` saw
     no_exported_call: str = ""  # why the exported program cannot be called
     large: Any = None  # the shape of an input of about a million elements; None: more examples
     no_sums: str = ""  # why its sums in narrow dtypes are not compared

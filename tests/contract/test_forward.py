@@ -65,6 +65,8 @@ def test_the_state_keeps_its_structure_and_dtypes(row, dtype):
 
 
 def test_vmap_over_examples_equals_the_batched_call(row):
+    if row.no_single_example:
+        pytest.skip(row.no_single_example)
     layer, x, trainables, non_trainables = row.init("float32")
 
     def one(x):
