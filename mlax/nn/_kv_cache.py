@@ -134,8 +134,8 @@ class KeyValueCache(Layer):
                 raise TypeError(f"{self}: {name} is {x[name].dtype}, but must be floating.")
             if x[name].ndim != 4 or x[name].shape[:3] != x["key"].shape[:3]:
                 raise ValueError(
-                    f"{self}: key is {x['key'].shape} and value {x['value'].shape}, but they must be (batch, time, heads, "
-                    "width) with equal batch, time and heads."
+                    f"{self}: key is {x['key'].shape} and value {x['value'].shape}, but they must be (batch, time, "
+                    "heads, width), of equal batch, time and heads."
                 )
 
     def _check_state(self, x, state):
