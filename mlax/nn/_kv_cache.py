@@ -30,11 +30,6 @@ class Position(Layer):
         x, lengths = x if isinstance(x, tuple) else (x, None)
         state: Any = non_trainables
         count, t = state["count"], x.shape[1]
-        if count.shape != x.shape[:1]:
-            raise ValueError(
-                f"{self}: the input has {x.shape[0]} rows but the state {count.shape[0]}. Call init on an input of "
-                "this batch."
-            )
         after = count + (t if lengths is None else lengths.astype(np.int32))
         return count[:, None] + jnp.arange(t, dtype=np.int32)[None], {"count": after}
 
