@@ -79,9 +79,10 @@ def fit(
             "restart" moves the run in the folder aside and starts over, each time that the program runs; False
             refuses to resume.
     grace   seconds after SIGTERM within which the process exits if it is busy with anything but a save. None: 8, or
-            28 under Slurm and Kubernetes, or until the time limit of a Slurm job that is near.
+            28 under Slurm and Kubernetes, or until the time limit of a Slurm job that is near. `mlax launch` has its
+            own.
     """
-    _check_arguments(step, state, feed, evaluate, best, resume)
+    _check_arguments(step, state, feed, evaluate, best, resume, grace)
     evaluate_every = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
     save_every = evaluate_every if save_every is None else save_every
     _check_steps(step, steps=steps, evaluate_every=evaluate_every, save_every=save_every)
@@ -186,7 +187,8 @@ class Loop:
         self.saved_step = self.current_step
         self.scores: Mapping[str, float] = notes.get("scores", {})
         self.scored_step: int | None = notes.get("scored")  # the step of these scores
-        self.best_score: float | None = notes.get("best")  # of all evaluations so far
+        # the best of all evaluations so far, and by what it is
+        self.best_score: float | None = notes.get("best", {}).get(repr(self.best))
         self.position: Callable[[], Any] = lambda: notes.get("feed")  # in the data
 
     def train(self, batches: Any) -> None:
@@ -313,7 +315,7 @@ class Loop:
                 notes={
                     "scores": finite,
                     "scored": self.scored_step,
-                    "best": self.best_score,
+                    "best": {} if self.best_score is None else {repr(self.best): self.best_score},
                     "feed": self.position(),
                     "stable": stable,
                 },
@@ -343,7 +345,7 @@ def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:
     return -(-(feed.steps or -(-steps // 10)) // step.steps_per_call) * step.steps_per_call
 
 
-def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any, resume: Any) -> None:
+def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any, resume: Any, grace: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(f"fit: step is a {type(step).__name__}; make it by train.step(objective, optimizer).")
     if not isinstance(state, TrainState):
@@ -357,6 +359,8 @@ def _check_arguments(step: Any, state: Any, feed: Any, evaluate: Any, best: Any,
             )
     if best is not None and (evaluate is None or not isinstance(best, Maximize | Minimize)):
         raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
+    if grace is not None and (not isinstance(grace, int | float) or isinstance(grace, bool) or not grace >= 0):
+        raise ValueError(f"fit: grace is {grace!r}, but must be a number of seconds, or None.")
     if not isinstance(resume, bool) and resume not in ("anyway", "restart"):
         raise ValueError(f'fit: resume is {resume!r}, but must be True, False, "anyway" or "restart".')
 

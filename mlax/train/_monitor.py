@@ -38,6 +38,8 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
 }
+# The terminal may be gone, closed, or unable to show a character: no reason to lose a training.
+PRINT_ERRORS = (OSError, ValueError)
 NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # on the progress bar
 
 
@@ -121,12 +123,12 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*PRINT_ERRORS):
             self.bar.stop()
 
     def print(self, text: str) -> None:
         """Print text above the bar."""
-        with contextlib.suppress(OSError):  # the terminal may be gone, which is no reason to lose the training
+        with contextlib.suppress(*PRINT_ERRORS):
             if self.terminal:
                 self.bar.console.print(text, markup=False, highlight=False)
             elif self.plain:
@@ -137,7 +139,7 @@ class Progress:
         if text and (self.terminal or self.plain):
             self.print(text)
         elif text:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*PRINT_ERRORS):
                 print(text, file=sys.stderr, flush=True)
 
     def tick(self, step: int) -> float | None:
@@ -151,7 +153,7 @@ class Progress:
         parts = [format_values(shown), self._evaluation, speed, format_bytes(memory) if memory else ""]
         text = "  ".join(filter(None, parts))
         tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*PRINT_ERRORS):
             self.bar.update(self.task, completed=step, description=text)
             self.bar.refresh()
         if self.plain and (tenth > self._tenth or now - self._printed_at > self.every):

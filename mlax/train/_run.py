@@ -87,9 +87,16 @@ class RunFolder:
         """Rename the folder, if it holds anything, and lock a new one; returns a message about it."""
         message = ""
         if self.root is not None and self.is_main and any(each.name != "lock" for each in self.root.iterdir()):
-            names = (self.root.with_name(f"{self.root.name}-before-{number}") for number in itertools.count(1))
+            root = self.root.resolve()  # a link to another disk stays
+            names = (root.with_name(f"{root.name}-before-{number}") for number in itertools.count(1))
             aside = next(name for name in names if not os.path.lexists(name))
-            self.root.rename(aside)  # with its lock, which is held until there is another
+            try:
+                root.rename(aside)  # with its lock, which is held until there is another
+                root.mkdir()
+            except OSError as error:
+                raise OSError(
+                    f"fit: {self.root} cannot be moved aside, to {aside} ({error.strerror}); choose another folder."
+                ) from None
             previous, self._lock = self._lock, None
             self._lock_folder()
             if previous is not None:
@@ -101,7 +108,7 @@ class RunFolder:
         """The configuration that the run had before, empty if there is none, and what is wrong with its file, if so."""
         path = self.path("config.json")
         if path is None or not os.path.lexists(path):
-            return {}, ""
+            return {}, "" if path is None else f"{path}: there is no such file."
         try:
             with files.safe_open(str(path)) as (file, _):
                 return files.parse_json(file.read(), str(path), depth=100), ""
@@ -222,7 +229,7 @@ class ConfigChanges(NamedTuple):
         """What to print about a run that is resumed."""
         if not resumed:
             return []
-        fault = [f"{self.fault} It counts as absent, so that changes of the run cannot be noticed."] * bool(self.fault)
+        fault = [f"{self.fault} So changes of the run cannot be noticed."] * bool(self.fault)
         return fault + [f"changed since this run started: {change}" for change in self.refused + self.announced]
 
 

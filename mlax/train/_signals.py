@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
@@ -161,6 +162,8 @@ class Signals:
 
 def default_grace(environment: Mapping[str, str], now: float) -> float:
     """The seconds between SIGTERM and SIGKILL, as far as the environment of the process shows them."""
+    if HEARTBEAT_VARIABLE in environment:
+        return math.inf  # the supervisor ends what does not end by itself
     if "SLURM_JOB_ID" in environment:
         # `--signal=TERM@120` announces the time limit; other signals come from scancel or a preemption
         with contextlib.suppress(ValueError):

@@ -179,6 +179,9 @@ def test_restart_moves_the_old_run_aside_and_starts_over(copied, finished, capsy
     fit(copied, 7, resume="restart")
     assert copied.with_name("run-before-2").is_dir()
     assert fit(copied.with_name("new"), 7, resume="restart").step == 7, "there need not be a run"
+    copied.with_name("link").symlink_to(copied)
+    fit(copied.with_name("link"), 7, resume="restart")
+    assert copied.with_name("link").is_symlink() and copied.with_name("run-before-3").is_dir()
 
 
 @pytest.mark.parametrize("resume", ["", "yes", None, 2])
@@ -245,6 +248,11 @@ def test_a_config_that_cannot_be_read_counts_as_absent_and_is_reported(copied, c
     (copied / "config.json").write_bytes(b"\xff")
     assert fit(copied, 10).step == 10
     assert "config.json: its JSON cannot be parsed" in capsys.readouterr().err
+    (copied / "config.json").unlink()
+    fit(copied, 10)
+    assert "config.json: there is no such file" in capsys.readouterr().err
+    fit(copied.with_name("new"), 10)
+    assert capsys.readouterr().err == "", "a new run has none"
 
 
 def test_a_long_log_is_read_from_its_end(tmp_path, monkeypatch):
@@ -324,6 +332,18 @@ def test_the_best_evaluation_is_saved_even_if_no_checkpoint_is_due(tmp_path):
     assert saved.best() == best
     state = saved.restore(init_state(STEP), step=best).tree
     assert not unequal_leaves(files.load(run / "best.safetensors")["trainables"], jax.device_get(state.trainables))
+
+
+def test_another_criterion_of_the_best_forgets_the_best_so_far(tmp_path, monkeypatch):
+    save, saved = train.Checkpoints.save, []
+    monkeypatch.setattr(
+        train.Checkpoints,
+        "save",
+        lambda self, step, *args, **rest: saved.append(step) or save(self, step, *args, **rest),
+    )
+    fit(tmp_path / "run", 10, best=train.Maximize("accuracy"))  # below every loss
+    fit(tmp_path / "run", 20, evaluate_every=2, save_every=20)
+    assert saved[:2] == [10, 12]
 
 
 def test_a_failed_save_is_reported_even_if_nothing_is_shown(tmp_path, monkeypatch, capsys):

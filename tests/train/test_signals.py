@@ -1,5 +1,6 @@
 """Signals: what a busy process does when it is told to end. tests/faults sends them to whole trainings."""
 
+import math
 import os
 import signal
 import time
@@ -99,6 +100,7 @@ def test_an_ignored_hangup_stays_ignored(exits):
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "990"}, 28),  # past the limit
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "soon"}, 28),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 28),
+        ({"MLAX_HEARTBEAT": "/dev/fd/7", "SLURM_JOB_ID": "7"}, math.inf),  # `mlax launch --grace`
     ],
 )
 def test_the_grace_period_is_that_of_the_cluster(environment, seconds):
@@ -131,14 +133,21 @@ def test_a_save_that_takes_longer_than_the_grace_period_is_finished(tmp_path, mo
     assert logged == list(range(1, saved + 1))
 
 
-def test_a_terminal_that_is_gone_does_not_prevent_the_save(tmp_path, monkeypatch):
+@pytest.mark.parametrize("grace", [-1, float("nan"), "8", True])
+def test_an_impossible_grace_period_is_refused(grace):
+    with pytest.raises(ValueError, match=r"grace is .*, but must be a number of seconds"):
+        fit(None, 10, grace=grace)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("I/O operation on closed file")])
+def test_a_terminal_that_is_gone_does_not_prevent_the_save(tmp_path, monkeypatch, error):
     def hang_up(batch, generator):
         if int(batch["id"][0]) == first:
             os.kill(os.getpid(), signal.SIGHUP)
         return batch
 
     def closed(*args, **options):
-        raise OSError(5, "Input/output error")
+        raise error
 
     first = int(feed().indices(5)[0])
     data = feed(map_batch=hang_up, prefetch=1)
