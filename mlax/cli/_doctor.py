@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlax
+from mlax.cli._process import package_command
 from mlax.cli._script import compilation_cache_folder
 
 EXTRAS = {
@@ -189,7 +190,8 @@ def _check_two_processes() -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "two.py"
         script.write_text(_SCRIPT)
-        command = [sys.executable, "-m", "mlax", "launch", "-n", "2", "--restarts", "0", str(script)]
+        arguments = ("launch", "-n", "2", "--restarts", "0", str(script))
+        command = [sys.executable, *package_command("mlax.cli._main", "main", *arguments)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # two processes cannot share one GPU
         start = time.monotonic()
         try:

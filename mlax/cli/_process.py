@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import mlax
 from mlax._supervision import (
     ALL_FINISHED_OFFSET,
     FINISHED_OFFSET,
@@ -21,6 +22,16 @@ from mlax._supervision import (
     SLOW_PHASES,
 )
 
+# Loads this package, wherever it is, without its folder on the path, and calls a function with the arguments.
+_CALL_FUNCTION = """
+import importlib, importlib.util, sys
+path, module, function = sys.argv[1:4]
+del sys.argv[1:4]
+spec = importlib.util.spec_from_file_location("mlax", path)
+sys.modules["mlax"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["mlax"])
+sys.exit(getattr(importlib.import_module(module), function)(sys.argv[1:]))
+"""
 NOISE = b"[Gloo] Rank"  # how the lines begin that the CPU collectives print about each connection
 MAX_LINE_BYTES = 1 << 16  # longer ones are printed in several lines, so that they need not be held in memory
 
@@ -175,6 +186,14 @@ class HangDetector:
         others = [f"process {p.index} at {beats[p.index]}" for p in running if p is not last]
         rest = f"; {', '.join(others)}" if others else ""
         return Hang(last, f"hangs: no heartbeat for {silent:.0f} s, and it is furthest behind, at {beat}{rest}")
+
+
+def package_command(module: str, function: str, *args: str) -> list[str]:
+    """The arguments of Python that call a function of this package with a list of arguments.
+
+    By -P and not by -m: a file in the current folder, such as ./ctypes.py, must not be imported in place of Python's.
+    """
+    return ["-P", "-c", _CALL_FUNCTION, mlax.__file__, module, function, *args]
 
 
 def describe_exit(status: int) -> str:

@@ -14,19 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
 
-import mlax
 from mlax._supervision import LOOPBACK, TERMINATED, Phase
-from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit
+from mlax.cli._process import Hang, HangDetector, WorkerProcess, describe_exit, package_command
 
-# Loads the package of the supervisor, wherever it is, without its folder on the path.
-_START_WORKER = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("mlax", sys.argv.pop(1))
-sys.modules["mlax"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["mlax"])
-import mlax.cli._worker
-sys.exit(mlax.cli._worker.start(sys.argv[1:]))
-"""
 POLL_INTERVAL = 0.05  # seconds between two checks
 FOLLOW_UP_WINDOW = 0.5  # seconds in which the deaths that follow from a first one are observed too
 KILL_TIMEOUT = 3.0  # seconds between SIGTERM and SIGKILL for processes that lost one of their peers
@@ -134,8 +124,7 @@ class Supervisor:
             "supervisor": os.getpid(),
             "command": sys.orig_argv,
         }
-        # -P, and not -m: a file in the current folder, such as ./ctypes.py, must not be imported in place of Python's
-        return ["-P", "-c", _START_WORKER, mlax.__file__, json.dumps(task), self.script, *self.args]
+        return package_command("mlax.cli._worker", "start", json.dumps(task), self.script, *self.args)
 
     def _supervise(self, processes: list[WorkerProcess]) -> Outcome:
         detector = HangDetector(processes, self.hang, self.slow_timeout, self.clock)

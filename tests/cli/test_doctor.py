@@ -1,4 +1,5 @@
 import inspect
+import subprocess
 
 from mlax.cli import Finding, main
 
@@ -22,3 +23,15 @@ def test_the_exit_status_is_1_only_if_something_needed_fails(monkeypatch):
     assert main(["doctor"]) == 1
     monkeypatch.setattr(_doctor, "_check_all", lambda: [Finding(False, "grain", "not here", needed=False)])
     assert main(["doctor"]) == 0
+
+
+def test_the_doctor_starts_processes_that_import_nothing_from_the_current_folder(monkeypatch):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "an error")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert not _doctor._check_two_processes().ok
+    assert commands[0][1] == "-P" and "-m" not in commands[0]
