@@ -1,5 +1,6 @@
 """Divergence: skipped steps in a row, and the rollback to a checkpoint before them."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -115,8 +116,9 @@ class Divergence:
         self._saved, self._losses = step, []
         mean = sum(losses) / len(losses) if losses else math.nan
         is_lowest = math.isfinite(mean) and (self.stable is None or mean <= self.stable.loss)
-        if is_lowest and self.checkpoints is not None and saved is not None and self.checkpoints.has(saved):
-            self.stable = StableStep(saved, mean)
+        with contextlib.suppress(OSError):  # the save that follows reports a folder that cannot be read
+            if is_lowest and self.checkpoints is not None and saved is not None and self.checkpoints.has(saved):
+                self.stable = StableStep(saved, mean)
         return self.stable
 
     def _restore_before(self, first: int, state: TrainState) -> RestoredCheckpoint | None:

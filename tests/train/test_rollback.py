@@ -1,5 +1,8 @@
 """Rollbacks: after a jump of the loss, weights from before it are still there and are found."""
 
+import errno
+import itertools
+import os
 import sys
 
 import pytest
@@ -53,3 +56,17 @@ def test_a_damaged_checkpoint_is_passed_over_by_a_rollback(jumping, tmp_path, mo
     fitted = jumping.fit(tmp_path, jump=JUMP, late=LATE, keep=2, save_every=3, steps=70)
     assert abs(weight(fitted) - 2) < 0.1 and len(rolled_back_to(tmp_path)) == 1
     assert "cannot be restored: step 39 is damaged" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_listed_for_a_while_does_not_end_training(jumping, tmp_path, monkeypatch, capsys):
+    real, calls = os.listdir, itertools.count()
+
+    def failing(path):
+        if "checkpoints" in str(path) and 20 < next(calls) < 40:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    fitted = jumping.fit(tmp_path, jump=1000, late=1000, keep=2, save_every=3, steps=60)
+    assert fitted.step == fitted.saved == 60 and next(calls) > 40
+    assert "Input/output error" in "".join(capsys.readouterr())
