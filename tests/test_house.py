@@ -19,8 +19,8 @@ BELOW = {
     "optim": {"_jax", "core"},
     "files": {"_jax", "core"},
     "inspect": {"_jax", "core"},
-    "place": {"_jax", "core", "inspect", "optim"},
-    "train": {"_jax", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
+    "place": {"_jax", "_objective", "core", "inspect", "optim"},
+    "train": {"_jax", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
     "cli": {"_supervision", "inspect", "train"},
 }
 

@@ -8,7 +8,6 @@ from mlax.place._distributed import local_gpus as local_gpus
 from mlax.place._guard import UnplannedTransfer, check_shardings, guard
 from mlax.place._pipeline import PipelineConfig, Pipelined, one_forward_one_backward, pipeline_repeats
 from mlax.place._pipeline import find_pipelines as find_pipelines
-from mlax.place._pipeline import split_microbatches as split_microbatches
 from mlax.place._plan import Plan
 from mlax.place._plan import warn_unless_parallelized as warn_unless_parallelized
 from mlax.place._presets import data, expert, fsdp, pipeline, sequence, single, tensor, zero

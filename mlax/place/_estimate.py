@@ -2,25 +2,25 @@
 
 import collections
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from mlax._jax import global_norm, layer_path
+from mlax._jax import all_stay_finite, global_norm, layer_path, leaves_with_paths
+from mlax._objective import Backward, Objective, gradients, loss_function
 from mlax.core import STACKED, Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
 from mlax.inspect import total_bytes, transfers
 from mlax.optim import Optimizer
-from mlax.place._pipeline import PipelineConfig, split_microbatches
+from mlax.place._pipeline import PipelineConfig
 from mlax.place._report import Description, LayerMemory
-from mlax.place._rules import HOST_MEMORY, num_shards
+from mlax.place._rules import HOST_MEMORY, num_shards, spec_axes
 
 if TYPE_CHECKING:
     from mlax.place._plan import Plan
 
-Objective = Callable[..., tuple[Any, Tree]]  # as for `train.step`: (batch, trainables, non_trainables, rng=)
 Counts = dict[tuple[str, str], int]  # bytes on one device by layer and memory
 
 
@@ -39,7 +39,8 @@ def describe(
     trainables, non_trainables = variables = variable_shapes(model, x)
     shardings = plan.variable_shardings(model, x)
     parallel = plan.parallelize(model, x)
-    loss = _make_loss(parallel, objective)
+    activations_known = _shards_only_examples(plan, shardings)
+    objective = objective or _model_objective(parallel)
     counts: dict[str, Counts] = {
         "weights": _add_counts(_bytes_by_layer(trainables, shardings[0]), _bytes_by_layer(non_trainables, shardings[1]))
     }
@@ -49,13 +50,12 @@ def describe(
         fields = zip(slots, slot_shardings, strict=True)
         counts["slots"] = _add_counts(*(_bytes_by_layer(slot, sharding) for slot, sharding in fields))
         counts["gradients"] = _bytes_by_layer(trainables, shardings[0])
-        shards = math.prod(num_shards(entry, plan.shape) for entry in plan.batch)
-        residuals = _residuals_by_layer(loss, trainables, non_trainables, batch, layers(model))
-        counts["activations"] = {(path, "device"): -(-size // shards) for path, size in residuals.items()}
+        if activations_known:
+            counts["activations"] = _activations_by_layer(plan, objective, model, variables, batch)
     compiled = None
     if compile:
         state, state_shardings = (*variables, slots), (*shardings, slot_shardings)
-        compiled = _compile_step(plan, loss, parallel, optimizer, state, state_shardings, batch)
+        compiled = _compile_step(plan, objective, parallel, optimizer, state, state_shardings, batch)
     devices = list(plan.mesh.devices.flat)
     device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
     return Description(
@@ -68,6 +68,7 @@ def describe(
         memory=memory or total_bytes(device),
         device=device.device_kind,
         pipeline="" if plan.pipeline is None else str(plan.pipeline),
+        activations_known=activations_known,
     )
 
 
@@ -109,23 +110,20 @@ def _make_rows(counts: Mapping[str, Counts]) -> tuple[LayerMemory, ...]:
     )
 
 
-def _make_loss(model: Layer, objective: Objective | None) -> Callable[..., Any]:
-    """A loss of (trainables, non_trainables, batch, rng): the objective's, or one that depends on every output."""
+def _model_objective(model: Layer) -> Objective:
+    """An objective of a batch that is the model's input; it depends on every output."""
 
-    def loss(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> tuple[jax.Array, Tree]:
-        if objective is not None:
-            values, new = objective(batch, trainables, non_trainables, rng=rng)
-            return jnp.mean(values["loss"] if isinstance(values, Mapping) else values), new
+    def objective(batch: Any, trainables: Tree, non_trainables: Tree, rng: jax.Array | None = None) -> tuple[Any, Tree]:
         y, new = model.fwd(batch, trainables, non_trainables, rng=rng)
         floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.mean(jax.nn.logsumexp(leaf.astype(jnp.float32), -1)) for leaf in floats), jnp.float32(0)), new
 
-    return loss
+    return objective
 
 
 def _compile_step(
     plan: "Plan",
-    loss: Callable[..., Any],
+    objective: Objective,
     model: Layer,
     optimizer: Optimizer | None,
     state: tuple[Any, Any, Any],
@@ -138,11 +136,26 @@ def _compile_step(
         if optimizer is None:
             y, new = model.fwd(batch, trainables, non_trainables, rng=rng, inference_mode=True)
             return trainables, new, None, y
-        (value, new), grads = _value_and_grad(plan.pipeline, loss)(trainables, non_trainables, batch, rng)
-        finite = jnp.isfinite(value) & jnp.isfinite(global_norm(flatten_paths(grads)))  # the guard of `train.step`
-        trainables, slots = optimizer.update(grads, slots, trainables, apply_if=finite, skip_nonfinite=True)
+        backward, number = _backward(plan.pipeline)
+        values, grads, new = gradients(
+            objective,
+            batch,
+            trainables,
+            non_trainables,
+            rng,
+            accumulate=number,
+            backward=backward,
+            is_frozen=optimizer.is_frozen,
+        )
+        # the guard of `train.step`
+        norm = global_norm(dict(leaves_with_paths(grads)))
+        finite = jnp.isfinite(values["loss"]) & jnp.isfinite(norm) & all_stay_finite(non_trainables, new)
+        loss = loss_function(objective, batch, non_trainables, rng)
+        trainables, slots = optimizer.update(
+            grads, slots, trainables, value=values["loss"], loss=loss, apply_if=finite, skip_nonfinite=True
+        )
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, non_trainables)
-        return trainables, new, slots, value
+        return trainables, new, slots, values
 
     jitted = jax.jit(
         step,
@@ -154,34 +167,45 @@ def _compile_step(
         return jitted.lower(*state, batch, _key_shape()).compile()
 
 
-def _value_and_grad(pipeline: PipelineConfig | None, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the loss, by the schedule of the pipeline if that computes its own gradients."""
+def _backward(pipeline: PipelineConfig | None) -> tuple[Backward | None, int]:
+    """What computes the gradients of microbatches, and their number, if the schedule of a pipeline does."""
     if pipeline is None or pipeline.backward is None:
-        return jax.value_and_grad(loss, has_aux=True)
-    backward, number = pipeline.backward, pipeline.microbatches
+        return None, 1
+    return pipeline.backward, pipeline.microbatches
 
-    def microbatch_loss(trainables: Tree, part: Any, non_trainables: Tree, rng: jax.Array) -> tuple[Any, Any]:
-        value, new = loss(trainables, non_trainables, part, rng)
-        return value, (value, new)
 
-    def value_and_grad(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> Any:
-        parts, rngs = split_microbatches(batch, number, "microbatches"), jax.random.split(rng, number)
-        value, grads, new = backward(microbatch_loss, trainables, parts, non_trainables, rngs)
-        return (value, new), grads
+def _shards_only_examples(plan: "Plan", shardings: Any) -> bool:
+    """Whether a plan shards activations along the batch alone; else only the compiled step tells their sizes."""
+    specs = [leaf.spec for leaf in jax.tree.leaves(shardings) if isinstance(leaf, NamedSharding)]
+    used = {name for spec in specs for name in spec_axes(spec)}
+    return (
+        plan.pipeline is None
+        and not plan.activations.lists
+        and not spec_axes(plan.batch[1:])
+        and used <= {*spec_axes(plan.batch)}
+    )
 
-    return value_and_grad
+
+def _activations_by_layer(
+    plan: "Plan", objective: Objective, model: Layer, variables: tuple[Tree, Tree], batch: Any
+) -> Counts:
+    """The bytes of one device's residuals, by layer."""
+    shards = math.prod(num_shards(entry, plan.shape) for entry in plan.batch)
+    with jax.set_mesh(plan.mesh):  # as when it is compiled: layers may compute in another way without a mesh
+        residuals = _residuals_by_layer(objective, *variables, batch, layers(model))
+    return {(path, "device"): -(-size // shards) for path, size in residuals.items()}
 
 
 def _residuals_by_layer(
-    loss: Callable[..., Any], trainables: Tree, non_trainables: Tree, batch: Any, paths: Collection[str]
+    objective: Objective, trainables: Tree, non_trainables: Tree, batch: Any, paths: Collection[str]
 ) -> dict[str, int]:
     """The bytes of the residuals of the backward pass, by the path of the layer that produced them.
 
     They are read from the jaxpr, for the whole batch: XLA may store less, or more. `paths` are those of all layers.
     """
 
-    def residuals(trainables: Tree, *args: Any) -> list[jax.Array]:
-        _, pullback = jax.vjp(lambda trainables: loss(trainables, *args)[0], trainables)
+    def residuals(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> list[jax.Array]:
+        _, pullback = jax.vjp(loss_function(objective, batch, non_trainables, rng), trainables)
         return [leaf for leaf in jax.tree.leaves(pullback) if isinstance(leaf, jax.Array)]
 
     jaxpr = jax.make_jaxpr(residuals)(trainables, non_trainables, batch, _key_shape()).jaxpr

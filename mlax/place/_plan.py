@@ -191,7 +191,9 @@ class Plan:
 
         `batch` is a number of examples, by default that of `x`, or the shapes of a batch for an `objective` like that
         of `train.step`. Without an optimizer it describes inference. `memory` is what a device has, if it does not
-        report that itself. The step is compiled; `compile=False` leaves that out, and with it the transfers.
+        report that itself. The step is compiled; `compile=False` leaves that out, and with it the transfers. The memory
+        is then an estimate, mostly within a fifth, for plans that shard only the examples of a batch (single, data,
+        zero, fsdp, expert), and a lower bound without activations for others.
         """
         return describe(self, model, x, optimizer, batch, objective, memory, compile)
 

@@ -38,8 +38,10 @@ class Description:
     """The memory of each device and the transfers of a step; `print` it, or `plot` it.
 
     All devices need the same number of bytes. `working` is the size of the compiled step's temporary buffers:
-    gradients, activations and all-gathered weights while they are in use. The rows are an upper bound: they assume that
-    all gradients and activations exist at once.
+    gradients, activations and all-gathered weights while they are in use. The rows assume that all gradients and
+    activations exist at once. A plan that shards more than the examples of a batch (tensor, sequence or pipeline
+    parallelism) leaves it to XLA how activations are sharded: they are not `activations_known`, and without `working`
+    `needed` is a lower bound.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Description:
     memory: int | None
     device: str
     pipeline: str = ""  # its stages, microbatches and bubble, in a sentence
+    activations_known: bool = True
 
     def bytes_of(self, kind: str, memory: str = "device") -> int:
         """The bytes of 'weights', 'slots', 'gradients' or 'activations' on each device, or in host memory for it."""
@@ -63,13 +66,18 @@ class Description:
 
     @property
     def needed(self) -> int:
-        """The bytes that each device needs at once."""
+        """The bytes that each device needs at once; at least these if `is_lower_bound`."""
         working = self.bytes_of("gradients") + self.bytes_of("activations") if self.working is None else self.working
         return self.arguments + working
 
     @property
+    def is_lower_bound(self) -> bool:
+        """Whether activations are missing from `needed`, since they are unknown until the step is compiled."""
+        return self.working is None and not self.activations_known
+
+    @property
     def fits(self) -> bool:
-        """Whether a device has enough memory; True if its memory is unknown."""
+        """Whether a device has enough memory; True if its memory is unknown, or if a lower bound fits."""
         return self.memory is None or self.needed <= self.memory
 
     def check_fits(self) -> None:
@@ -81,7 +89,7 @@ class Description:
         """How much memory each device lacks, and what to change, in two sentences."""
         memory = self.memory or 0
         return (
-            f"{self.name} needs {format_bytes(self.needed)} on each device, but {self.device} has "
+            f"{self.name} needs {self._at_least()}{format_bytes(self.needed)} on each device, but {self.device} has "
             f"{format_bytes(memory)}, {format_bytes(self.needed - memory)} too little. {self._advice()}"
         )
 
@@ -109,7 +117,7 @@ class Description:
         ]
         if self.working is not None:
             lines.append(f"working memory {format_bytes(self.working)}: gradients, activations, all-gathered weights")
-        lines.append(f"needed         {format_bytes(self.needed)} on each device; {self._verdict()}")
+        lines.append(f"needed         {self._at_least()}{format_bytes(self.needed)} on each device; {self._verdict()}")
         lines += [self.pipeline] * bool(self.pipeline)
         if self.transfers is not None:
             lines += ["", "transfers in a step", str(_group_by_part(self.transfers))]
@@ -120,14 +128,22 @@ class Description:
         cells += [(row.layer or "(model)", *_format_row(row), row.memory) for row in group_rows(self.rows)]
         for memory in dict.fromkeys(row.memory for row in self.rows):
             name = "each device" if memory == "device" else "host, for each device"
-            cells.append((name, *(_format_size(self.bytes_of(kind, memory)) for kind in LayerMemory.KINDS), memory))
+            sizes = [_format_size(self.bytes_of(kind, memory)) for kind in LayerMemory.KINDS]
+            if memory == "device" and self.bytes_of("gradients") and not self.activations_known:
+                sizes[-1] = "unknown"
+            cells.append((name, *sizes, memory))
         layer_width, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
         return ["  ".join([layer.ljust(layer_width), *map(str.rjust, sizes, widths)]) for layer, *sizes in cells]
+
+    def _at_least(self) -> str:
+        return "at least " * self.is_lower_bound
 
     def _verdict(self) -> str:
         if self.memory is None:
             return "the device does not report its memory"
         share = f"{self.needed / self.memory:.0%} of {format_bytes(self.memory)}"
+        if self.fits and self.is_lower_bound:
+            return f"{share}; the activations of this plan are unknown, pass compile=True to know whether it fits"
         return f"fits, {share}" if self.fits else f"DOES NOT FIT, {share}. {self._advice()}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:

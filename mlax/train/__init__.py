@@ -1,5 +1,7 @@
 """Training: compiled steps, feeds, checkpoints and the training loop."""
 
+from mlax._objective import count_labels as count_labels
+from mlax._objective import gradients as gradients
 from mlax.train._aot import RetraceError
 from mlax.train._curves import plot_curves
 from mlax.train._curves import read_records as read_records
@@ -16,8 +18,6 @@ from mlax.train._metrics import MetricsLog as MetricsLog
 from mlax.train._metrics import truncate_log as truncate_log
 from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
-from mlax.train._objective import count_labels as count_labels
-from mlax.train._objective import gradients as gradients
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._run import RunFolder as RunFolder
 from mlax.train._run import compare_config as compare_config

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 
+from mlax._objective import Objective, batch_weight, mean_contribution, unpack_output
 from mlax.core import check_not_donated
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._metrics import Metrics
-from mlax.train._objective import Objective, batch_weight, mean_contribution, unpack_output
 from mlax.train._state import DONATED_STATE, TrainState
 
 EVALUATION_KEYS = 2**32 - 1  # folded into the key first; no training step has this number

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from mlax._jax import at_least_float32, cast_scalar, global_norm, leaves_with_paths, named_key, tree_add
+from mlax._objective import MASK
 from mlax.core import Tree, frozen
-from mlax.train.feeds._batch import MASK
 
 
 @frozen

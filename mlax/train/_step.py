@@ -12,14 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
-from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
-from mlax.optim import Optimizer, OptimizerState, UpdateContext
-from mlax.place import Plan
-from mlax.train._aot import CompiledFunction
-from mlax.train._evaluation import Evaluation
-from mlax.train._loss_scale import LossScale
-from mlax.train._metrics import Metrics
-from mlax.train._objective import (
+from mlax._objective import (
+    MASK,
     Backward,
     Gradients,
     Objective,
@@ -28,9 +22,15 @@ from mlax.train._objective import (
     gradients,
     loss_function,
 )
+from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
+from mlax.optim import Optimizer, OptimizerState, UpdateContext
+from mlax.place import Plan
+from mlax.train._aot import CompiledFunction
+from mlax.train._evaluation import Evaluation
+from mlax.train._loss_scale import LossScale
+from mlax.train._metrics import Metrics
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import DONATED_STATE, TrainState, init_state
-from mlax.train.feeds._batch import MASK
 
 
 def step(

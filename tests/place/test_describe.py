@@ -1,6 +1,9 @@
 """describe: bytes before anything is allocated, which are the bytes that there are afterwards."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -63,6 +66,87 @@ def test_a_transfer_that_layers_of_a_part_share_belongs_to_the_part():
     counts = [int(line.split("all-reduce")[1].split()[1]) for line in shown if "all-reduce" in line]
     assert sum(row.count for row in described.transfers.rows if row.layer.startswith("blocks/")) > total
     assert max(counts) == counts[-1] == total
+
+
+def larger(task, shape):
+    return task._replace(x=jax.ShapeDtypeStruct((*shape, *task.x.shape[len(shape) :]), task.x.dtype))
+
+
+ESTIMATED = {
+    "single": (lambda task: place.single(), "gpt", {}),
+    "data": (lambda task: place.data(), "cnn", {}),
+    "zero": (lambda task: place.zero(), "gpt", {}),
+    "fsdp": (lambda task: place.fsdp(min_size=1), "cnn", {}),
+    "expert": (lambda task: place.expert(task.model, task.x, 4) * place.data(2), "gpt", {"experts": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("single", "data", "zero")), "fsdp", "expert"],
+)
+def test_without_compiling_the_need_of_a_plan_that_shards_examples_is_within_a_fifth(name):
+    make_plan, kind, options = ESTIMATED[name]
+    task = larger(gpt(width=32, depth=2, **options), (16, 32)) if kind == "gpt" else larger(cnn(), (16, 16, 16))
+    plan = make_plan(task)
+    estimated = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
+    assert not estimated.is_lower_bound and "unknown" not in str(estimated).partition("needed")[0]
+    assert estimated.needed == pytest.approx(plan.describe(task.model, task.x, OPTIMIZER).needed, rel=0.2)
+
+
+UNKNOWN = {
+    "tensor": lambda task: place.data(2) * place.tensor(task.model, task.x, 4),
+    "sequence": lambda task: place.data(2) * place.sequence(4),
+    "gpipe": lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe"),
+    "1f1b": lambda task: place.pipeline(task.model, 4, microbatches=4),
+    "batch and time": lambda task: place.Plan({"data": 2, "time": 4}, batch=P("data", "time")),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_without_compiling_the_activations_of_other_plans_are_unknown_and_the_need_is_a_lower_bound(name):
+    task = gpt()
+    plan = UNKNOWN[name](task)
+    bound = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
+    assert bound.is_lower_bound and bound.bytes_of("activations") == 0
+    shown = str(dataclasses.replace(bound, memory=2 * bound.needed))
+    assert "unknown" in shown and "at least" in shown and "pass compile=True to know" in shown
+    plan.check_fits(task.model, task.x, OPTIMIZER, memory=bound.needed, compile=False)  # it may fit
+    with pytest.raises(place.NotEnoughMemory, match="needs at least"):
+        plan.check_fits(task.model, task.x, OPTIMIZER, memory=bound.needed - 1, compile=False)
+    if name == "tensor":
+        compiled = plan.describe(task.model, task.x, OPTIMIZER)
+        assert not compiled.is_lower_bound and compiled.needed > bound.needed
+        assert "unknown" in str(compiled) and "at least" not in str(compiled)
+
+
+SMALL = Series(up=nn.Linear(8), head=nn.Linear(8)), jax.ShapeDtypeStruct((8, 4), "float32")
+EVALUATING = (optim.SAM(optim.SGD(0.1)), optim.LBFGS(history=2), optim.Plateau(optim.SGD(0.1)))
+
+
+@pytest.mark.parametrize("optimizer", [*EVALUATING, optim.Freeze(optim.SGD(0.1), "up/*")], ids=repr)
+def test_optimizers_that_evaluate_the_loss_or_freeze_weights_are_described(optimizer):
+    described = place.data().describe(*SMALL, optimizer)
+    assert described.working is not None and described.fits
+
+
+def test_auto_chooses_for_an_optimizer_that_evaluates_the_loss():
+    said = []
+    place.auto(*SMALL, jax.devices()[:2], EVALUATING[2], log=said.append)
+    assert all("needs" in line for line in said[:-1])
+
+
+def test_the_loss_is_that_of_a_step_masks_and_values_included():
+    model, x = Series(head=nn.Linear(4)), jax.ShapeDtypeStruct((8, 4), "float32")
+    batch = {"x": x, "mask": jax.ShapeDtypeStruct((8,), "bool")}
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        y, new = model.fwd(batch["x"], trainables, non_trainables)
+        return {"loss": (y**2).sum(-1), "size": abs(y).sum(-1)}, new
+
+    assert place.data().describe(model, x, optim.SGD(0.1), batch, objective=objective).working is not None
+    with pytest.raises(KeyError, match="no 'loss'; call the value to minimize 'loss'"):
+        place.data().describe(model, x, optim.SGD(0.1), batch, objective=lambda *_, rng: ({"l": jnp.ones(8)}, None))
 
 
 def test_slots_in_host_memory_are_counted_there():

@@ -10,7 +10,8 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, signature, with_fields
+from mlax._objective import split_microbatches
+from mlax.core import Repeat, Tree, Wrapper, frozen, short_repr, with_fields
 
 
 @frozen
@@ -157,24 +158,6 @@ def _repeat_last(parts: Any, more: int) -> Any:
         return jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (more, *leaf.shape[1:]))])
 
     return jax.tree.map(extend, parts)
-
-
-def split_microbatches(batch: Any, number: int, name: str) -> Any:
-    """The batch split into `number` microbatches on a leading axis, each with every number-th example.
-
-    So no example moves between devices if the number of microbatches divides the examples of a device. `name` is what
-    the number is called in the error if it does not divide the batch.
-    """
-
-    def split(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim == 0 or leaf.shape[0] % number:
-            raise ValueError(
-                f"{name} is {number}, which does not divide the batch, {signature(leaf)}; use a batch size that is a "
-                f"multiple of {number}."
-            )
-        return jnp.swapaxes(leaf.reshape(leaf.shape[0] // number, number, *leaf.shape[1:]), 0, 1)
-
-    return jax.tree.map(split, batch)
 
 
 def merge_microbatches(parts: Any) -> Any:

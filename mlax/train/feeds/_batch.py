@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlax._objective import MASK
 from mlax.core import signature
 
 Batch = dict[str, np.ndarray]
 BatchSpec = dict[str, jax.ShapeDtypeStruct]
-
-MASK = "mask"  # the entry of a batch that says which of its examples, or of their entries, count in the loss
 
 
 def as_batch(value: Any, origin: str) -> Batch:

@@ -9,9 +9,8 @@ from jax import lax, random
 
 from mlax._jax import at_least_float32, leaves_with_paths, map_chunks, tree_add
 from mlax.core import NoMatch, Tree, signature
-from mlax.place import split_microbatches
-from mlax.train.feeds._batch import MASK
 
+MASK = "mask"  # the entry of a batch that says which of its examples, or of their entries, count in the loss
 Objective = Callable[..., tuple[Any, Tree]]  # (batch, trainables, non_trainables, rng=, inference_mode=), as `fwd`
 Backward = Callable[..., tuple[Tree, Tree, Tree]]  # as `place.one_forward_one_backward`
 
@@ -64,6 +63,24 @@ def gradients(
         (_, (means, new)), grads = jax.value_and_grad(loss, has_aux=True)(live, batch, non_trainables, rng)
         found = Gradients(means, grads, new)
     return found if scale is None else found._replace(grads=_unscale(found.grads, scale))
+
+
+def split_microbatches(batch: Any, number: int, name: str) -> Any:
+    """The batch split into `number` microbatches on a leading axis, each with every number-th example.
+
+    So no example moves between devices if the number of microbatches divides the examples of a device. `name` is what
+    the number is called in the error if it does not divide the batch.
+    """
+
+    def split(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim == 0 or leaf.shape[0] % number:
+            raise ValueError(
+                f"{name} is {number}, which does not divide the batch, {signature(leaf)}; use a batch size that is a "
+                f"multiple of {number}."
+            )
+        return jnp.swapaxes(leaf.reshape(leaf.shape[0] // number, number, *leaf.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
 
 
 def _accumulate(loss: Any, trainables: Tree, microbatches: Any, non_trainables: Tree, rngs: jax.Array) -> Gradients:
