@@ -37,7 +37,7 @@ def plot(runs: Sequence[str], output: str) -> int:
 def _read_run(folder: Path) -> Records:
     from mlax.train import read_records
 
-    records = read_records(folder / "metrics.jsonl", most=MAX_STEPS)
+    records = read_records(folder / "metrics.jsonl", most=MAX_STEPS, report=print)
     if any("evaluation" in record for record in records):
         return records
     return read_records(folder / "metrics.jsonl")  # the training metrics are compared, so that each of them counts

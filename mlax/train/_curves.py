@@ -5,7 +5,7 @@ python _curves.py curves.png runs/digits/metrics.jsonl [runs/other/metrics.jsonl
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,29 @@ def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     temporary.replace(path)
 
 
-def read_records(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
+def read_records(
+    path: Path, *, most: int | None = None, report: Callable[[str], object] | None = None
+) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, without damaged lines and an incomplete last one; none if there is no such file.
 
     With `most`, about `most` of its steps at equal distances and the last one, so that a long log is read fast.
+    `report` is called with a message if lines are damaged.
     """
     stride = 1 if most is None else max(1, _estimate_lines(path) // most)
-    records: list[dict[str, Any]] = []
+    records: list[dict[str, Any] | None] = []
     line, left_out = b"", False
     for at, line in enumerate(read_lines(path)):
         left_out = bool(at % stride) and b'"evaluation"' not in line and b'"event"' not in line
-        if not left_out and (record := parse_record(line)) is not None:
-            records.append(record)
-    if left_out and (record := parse_record(line)) is not None:
-        records.append(record)
-    return records
+        if not left_out:
+            records.append(parse_record(line))
+    if left_out:
+        records.append(parse_record(line))
+    if records and not line.endswith(b"\n") and records[-1] is None:
+        records.pop()  # incomplete, since it is being written or its writer was killed
+    found = [record for record in records if record is not None]
+    if report is not None and len(found) < len(records):
+        report(f"{path}: {len(records) - len(found)} damaged lines are left out")
+    return found
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mlax._supervision import Phase
 from mlax.core import NoMatch, check_not_donated
+from mlax.train._checks import int_at_least
 from mlax.train._divergence import Divergence
 from mlax.train._fingerprint import fingerprint
 from mlax.train._metrics import Record
@@ -83,9 +84,12 @@ def fit(
             own.
     """
     _check_arguments(step, state, feed, evaluate, best, resume, grace)
-    evaluate_every = _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
-    save_every = evaluate_every if save_every is None else save_every
-    _check_steps(step, steps=steps, evaluate_every=evaluate_every, save_every=save_every)
+    steps = _check_steps(step, "steps", steps)
+    evaluate_every = _check_steps(
+        step, "evaluate_every", _steps_per_epoch(step, feed, steps) if evaluate_every is None else evaluate_every
+    )
+    save_every = _check_steps(step, "save_every", evaluate_every if save_every is None else save_every)
+    rollbacks = int_at_least(0, rollbacks, "fit: rollbacks")
     best = best or (Minimize("loss") if evaluate is not None else None)
     with RunFolder(run) as run_folder, Signals(grace) as signals:
         moved = run_folder.move_aside() if resume == "restart" else ""
@@ -370,11 +374,10 @@ def _check_best_metric(best: Maximize | Minimize | None, names: tuple[str, ...])
         raise NoMatch(f"fit: best is {best}, but the objective returns {', '.join(names)}.")
 
 
-def _check_steps(step: Step, **numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"fit: {name} is {value!r}, but must be an int of at least 1.")
-        if value % step.steps_per_call:
-            raise ValueError(
-                f"fit: {name} is {value}, but must be a multiple of the {step.steps_per_call} steps per call."
-            )
+def _check_steps(step: Step, name: str, value: Any) -> int:
+    number = int_at_least(1, value, f"fit: {name}")
+    if number % step.steps_per_call:
+        raise ValueError(
+            f"fit: {name} is {number}, but must be a multiple of the {step.steps_per_call} steps per call."
+        )
+    return number

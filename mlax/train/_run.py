@@ -143,8 +143,8 @@ class RunFolder:
                 ["nice", "-n", "0" if last else "19", sys.executable, "-P", str(script), str(curves), str(metrics)],
                 stderr=subprocess.DEVNULL,
             )
-            if last:
-                self._plotting.wait()
+            if last and self._plotting.wait():
+                print(f"{curves} could not be drawn; `mlax plot {self.root}` shows why", file=sys.stderr)
 
     def _stop_plotting(self) -> None:
         if self._plotting is not None:

@@ -89,6 +89,15 @@ def test_a_run_without_evaluations_is_compared_by_its_training(tmp_path, table):
     assert row["loss (last)"] == "1" and row["loss (best)"] == "0.5"
 
 
+def test_damaged_lines_are_reported_and_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "plot_curves", lambda path, runs: None)
+    folder = run(tmp_path / "one", [2, 1], {"loss": 3})
+    with open(f"{folder}/metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 3, "evaluation": {"loss": \xff}}\n{"step": 4, "lo')  # the last one is only incomplete
+    main(["plot", folder])
+    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out
+
+
 def test_a_folder_without_metrics_is_reported_and_left_out(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     main(["plot", run(tmp_path / "one", [2, 1]), str(tmp_path / "empty"), "-o", str(tmp_path / "one.png")])

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
 
 import jax
 import numpy as np
@@ -224,6 +224,9 @@ def test_metrics_go_to_tensorboard(tmp_path):
         ({"steps": 0}, "steps is 0, but must be an int of at least 1"),
         ({"steps": 10, "save_every": -1}, "save_every is -1"),
         ({"steps": 10, "evaluate_every": 0}, "evaluate_every is 0"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": True}, "steps is True"),
+        ({"steps": 10, "rollbacks": -1}, "rollbacks is -1"),
     ],
 )
 def test_invalid_step_counts_are_rejected(options, words):
@@ -238,21 +241,32 @@ def test_a_run_is_never_overwritten(uninterrupted):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_waiting_for_data_loses_nothing(tmp_path, number):
-    asked = threading.Event()
-
     def stall(batch, generator):
         if int(batch["id"][0]) == first:
             os.kill(os.getpid(), number)
-            asked.wait(30)  # a disk that does not respond
+            time.sleep(1)  # a disk that does not respond
         return batch
 
     first = int(feed().indices(6)[0])
     with contextlib.suppress(SystemExit):
         result = fit(tmp_path / "run", 40, data=feed(map_batch=stall, workers=1, prefetch=1))
         assert result.stopped == "SIGINT"
-    asked.set()
     assert train.Checkpoints(tmp_path / "run" / "checkpoints").latest() == 6
     assert [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == list(range(1, 7))
+
+
+def test_curves_that_cannot_be_drawn_are_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    monkeypatch.setattr(sys, "executable", "false")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with RunFolder(tmp_path) as run:
+        run.update_curves(last=True)
+    assert "curves.png could not be drawn; `mlax plot" in capsys.readouterr().err
+
+
+def test_numbers_of_numpy_are_taken(tmp_path):
+    assert fit(tmp_path / "run", np.int64(10), save_every=np.int32(5)).step == 10
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 10
 
 
 def test_the_last_plot_replaces_one_in_progress(tmp_path, monkeypatch):

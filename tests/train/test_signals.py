@@ -115,7 +115,7 @@ def slow_disk(monkeypatch, number):
         calls.append(1)
         if len(calls) == 3:  # in the first checkpoint
             os.kill(os.getpid(), number)
-        time.sleep(0.15)
+        time.sleep(0.08)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
