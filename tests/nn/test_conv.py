@@ -269,7 +269,6 @@ def test_param_dtype_stores_wide_weights():
         (nn.Conv(8, 3, layout="NHHC"), (4, 8, 8, 3), "layout is 'NHHC', but must be 'channel_last'"),
         (nn.Conv(8, 3, layout="NHWC/HWI"), (4, 8, 8, 3), "layout is 'NHWC/HWI'"),
         (nn.Conv(8, 3, layout="NHWC"), (4, 8, 3), "'NHWC' has 4 axes but the input .* has 3"),
-        (nn.Conv(8, 3, pad_with="mirror"), (4, 8, 3), "pad_with is 'mirror', but must be one of zeros, circular"),
         (nn.Conv(8, 5, pad_with="reflect"), (4, 2, 3), "is reflect but axis 1 of the input .* allows at most 1"),
         (nn.ConvTranspose(8, 3, padding=4), (4, 2, 3), "crops all of axis 1 of the output"),
         (nn.ConvTranspose(8, 3, output_padding=(1, 1)), (4, 2, 3), "output_padding has 2 axes"),
@@ -312,3 +311,10 @@ def test_tensor_parallelism_shards_the_outputs_of_a_kernel_in_every_layout(kind)
         axis = layer.tensor_parallel_axes(2)["kernel"]
         trainables, _ = jax.eval_shape(layer.init, RNG, jnp.zeros((5, 5, 5, 5)))
         assert trainables["kernel"].shape[axis] == 8
+
+
+def test_another_kind_of_padding_is_refused():
+    with pytest.raises(TypeError, match=r"`pad_with` is 'mirror', but must be 'zeros' or 'circular'"):
+        nn.Conv(8, 3, pad_with="mirror")
+    with pytest.raises(ValueError, match=r"pad_with is 'mirror', but must be one of zeros, circular"):
+        ops.check_pad("pad", (2, 8), (1,), ((1, 1),), "mirror")
