@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import inspect, nn, optim, train
+from mlax import inspect, nn, optim, place, train
 from tests.asserts import assert_close, unequal_leaves
 from tests.train.tasks import MODEL, batch, init_state, objective
 
@@ -107,3 +107,16 @@ def test_optimizers_that_evaluate_the_loss_train_the_live_leaves(wrapped):
         state, metrics = step(state, batch(32))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] and not unequal_leaves(state.trainables["up"], before["up"])
+
+
+def test_frozen_leaves_in_host_memory_stay_there_unchanged():
+    block = mlax.Series(up=nn.Linear(8), tanh=mlax.F(jnp.tanh))
+    model = mlax.Series(up=nn.Linear(8), blocks=place.Stream(mlax.Repeat(block, 2)), head=nn.Linear(3))
+    step = train.step(functools.partial(objective, model=model), optim.Freeze(optim.Adam(0.1), "blocks/**"))
+    state = init_state(step, model)
+    before = jax.tree.map(np.asarray, state.trainables)
+    state, _ = step(state, batch())
+    assert not unequal_leaves(state.trainables["blocks"], before["blocks"])
+    assert unequal_leaves(state.trainables["up"], before["up"])
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.trainables["blocks"])}
+    assert kinds == {"pinned_host"}
