@@ -144,7 +144,7 @@ class Signals:
             if not self._killable:
                 self._left.wait(INTERRUPT_TIMEOUT)  # KeyboardInterrupt may get through
             if not self._left.is_set():
-                _say("Ctrl-C: quitting; the last checkpoint is complete")
+                _say("Ctrl-C: quitting; all saved checkpoints are complete")
                 os._exit(128 + signal.SIGINT)
 
     def _watch_end(self, received: signal.Signals) -> None:
@@ -156,7 +156,7 @@ class Signals:
             waited += 0.0 if self._unkillable else 0.05
         if not self._acknowledged.is_set():
             where = "compiling" if self._killable else f"in a call longer than the grace period of {grace:g} s"
-            _say(f"{received.name} while {where}: exiting; the last checkpoint is complete")
+            _say(f"{received.name} while {where}: exiting; all saved checkpoints are complete")
             os._exit(128 + received)
 
 
