@@ -5,8 +5,9 @@ from typing import Any
 from mlax.nn._attention import Attention, MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
+from mlax.nn._embed import Embed, EmbedBag
 from mlax.nn._kv_cache import KeyValueCache
-from mlax.nn._linear import GLU, MLP, Bias, Embed, Linear, Scaler
+from mlax.nn._linear import GLU, MLP, Bias, Linear, PReLU, Scaler
 from mlax.nn._lora import LoRA, merge_lora
 from mlax.nn._mamba import Mamba
 from mlax.nn._moe import MoE
@@ -45,6 +46,7 @@ __all__ = [
     "Dropout",
     "DynamicNTKScaling",
     "Embed",
+    "EmbedBag",
     "Flatten",
     "ForgetBias",
     "GRUCell",
@@ -67,6 +69,7 @@ __all__ = [
     "MoE",
     "MultiHeadAttention",
     "NTKScaling",
+    "PReLU",
     "Patches",
     "PathDropout",
     "PixelShuffle",

@@ -1,4 +1,4 @@
-"""Linear, Bias, Scaler, Embed, MLP and GLU."""
+"""Linear, Bias, Scaler, PReLU, MLP and GLU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
@@ -9,7 +9,7 @@ from jax.lax import PrecisionLike
 
 from mlax import ops
 from mlax._jax import expand_last, named_key
-from mlax.core import Composite, DType, Initializer, Layer, Normal, Ones, Size, Sub, Zeros, frozen, lecun
+from mlax.core import Composite, Constant, DType, Initializer, Layer, Ones, Size, Sub, Zeros, frozen, lecun
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape
 
@@ -90,29 +90,24 @@ class Scaler(Layer):
 
 
 @frozen
-class Embed(Layer):
-    """An embedding table, looked up by integers: (...) integers to (..., width), in the table's dtype.
+class PReLU(Layer):
+    """The parametric ReLU: `x` where it is positive, and a learned slope times `x` elsewhere.
 
-    Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN.
+    Shape and dtype of the input. Trainables: slope, one number (), or an array with the input's sizes along `axes`,
+    such as one for each channel with `axes=(-1,)`. https://arxiv.org/abs/1502.01852, equation 1.
     """
 
-    vocabulary: Size
-    width: Size
     _: KW_ONLY
-    table_init: Initializer = Normal(0.02)
-    param_dtype: DType = "float32"  # the input has no floating dtype to follow
+    axes: tuple[int, ...] = ()
+    slope_init: Initializer = Constant(0.25)
+    param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
-        if x.dtype.kind not in "iu":
-            raise TypeError(f"{self}: the input is {x.dtype}, but must be integers; cast it to int32.")
-        shape = (self.vocabulary, self.width)
-        return {"table": self.table_init(named_key(rng, "table"), shape, self.param_dtype)}, None
-
-    def tensor_parallel_axes(self, number):
-        return {"table": 0}
+        shape = broadcast_shape(self, x, self.axes) if self.axes else ()
+        return {"slope": self.slope_init(named_key(rng, "slope"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return ops.embedding(x, trainables["table"]), non_trainables
+        return ops.prelu(x, cast(trainables["slope"], x.dtype)), non_trainables
 
 
 @frozen

@@ -1,6 +1,6 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
-from mlax.ops._activations import glu, quick_gelu, snake, soft_cap, softmax, squared_relu
+from mlax.ops._activations import glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention, attention_weights
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
 from mlax.ops._attention_checks import check_lengths
@@ -12,7 +12,7 @@ from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
-from mlax.ops._linear import embedding, linear, tied_logits
+from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
 from mlax.ops._norms import (
     batch_norm,
@@ -95,6 +95,7 @@ __all__ = [
     "dropout",
     "dynamic_ntk_frequencies",
     "embedding",
+    "embedding_bag",
     "global_pool",
     "glu",
     "group_norm",
@@ -116,6 +117,7 @@ __all__ = [
     "pixel_shuffle",
     "pixel_unshuffle",
     "pool",
+    "prelu",
     "quick_gelu",
     "relative_bias",
     "relative_buckets",

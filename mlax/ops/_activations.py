@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from mlax._jax import broadcast_like, divide, reduce_sum
+from mlax._jax import broadcast_like, divide, expand_last, reduce_sum
 from mlax.ops._checks import check_same_dtype
 
 
@@ -24,6 +24,15 @@ def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     https://arxiv.org/abs/1606.08415, section 2.
     """
     return x * jax.nn.sigmoid(1.702 * x)
+
+
+def prelu(x: Float[Array, "..."], slope: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` where it is positive and `slope * x` elsewhere, in the dtype of `x`; the slope is over the last axes of `x`.
+
+    https://arxiv.org/abs/1502.01852, equation 1.
+    """
+    check_same_dtype("prelu", x=x, slope=slope)
+    return jnp.where(x > 0, x, expand_last(slope, x) * x)
 
 
 def snake(x: Float[Array, "..."], frequency: float = 1.0) -> Float[Array, "..."]:

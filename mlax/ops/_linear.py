@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import expand_last, explicit_sharding, take_rows
+from mlax._jax import broadcast_like, expand_last, explicit_sharding, reduce_sum, take_rows
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._cpu import flatten_rows
 
@@ -55,14 +55,56 @@ def tied_logits(
     return lax.convert_element_type(_dot(x, table, 1, precision, accum_dtype), x.dtype)
 
 
-def embedding(x: Integer[Array, "..."], table: Float[Array, "v d"]) -> Float[Array, "... d"]:
+def embedding(
+    x: Integer[Array, "..."], table: Float[Array, "v d"], *, padding: int | None = None
+) -> Float[Array, "... d"]:
     """The row of `table` for each index in `x`, in the dtype of the table.
 
-    An index out of bounds gives NaN, and no gradient, so that the mistake shows.
+    An index out of bounds gives NaN, and no gradient, so that the mistake shows; `padding` gives no gradient either.
     """
+    _check_indices("embedding", x)
+    rows = gather_rows(table, x, mode="fill")
+    return rows if padding is None else jnp.where((x == padding)[..., None], lax.stop_gradient(rows), rows)
+
+
+def embedding_bag(
+    x: Integer[Array, "... n"],
+    table: Float[Array, "v d"],
+    weights: Float[Array, "... n"] | Bool[Array, "... n"] | None = None,
+    *,
+    by: Literal["sum", "mean", "max"] = "mean",
+    padding: int | None = None,
+) -> Float[Array, "... d"]:
+    """The sum, mean or maximum of the rows of `table` for the indices along the last axis of `x`.
+
+    `weights` are booleans that say which indices count, or, for the sum, numbers to multiply the rows with. `padding`
+    does not count. Where none counts the result is 0.
+    """
+    _check_indices("embedding_bag", x)
+    rows = gather_rows(table, x, mode="fill")  # (..., n, d)
+    counts = jnp.ones(x.shape, bool) if padding is None else x != padding
+    if weights is not None and jnp.issubdtype(weights.dtype, jnp.bool_):
+        counts = counts & weights
+    elif weights is not None:
+        if by != "sum":
+            raise ValueError(f"embedding_bag: the weights are {weights.dtype}, but a {by} takes booleans only.")
+        check_same_dtype("embedding_bag", table=table, weights=weights)
+        rows = rows * broadcast_like(weights[..., None], rows)
+    counts, axis = counts[..., None], (x.ndim - 1,)
+    if by == "max":
+        lowest = jnp.where(counts, rows, jnp.full_like(rows, -jnp.inf))
+        highest = lowest.max(axis=axis, initial=-jnp.inf)
+        return jnp.where(counts.any(axis=axis), highest, jnp.zeros_like(highest))
+    total = reduce_sum(jnp.where(counts, rows, jnp.zeros_like(rows)), axis)
+    if by == "sum":
+        return total
+    number = jnp.maximum(lax.convert_element_type(counts.sum(axis=axis, dtype=jnp.int32), total.dtype), 1.0)
+    return total / broadcast_like(number, total)
+
+
+def _check_indices(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"embedding: the input is {x.dtype}, but must be integers; cast it to int32.")
-    return gather_rows(table, x, mode="fill")
+        raise TypeError(f"{name}: the input is {x.dtype}, but must be integers; cast it to int32.")
 
 
 @functools.partial(jax.jit, static_argnames="mode")
