@@ -67,7 +67,7 @@ from mlax.core._surgery import (
     replace,
     select,
 )
-from mlax.core._tied import Tie, Tied
+from mlax.core._tied import Tie, Tied, untie
 from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, get_stack, init_stacked, name_stack
 
 __all__ = [

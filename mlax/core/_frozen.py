@@ -140,7 +140,7 @@ def _check_fields_before(post_init: Callable[[Any], None]) -> Callable[[Any], No
         _convert_numpy_scalars(self)
         _comparison_values(self)
         if hasattr(type(self), "fwd"):  # an optimizer says itself what it accepts
-            _check_values(self, (float, int, str))
+            _check_values(self, (float, int))
         post_init(self)
 
     return checked

@@ -7,6 +7,7 @@ from mlax.core._errors import short_repr
 from mlax.core._frozen import call_repr, frozen
 from mlax.core._layer import Layer, Tree, variable_shapes
 from mlax.core._paths import flatten_paths, no_match_message, stacked_axes, unflatten_paths
+from mlax.core._surgery import find_layers, get, replace
 from mlax.core._wrappers import Wrapper
 
 
@@ -95,3 +96,11 @@ def _transpose(path: str, leaf: Any) -> Any:
     """The leaf with its axes reversed, those of a stack excepted."""
     stacked = stacked_axes(path)
     return leaf.transpose(*range(stacked), *reversed(range(stacked, leaf.ndim)))
+
+
+def untie(model: Layer, trainables: Tree) -> Tree:
+    """The trainables of a model with every tied leaf in place, as if nothing were tied."""
+    for path, tied in reversed(find_layers(model, Tied)):  # the outer ones first
+        own = tied.untie(get(trainables, path) if path else trainables)
+        trainables = replace(trainables, path, own) if path else own
+    return trainables

@@ -6,6 +6,7 @@ from mlax.nn._attention import Attention, MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
 from mlax.nn._embed import Embed, EmbedBag
+from mlax.nn._from_torch import from_torch, to_torch
 from mlax.nn._kv_cache import KeyValueCache
 from mlax.nn._linear import GLU, MLP, Bias, Linear, PReLU, Scaler
 from mlax.nn._lora import LoRA, merge_lora
@@ -87,8 +88,10 @@ __all__ = [
     "SumPool",
     "Upsample",
     "WeightNorm",
-    "YaRNScaling",
+from mlax.nn._from_torch import from_torch, to_torch
+from mlax.nn._kv_cache import KeyValueCache
     "merge_lora",
+    "to_torch",
 ]
 
 

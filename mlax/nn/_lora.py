@@ -25,6 +25,7 @@ from mlax.core import (
     replace,
     short_repr,
     unflatten_paths,
+    untie,
 )
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
@@ -112,8 +113,7 @@ def merge_lora(model: Layer, trainables: Tree) -> Tree:
     ties = find_layers(model, Tied)  # the inner ones first
     for path, tied in ties:
         _check_ties(path, tied, loras)
-    for path, tied in reversed(ties):
-        trainables = _replace_tree(trainables, path, tied.untie)
+    trainables = untie(model, trainables)
     for path, lora in loras.items():
         trainables = _replace_tree(trainables, path, functools.partial(_merge, lora))
     leaves = flatten_paths(trainables)
