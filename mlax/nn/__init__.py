@@ -88,8 +88,8 @@ __all__ = [
     "SumPool",
     "Upsample",
     "WeightNorm",
-from mlax.nn._from_torch import from_torch, to_torch
-from mlax.nn._kv_cache import KeyValueCache
+    "YaRNScaling",
+    "from_torch",
     "merge_lora",
     "to_torch",
 ]
