@@ -105,10 +105,9 @@ class Divergence:
         return restored.tree._replace(step=state.step, skipped=state.skipped)
 
     def _example_ids(self, step: int) -> list[int] | None:
-        if not hasattr(self.feed, "indices"):
+        if not hasattr(self.feed, "padded_indices"):
             return None
-        ids = np.asarray(self.feed.indices(step - 1))  # steps count from 1, batches from 0
-        return ids[ids >= 0].tolist()
+        return np.unique(self.feed.padded_indices(step - 1)).tolist()  # steps count from 1, batches from 0
 
     def update_stable(self, step: int) -> StableStep | None:
         """The stable checkpoint, given that `step` is about to be saved: the one before that may be it."""

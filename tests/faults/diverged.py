@@ -4,8 +4,10 @@ After the jump all of the last checkpoints hold spoilt weights; a rollback must 
 the running variance infinite while loss and gradient are finite; its step must be skipped, and its id logged.
 """
 
+import contextlib
 import functools
 import inspect
+import io
 import random
 import sys
 import tempfile
@@ -26,7 +28,8 @@ STEPS = 120
 
 
 def run(trials=8, seed=0):
-    with mock.patch.dict(sys.modules, matplotlib=None):  # as if it were not installed
+    # As if Matplotlib were not installed; and each rollback prints a line.
+    with mock.patch.dict(sys.modules, matplotlib=None), contextlib.redirect_stderr(io.StringIO()):
         return [
             run_trials("a jump of the loss, then NaN", JumpingRun().faults, trials, seed),
             run_trials("an example that spoils the statistics", SpoilingRun().faults, trials, seed),
@@ -97,7 +100,7 @@ class SpoilingRun:
             show=False,
         )
         events = [record for record in read_records(folder / "metrics.jsonl") if "event" in record]
-        hit = [step + 1 for step in range(20) if bad in feeds[0].indices(step)]
+        hit = [step + 1 for step in range(20) if bad in feeds[0].padded_indices(step)]
         faults = [f"steps {[e['step'] for e in events]} were skipped, not {hit}"] * ([e["step"] for e in events] != hit)
         faults += ["its id is not logged"] * (not all(bad in event["ids"] for event in events))
         faults += [f"the scores are {fitted.scores}"] * (not all(map(np.isfinite, fitted.scores.values())))

@@ -51,7 +51,7 @@ def run_phase(fork, phase, count, trials, draws, phases=PHASES):
             if faults:
                 failures.append(f"trial {trial}: {faults}, {child.lines[-6:]}")
     words = "one process" if count == 1 else "two processes"
-    words = "saves beyond the grace" if phases is SLOW_PHASES else words
+    words = "slow saves" if phases is SLOW_PHASES else words
     return Result.of(f"SIGTERM in {phase}, {words} (slowest {slowest:.1f} s)", trials, failures, began)
 
 

@@ -180,3 +180,11 @@ def test_an_epoch_is_the_corresponding_part_of_the_stream(number):
 
 def jittered(batch, generator):
     return {**batch, "image": batch["image"] + generator.random(batch["image"].shape, np.float32)}
+
+
+def test_padded_indices_are_the_ids_of_all_rows():
+    feed = train.Feed({"id": np.arange(75)}, batch=8, seed=0)
+    for step in (0, 9, 19):
+        assert feed.padded_indices(step).tolist() == feed.batch_at(step)["id"].tolist()
+    ids = feed.indices(9)
+    assert (ids < 0).sum() == 5 and np.array_equal(feed.padded_indices(9)[ids >= 0], ids[ids >= 0])

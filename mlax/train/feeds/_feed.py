@@ -95,6 +95,10 @@ class Feed:
         start, stop = step * self.batch, min((step + 1) * self.batch, len(self.source))
         return pad_ids(epoch_ids(len(self.source), self.seed, epoch, start, stop), self.batch)
 
+    def padded_indices(self, step: int) -> np.ndarray:
+        """Like `indices`, with the ids of the examples that fill padding rows, which BatchNorm's statistics include."""
+        return self._fill_padding(step, self._spec_index(step), self.indices(step))
+
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, as NumPy arrays on the host."""
         return self._load(step, slice(None))
@@ -163,6 +167,11 @@ class Feed:
         """The ids of examples to pad a batch with: the first ones of the epoch."""
         return epoch_ids(len(self.source), self.seed, step // self.steps, 0, min(self.batch, len(self.source)))
 
+    def _fill_padding(self, step: int, spec_index: int, ids: np.ndarray) -> np.ndarray:
+        if (padding := ids < 0).any():
+            return np.where(padding, np.resize(self._filler_ids(step, spec_index), len(ids)), ids)
+        return ids
+
     def _load(self, step: int, rows: RowIndex) -> Batch:
         """Some rows of the batch of a step."""
         ids, spec_index = self.indices(step), self._spec_index(step)
@@ -171,8 +180,7 @@ class Feed:
             return check_spec(self._make_batch(step, spec_index, ids, rows), spec, "Feed: the source")
 
     def _make_batch(self, step: int, spec_index: int, ids: np.ndarray, rows: RowIndex) -> Batch:
-        if (padding := ids < 0).any():
-            ids = np.where(padding, np.resize(self._filler_ids(step, spec_index), len(ids)), ids)
+        padding, ids = ids < 0, self._fill_padding(step, spec_index, ids)
         needed = rows if self.map_batch is None else slice(None)
         valid, ids = ~padding[needed], ids[needed]
         batch = _check_rows(len(ids), self._read(spec_index, ids), "Feed: the source")
