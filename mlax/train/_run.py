@@ -186,9 +186,14 @@ def open_checkpoints(run: RunFolder, keep: int, best: Maximize | Minimize | None
     if run.root is None:
         return None
     checkpoints = Checkpoints(run.root / "checkpoints", keep=keep, best=best)
-    if resume is False and checkpoints.latest() is not None:
+    try:
+        latest = checkpoints.latest()
+    except files.InvalidFile as error:
+        error.add_note('fit: resume="restart" moves this run aside and starts over.')
+        raise
+    if resume is False and latest is not None:
         raise FileExistsError(
-            f"fit: {run.root} holds a run at step {checkpoints.latest()}, which resume=False would overwrite; choose "
+            f"fit: {run.root} holds a run at step {latest}, which resume=False would overwrite; choose "
             'another folder, or pass resume="restart" to move this one aside and start over.'
         )
     return checkpoints

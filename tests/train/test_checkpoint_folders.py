@@ -288,8 +288,9 @@ def test_fit_refuses_a_folder_whose_steps_cannot_be_restored(tmp_path):
     step = train.step(objective, OPTIMIZER)
     train.fit(step, init_state(step), feed(), steps=2, run=tmp_path, show=False)
     (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(files.InvalidFile, match="none of its steps can be restored"):
+    with pytest.raises(files.InvalidFile, match="none of its steps can be restored") as error:
         train.fit(step, init_state(step), feed(), steps=4, run=tmp_path, show=False)
+    assert 'resume="restart" moves this run aside' in error.value.__notes__[0]
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
     fitted = train.fit(step, init_state(step), feed(), steps=4, run=tmp_path, show=False, resume="restart")
     assert fitted.step == fitted.saved == 4

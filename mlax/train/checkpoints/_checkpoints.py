@@ -208,7 +208,7 @@ class Checkpoints:
             if all_succeeded(all(os.path.lexists(folder.path) for folder in candidates), group.count):
                 break  # otherwise a writer has deleted some, after saving newer ones
         if skipped:
-            whole = f"{self.folder}: every step is damaged. " if step is None else ""
+            whole = f"{self.folder}: every step is damaged; move them elsewhere to start over. " if step is None else ""
             raise InvalidFile(whole + " ".join(skipped.values()))
         raise FileNotFoundError(f"{self.folder}: there is no step{'' if step is None else f' {step}'} to restore.")
 
