@@ -8,7 +8,10 @@ by more than its dtype allows.
 """
 
 import dataclasses
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax
@@ -196,27 +199,36 @@ def transformed(form: str) -> tuple[str, float, float]:
 FORMS = ("forward mode", "gradient of a gradient", "Hessian", "vmap of the queries, last axis")
 
 
-def main(part: str) -> int:
-    """Run the rows whose name contains `part`; 1 if any fails."""
-    jobs: dict[str, tuple[float, Any]] = {}
+def make_jobs() -> dict[str, tuple[float, Any, tuple[Any, ...]]]:
+    """By name: the largest error allowed, a function and its arguments."""
+    jobs: dict[str, tuple[float, Any, tuple[Any, ...]]] = {}
     for case in CASES:
         s = case.t if case.s is None else case.s
         name = f"{case.name}: {case.mode}, {case.t} x {s}, {case.heads}/{case.kv_heads} heads of {case.width}"
-        jobs[name] = TOLERANCES[case.mode], lambda case=case: run_case(case)
-    jobs["layer of a ViT: mixed bfloat16, 197 tokens"] = 3e-2, vision_transformer
-    jobs |= {f"{form}: mixed bfloat16": (1e-1, lambda form=form: transformed(form)) for form in FORMS}
-    jobs = {name: job for name, job in jobs.items() if part in name}
+        jobs[name] = TOLERANCES[case.mode], run_case, (case,)
+    jobs["layer of a ViT: mixed bfloat16, 197 tokens"] = TOLERANCES["mixed bfloat16"], vision_transformer, ()
+    return jobs | {f"{form}: mixed bfloat16": (1e-1, transformed, (form,)) for form in FORMS}
+
+
+def main(part: str) -> int:
+    """Run the rows whose name contains `part`; 1 if any fails."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the device
+    jobs = {name: job for name, job in make_jobs().items() if part in name}
     failures = 0
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: {len(jobs)} rows", flush=True)
-    for name, (tolerance, run) in jobs.items():
-        try:
-            backend, *errors = run()
-            is_right = all(error <= tolerance for error in errors)
-            words = f"{' '.join(f'{error:.1e}' for error in errors)}  {backend}"
-        except Exception as error:
-            is_right, words = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        failures += not is_right
-        print(f"{'ok  ' if is_right else 'FAIL'} {name:75} {words}", flush=True)
+    print(f"JAX {jax.__version__}: {len(jobs)} rows", flush=True)
+    # most of the time is compilation; processes, since cuDNN captures CUDA graphs, which threads would disturb
+    workers = max(1, min(8, len(jobs), (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        started = {name: (tolerance, pool.submit(run, *of)) for name, (tolerance, run, of) in jobs.items()}
+        for name, (tolerance, job) in started.items():
+            try:
+                backend, *errors = job.result()
+                is_right = all(error <= tolerance for error in errors)
+                words = f"{' '.join(f'{error:.1e}' for error in errors)}  {backend}"
+            except Exception as error:
+                is_right, words = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            failures += not is_right
+            print(f"{'ok  ' if is_right else 'FAIL'} {name:75} {words}", flush=True)
     print(f"{len(jobs) - failures} of {len(jobs)} hold")
     return 1 if failures else 0
 
