@@ -132,7 +132,7 @@ class MultiHeadAttention(Composite):
     - segments (b, t), and source_segments (b, s) if there is a source: ids of packed sequences, which do not attend to
       each other;
     - lengths (b,): how many tokens of each row of the source, or of x, are not padding;
-    - positions (t,) or (b, t): for rotary embeddings, 0, 1, 2, ... unless given; causal and window go by order;
+    - positions (t,) or (b, t): for rotary embeddings alone, 0, 1, 2, ... unless given; causal and window go by order;
     - mask, boolean, and bias (b, h, t, s), each axis of that size or 1.
 
     Each of `heads` query heads is `head_width` wide, d / heads unless given, and each of its values `value_width`,
@@ -314,6 +314,8 @@ class MultiHeadAttention(Composite):
         if ("segments" in inputs) != ("source_segments" in inputs) and inputs.keys() & {"source", "source_segments"}:
             has, lacks = ("segments", "source_segments")[:: 1 if "segments" in inputs else -1]
             raise ValueError(f"{name}: the input has {has} but not {lacks}; with a source pass both.")
+        if "positions" in inputs and self.rotary is None:
+            raise ValueError(f"{name}: positions are for rotary embeddings only; pass rotary=, or leave them out.")
         self._check_cache_inputs(inputs)
         return inputs
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def attention_backend(
     scale: float | None = None,
     dropout: float = 0.0,
     accum_dtype: Any = None,
-    implementation: AttentionBackend | None = None,
+    implementation: Any = None,  # AttentionBackend | None
 ) -> str:
     """The backend that `attention` chooses for these arguments, arrays or shapes, and why: "xla: 840 scores fit ...".
 
@@ -49,6 +49,13 @@ def attention_backend(
     cannot even be traced where cuDNN is not installed. cuDNN is asked by compiling the forward and the backward pass
     once for each shape, and what it refuses another backend computes; `implementation="cudnn"` raises then.
     """
+    names = get_args(AttentionBackend)
+    if implementation not in (None, *names):
+        raise ValueError(f"attention: implementation is {implementation!r}, but must be one of {', '.join(names)}.")
+    if implementation == "chunked" and dropout > 0.0:
+        raise ValueError(
+            "attention: implementation is 'chunked', which has no dropout; leave implementation out, or use 'xla'."
+        )
     spec = ScoreSpec(scale=q.shape[-1] ** -0.5 if scale is None else scale, causal=causal, window=window)
     obstacle = _cudnn_obstacle(
         q,
