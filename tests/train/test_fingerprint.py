@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlax import nn, optim, train
-from mlax.core import Layer, frozen, replace
+from mlax.core import F, Layer, frozen, replace
 from mlax.train import differences, fingerprint
 from tests.train.tasks import MODEL, arrays, feed, init_state, objective
 
@@ -91,7 +91,7 @@ def compiled(source):
         ({1, 2}, {1, 3}),
         (Config(0.1), Config(0.2)),
         (MODEL, replace(MODEL, "drop", nn.Dropout(0.3))),
-        (MODEL, replace(MODEL, "tanh", lambda x: 2 * x)),
+        (MODEL, replace(MODEL, "tanh", F(lambda x: 2 * x))),
         (jnp.tanh, jnp.sin),
         (lambda x: x, lambda x: -x),
         (functools.partial(max, 1), functools.partial(max, 2)),
