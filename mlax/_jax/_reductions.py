@@ -58,6 +58,15 @@ def reduce_mean(x: jax.Array, axes: Axes) -> jax.Array:
     return divide_by_count(lax.squeeze(x, axes), count)
 
 
+def euclidean_norm(x: jax.Array, axes: Axes) -> jax.Array:
+    """The Euclidean norm over `axes`, which remain as axes of size 1; squares neither overflow nor underflow."""
+    axes = tuple(axis % x.ndim for axis in axes)
+    largest = lax.stop_gradient(lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes))
+    largest = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    scaled = x / largest
+    return largest * lax.sqrt(lax.expand_dims(reduce_sum(scaled * scaled, axes), axes))
+
+
 def divide_by_count(total: jax.Array, count: Any) -> jax.Array:
     """`total / count`, where the count may be a symbolic dimension."""
     return total / (count if isinstance(count, int | float) else jnp.asarray(count).astype(total.dtype))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, expand_last, reduce_mean, reduce_sum
+from mlax._jax import broadcast_like, expand_last, reduce_mean
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._windows import axis_window_slices
 
@@ -180,15 +180,6 @@ def mean(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
     """
     axes = tuple(axis % x.ndim for axis in axes)
     return lax.expand_dims(reduce_mean(x, axes), axes)
-
-
-def norm(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """The Euclidean norm over `axes`, which remain as axes of size 1; squares neither overflow nor underflow."""
-    axes = tuple(axis % x.ndim for axis in axes)
-    largest = lax.stop_gradient(lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes))
-    largest = jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    scaled = x / largest
-    return largest * lax.sqrt(lax.expand_dims(reduce_sum(scaled * scaled, axes), axes))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, divide
+from mlax._jax import broadcast_like, divide, euclidean_norm
 from mlax.ops._checks import check_same_dtype
-from mlax.ops._norms import norm
 
 
 def weight_norm(
@@ -25,7 +24,7 @@ def weight_norm(
 def output_norms(kernel: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None) -> Float[Array, "..."]:
     """The Euclidean norm of a kernel over all axes but `axis`, which remain as axes of size 1."""
     wide = lax.convert_element_type(kernel, kernel.dtype if accum_dtype is None else accum_dtype)
-    return norm(wide, tuple(each for each in range(kernel.ndim) if each != axis % kernel.ndim))
+    return euclidean_norm(wide, tuple(each for each in range(kernel.ndim) if each != axis % kernel.ndim))
 
 
 def spectral_norm(
@@ -72,7 +71,7 @@ def power_iteration(
 
 def l2_normalize(x: Float[Array, " n"]) -> Float[Array, " n"]:
     """`x` over its Euclidean norm, and 0 for 0."""
-    return x / jnp.maximum(norm(x, (0,)), jnp.finfo(x.dtype).tiny)
+    return x / jnp.maximum(euclidean_norm(x, (0,)), jnp.finfo(x.dtype).tiny)
 
 
 def _as_matrix(kernel: Any, axis: int) -> Any:

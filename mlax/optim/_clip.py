@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax._jax import cast_scalar, tree_vdot
+from mlax._jax import cast_scalar, euclidean_norm, is_narrow, tree_vdot
 from mlax.core import frozen
 from mlax.optim._hyperparams import NonNegative, Patterns
 from mlax.optim._stacks import count_stacked_axes, map_layers_of
@@ -112,4 +112,4 @@ def _unit_norms(x: jax.Array) -> jax.Array:
     if x.ndim < 2:
         return norm(x)
     axes = (0,) if x.ndim == 2 else tuple(range(1, x.ndim))
-    return jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))
+    return euclidean_norm(x, axes) if is_narrow(x.dtype) else jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, Sharding
 
-from mlax._jax import at_least_float32, leaves_with_paths, with_weak_type
+from mlax._jax import at_least_float32, euclidean_norm, is_narrow, leaves_with_paths, with_weak_type
 from mlax.core import short_repr, signature
 
 
@@ -130,6 +130,8 @@ def moving_average(old: jax.Array, new: jax.Array, beta: Any) -> jax.Array:
 
 def norm(x: jax.Array) -> jax.Array:
     """The Euclidean norm over all axes."""
+    if is_narrow(x.dtype):
+        return lax.squeeze(euclidean_norm(x, tuple(range(x.ndim))), range(x.ndim))
     return lax.sqrt(jnp.sum(x * x, dtype=x.dtype))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn, ops
+from mlax import nn, ops, optim
 from mlax._jax import broadcast_like, global_norm, reduce_mean, reduce_sum, take_rows
 
 RNG = jax.random.key(0)
@@ -139,6 +139,16 @@ def test_norms_of_gradients_over_a_million_elements_agree_with_float64(dtype):
     leaves = {"kernel": jnp.full((1000, 1000), 0.25, dtype), "bias": jnp.full(5000, 200.0, dtype)}
     exact = np.sqrt(1e6 * 0.0625 + 5000 * 200.0**2)
     np.testing.assert_allclose(np.asarray(global_norm(leaves), np.float64), exact, rtol=1e-6)
+
+
+@NARROW
+@pytest.mark.parametrize("wrap", [optim.LARS, optim.LAMB], ids=str)
+def test_trust_ratios_in_a_narrow_dtype_are_those_of_float32(wrap, dtype):
+    w = {"kernel": jnp.asarray(np.random.default_rng(0).uniform(100, 300, (8, 32, 32)), dtype)}
+    g = {"kernel": jnp.asarray(np.random.default_rng(1).uniform(0.5, 1, (8, 32, 32)), dtype)}
+    found, wanted = (wrap(0.1, accum_dtype=accum_dtype) for accum_dtype in (dtype, "float32"))
+    (found, _), (wanted, _) = (each.update(g, each.init(w), w) for each in (found, wanted))
+    assert_within_epsilons(found["kernel"], np.asarray(wanted["kernel"], np.float64), 2)
 
 
 def test_wide_sums_are_those_of_jax():
