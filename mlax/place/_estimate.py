@@ -49,7 +49,8 @@ def describe(
         slots, slot_shardings = jax.eval_shape(optimizer.init, trainables), plan.slot_shardings(optimizer, trainables)
         fields = zip(slots, slot_shardings, strict=True)
         counts["slots"] = _add_counts(*(_bytes_by_layer(slot, sharding) for slot, sharding in fields))
-        counts["gradients"] = _bytes_by_layer(trainables, shardings[0])
+        live = {path for path in flatten_paths(trainables) if not optimizer.is_frozen(path)}
+        counts["gradients"] = _bytes_by_layer(*(_some_leaves(tree, live) for tree in (trainables, shardings[0])))
         if activations_known:
             counts["activations"] = _activations_by_layer(plan, objective, model, variables, batch)
     compiled = None
@@ -88,6 +89,10 @@ def _bytes_by_layer(tree: Any, shardings: Any) -> Counts:
         memory = "host" if sharding.memory_kind == HOST_MEMORY else "device"
         counts[path.rpartition("/")[0], memory] += _shard_bytes(leaf, sharding)
     return counts
+
+
+def _some_leaves(tree: Any, paths: Collection[str]) -> dict[str, Any]:
+    return {path: leaf for path, leaf in flatten_paths(tree).items() if path in paths}
 
 
 def _shard_bytes(leaf: Any, sharding: Sharding) -> int:

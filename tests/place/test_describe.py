@@ -202,3 +202,13 @@ def test_auto_chooses_the_plan_that_fits_and_sends_least_and_says_why():
     assert chosen.name != "data" and chosen.devices == tuple(jax.devices()[:2])
     with pytest.raises(place.NotEnoughMemory, match="no built-in plan fits"):
         place.auto(model, tokens, **small, memory=2**16)
+
+
+def test_frozen_weights_count_neither_gradients_nor_slots():
+    task = cnn()
+    counts = [
+        place.data().describe(task.model, task.x, optimizer, compile=False)
+        for optimizer in (optim.Adam(1e-3), optim.Freeze(optim.Adam(1e-3), "**/kernel"))
+    ]
+    whole, frozen = ([each.bytes_of(kind) for kind in ("gradients", "slots")] for each in counts)
+    assert 0 < frozen[0] < 0.5 * whole[0] and frozen[1] < 0.5 * whole[1]
