@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from mlax._jax import explicit_sharding
 from mlax.core import STACKED, matches, stacked_axes
 from mlax.optim._hyperparams import Patterns
 from mlax.optim._slots import Slot
@@ -44,8 +46,12 @@ def map_layers_of(function: Callable[..., Any], axes: int) -> Callable[..., Any]
     return function
 
 
-def broadcast_over_layers(factor: Any, like: Any, axes: int) -> Any:
-    """A number, or an array that broadcasts against `like`, as an array with all of its leading `axes`."""
+def broadcast_over_layers(factor: Any, like: jax.Array, axes: int) -> Any:
+    """A number, or an array that broadcasts against `like`, as an array with its leading `axes`, sharded like them."""
     factor = jnp.asarray(factor)
     factor = factor.reshape(*[1] * (axes - factor.ndim), *factor.shape)
-    return jnp.broadcast_to(factor, (*like.shape[:axes], *factor.shape[axes:]))
+    factor = jnp.broadcast_to(factor, (*like.shape[:axes], *factor.shape[axes:]))
+    sharding = explicit_sharding(like, range(axes))
+    if sharding is None:
+        return factor
+    return jax.sharding.reshard(factor, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes])))

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import nn, optim
@@ -75,6 +77,20 @@ def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(name):
     for where, compiled in ((trainables, False), (trainables, True), (to_host(trainables), True)):
         new = jax.device_get(take_steps(optimizer, where, gradients, compiled))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), layers_of(new), alone)
+
+
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "Adafactor", "LAMB", "GaLore", "ClipAdaptive", "LayerwiseRates"])
+def test_a_stack_that_is_sharded_over_explicit_axes_is_updated_alike(name):
+    optimizer = WHOLE_LEAF.get(name) or optim.LayerwiseRates(optim.LAMB(1e-2), "**", 0.5)
+    mesh = jax.make_mesh((2, 4), ("layers", "model"), axis_types=(AxisType.Explicit,) * 2)
+    w = {"stacked": {"experts": {"stacked": {"kernel": normal(2, 4, 6, 4)}}}}
+    placed = jax.device_put(w, NamedSharding(mesh, P("layers", "model", None, None)))
+    with jax.set_mesh(mesh):
+        new = take_steps(optimizer, placed, [placed, placed])
+    assert jax.tree.leaves(new)[0].sharding == jax.tree.leaves(placed)[0].sharding
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), new, take_steps(optimizer, w, [w, w])
+    )
 
 
 def test_the_marks_are_the_same_in_every_mode_and_survive_gradients():
