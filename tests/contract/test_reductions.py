@@ -12,8 +12,8 @@ TOLERANCE = 16  # epsilons of the dtype, of the largest value of each array
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_of_a_million_elements_in_a_narrow_dtype_are_those_of_float64(row, dtype):
-    if row.no_sums:
-        pytest.skip(row.no_sums)
+    if row.no_sums or row.variant:
+        pytest.skip(row.no_sums or "a variant of a row that is compared")
     x = row.large_x(dtype)
     trainables, state = dtypes.cast(row.layer("float32").init(jax.random.key(0), dtypes.cast(x, "float32")), dtype)
     with jax.enable_x64(True):

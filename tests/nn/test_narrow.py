@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import nn, ops, optim
 from mlax._jax import broadcast_like, global_norm, reduce_mean, reduce_sum, take_rows
+from tests.arrays import normal
 
 RNG = jax.random.key(0)
 NARROW = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -149,6 +152,28 @@ def test_trust_ratios_in_a_narrow_dtype_are_those_of_float32(wrap, dtype):
     found, wanted = (wrap(0.1, accum_dtype=accum_dtype) for accum_dtype in (dtype, "float32"))
     (found, _), (wanted, _) = (each.update(g, each.init(w), w) for each in (found, wanted))
     assert_within_epsilons(found["kernel"], np.asarray(wanted["kernel"], np.float64), 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_over_a_sharded_batch_are_those_of_one_device(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    layer = mlax.Series(nn.BatchNorm(), nn.Linear(4), jnp.tanh, nn.GlobalPool())
+    x = normal(8, 16, 16, 6, mean=1.0, dtype="bfloat16")
+    variables = layer.init(RNG, x)
+
+    @jax.jit
+    def gradients(x, trainables, state):
+        def total(trainables, x):
+            y, _ = layer.fwd(x, trainables, state)
+            return reduce_sum(y * y, (0, 1))
+
+        return jax.grad(total, (0, 1))(trainables, x)
+
+    wanted = gradients(x, *variables)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+        found = gradients(sharded, *jax.device_put(variables, NamedSharding(mesh, P())))
+    jax.tree.map(lambda one, other: assert_within_epsilons(one, np.asarray(other, np.float64), 16), found, wanted)
 
 
 def test_wide_sums_are_those_of_jax():
