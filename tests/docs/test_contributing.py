@@ -38,11 +38,11 @@ def test_the_optimizer_of_contributing_works(tmp_path, monkeypatch):
 
     from mlax import optim
 
-    (tmp_path / "sign_sgd.py").write_text(blocks("CONTRIBUTING.md")[3].code)
+    (tmp_path / "sign_momentum.py").write_text(blocks("CONTRIBUTING.md")[3].code)
     monkeypatch.syspath_prepend(tmp_path)
-    from sign_sgd import SignSGD  # pyright: ignore[reportMissingImports]
+    from sign_momentum import SignMomentum  # pyright: ignore[reportMissingImports]
 
-    optimizer = optim.ClipGlobalNorm(SignSGD(optim.Cosine(0.1, 100), rounding=optim.MasterWeights()), 1.0)
+    optimizer = optim.ClipGlobalNorm(SignMomentum(optim.Cosine(0.1, 100), rounding=optim.MasterWeights()), 1.0)
     trainables = {"kernel": jnp.full((4, 4), 3.0, jnp.bfloat16)}
     state = optimizer.init(trainables)
     for _ in range(100):
