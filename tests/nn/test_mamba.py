@@ -84,7 +84,7 @@ def test_decoding_token_by_token_after_a_prompt_equals_one_pass_and_compiles_onc
     assert traces == [(2, 5, 6), (2, 1, 6)]
 
 
-@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_time_may_be_symbolic_in_an_export(decode):
     layer = nn.Mamba(4, states=3, chunk=4, decode=decode)
     b, t = export.symbolic_shape("b, t")

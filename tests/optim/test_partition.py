@@ -25,6 +25,8 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 BOTH = ("Adam", "AdamW kahan", "Adafactor", "Muon", "SOAP", "LBFGS", "FromOptax", "Everything")
 PLAIN = [name for name, row in ROWS.items() if not row.optimizer.inner_optimizers()]
 PLAIN += ["Accumulate", "Groups", "Everything"]
+# of elementwise optimizers, whose slots all have the axes of their parameters, `make test` runs these
+ELEMENTWISE = ("SGD momentum", "Adam", "AdamW master", "AdamW kahan", "NAdam", "ScheduleFree", "Accumulate", "Groups")
 CASES = [(name, AxisType.Auto) for name in PLAIN] + [(name, AxisType.Explicit) for name in BOTH]
 BY_PATH = {
     **{
@@ -82,7 +84,16 @@ class Run:
     dtype: str
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].name}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=pytest.mark.thorough)
+        if ROWS[case[0]].optimizer.elementwise and case[0] not in ELEMENTWISE
+        else case
+        for case in CASES
+    ],
+    ids=lambda case: f"{case[0]}-{case[1].name}",
+)
 def run(request):
     name, kind = request.param
     row, devices, traces = ROWS[name], mesh(kind), 0

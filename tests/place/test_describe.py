@@ -30,7 +30,9 @@ def held(tree, device):
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.thorough), "fsdp", "tensor", "zero", "1f1b"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("data", "tensor", "zero")), "fsdp", "1f1b"]
+)
 def test_the_bytes_are_those_that_jax_reports(name):
     task = gpt()
     plan = PLANS[name](task)
@@ -91,7 +93,9 @@ def test_without_compiling_the_need_of_a_plan_that_shards_examples_is_within_a_f
     plan = make_plan(task)
     estimated = plan.describe(task.model, task.x, OPTIMIZER, compile=False)
     assert not estimated.is_lower_bound and "unknown" not in str(estimated).partition("needed")[0]
-    assert estimated.needed == pytest.approx(plan.describe(task.model, task.x, OPTIMIZER).needed, rel=0.2)
+    # from JAX 0.11 on, convolutions under fsdp compile to a quarter more than their operations add up to
+    tolerance = 0.3 if name == "fsdp" and jax.__version_info__ >= (0, 11) else 0.2
+    assert estimated.needed == pytest.approx(plan.describe(task.model, task.x, OPTIMIZER).needed, rel=tolerance)
 
 
 UNKNOWN = {

@@ -30,15 +30,17 @@ CASES = {
     "single": Case(lambda task: place.single(jax.devices()[3]), models=("gpt",)),
     "data": Case(lambda task: place.data(), models=("cnn",)),
     "zero": Case(lambda task: place.zero(min_size=1), models=("gpt",)),
-    "fsdp": Case(lambda task: place.fsdp(min_size=1)),
-    "tensor": Case(lambda task: place.tensor(task.model, task.x, 4) * place.data(2)),
-    "sequence": Case(lambda task: place.sequence(4) * place.data(2)),
+    "fsdp": Case(lambda task: place.fsdp(min_size=1), models=("gpt",)),
+    "tensor": Case(lambda task: place.tensor(task.model, task.x, 4) * place.data(2), models=("cnn",)),
+    "sequence": Case(lambda task: place.sequence(4) * place.data(2), models=("gpt",)),
     "expert": Case(lambda task: place.expert(task.model, task.x, 4) * place.data(2), models=("gpt",), experts=4),
     "gpipe": Case(
         lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2), models=("gpt",)
     ),
     "1f1b": Case(
-        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2), batch_norm=False
+        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2),
+        models=("gpt",),
+        batch_norm=False,
     ),
     "pipeline x fsdp": Case(
         lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, min_size=1),
@@ -54,7 +56,8 @@ CASES = {
         models=("cnn",),
     ),
     "fsdp x tensor x sequence": Case(
-        lambda task: place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2)
+        lambda task: place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2),
+        models=("gpt",),
     ),
 }
 

@@ -145,8 +145,8 @@ ADAM = optim.AdamW(1e-2)
         (ADAM, {}),
         (optim.ClipGlobalNorm(ADAM, 0.1), {}),
         (ADAM, {"spoilt": (3,)}),
-        (ADAM, {"accumulate": 2}),
-        (ADAM, {"scaling": train.StaticLossScale()}),
+        pytest.param(ADAM, {"accumulate": 2}, marks=pytest.mark.thorough),
+        pytest.param(ADAM, {"scaling": train.StaticLossScale()}, marks=pytest.mark.thorough),
     ],
     ids=["plain", "clipped", "guarded", "in parts", "scaled"],
 )
