@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import nn, optim, place, train
 from mlax.core import Series
+from tests.catalogue import optimizers
 from tests.place.models import OPTIMIZER, cnn, gpt, objective_of
 
 PLANS = {
@@ -132,6 +133,28 @@ EVALUATING = (optim.SAM(optim.SGD(0.1)), optim.LBFGS(history=2), optim.Plateau(o
 def test_optimizers_that_evaluate_the_loss_or_freeze_weights_are_described(optimizer):
     described = place.data().describe(*SMALL, optimizer)
     assert described.working is not None and described.fits
+
+
+@mlax.frozen
+class Variables(mlax.Layer):
+    """A layer with the trainables of the catalogue of optimizers."""
+
+    def init(self, rng, x):
+        return optimizers.tree("float32"), None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return x * optimizers.loss(trainables), non_trainables
+
+
+def test_every_optimizer_is_described_with_the_bytes_of_its_slots():
+    trainables = optimizers.tree("float32")
+    for name, row in optimizers.ROWS.items():
+        described = place.data().describe(
+            Variables(), jax.ShapeDtypeStruct((8, 4), "float32"), row.optimizer, compile=False
+        )
+        slots = jax.tree.leaves(row.optimizer.init(trainables))
+        assert described.bytes_of("slots") == sum(leaf.nbytes for leaf in slots), name
+        assert described.needed > described.bytes_of("slots"), name
 
 
 def test_auto_chooses_for_an_optimizer_that_evaluates_the_loss():
