@@ -25,7 +25,8 @@ class Row:
 
     def is_left_to_thorough(self, marks: set[str], dtype: str | None) -> bool:
         """Whether `make test` leaves out a test with these marks, in this dtype, if it has one."""
-        if self.thorough or (self.variant and ("every_row" not in marks or dtype not in (None, "bfloat16"))):
+        is_plain_only = "every_row" not in marks or "plain_rows" in marks
+        if self.thorough or (self.variant and (is_plain_only or dtype not in (None, "bfloat16"))):
             return True
         return dtype in ("float16", "float64") and "every_dtype" not in marks
 

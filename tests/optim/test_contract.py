@@ -153,6 +153,7 @@ def test_zero_tiny_and_first_gradients_give_finite_values(row, dtype, first):
         assert jnp.isfinite(leaf).all()
 
 
+@pytest.mark.plain_rows
 def test_a_hundred_steps_at_changing_rates_are_one_compilation(row):
     if not has_rate(row):
         pytest.skip("has no rate")
@@ -181,6 +182,7 @@ def test_the_state_can_be_restored_from_numpy_arrays(row):
     jax.tree.map(np.testing.assert_array_equal, ahead, again)
 
 
+@pytest.mark.plain_rows
 def test_vmap_over_an_ensemble_equals_separate_updates(row):
     members = [steps(row, "float32", 1, seed) for seed in (0, 10)]
     grads = [tree("float32", seed) for seed in (3, 4)]

@@ -28,8 +28,11 @@ from mlax.optim.schedules import (
 from tests.optim.schedule_cases import CASES
 
 LAST = 2**31 - 1
+REPEATED = ("polynomial by a fraction", "cosine to", "no warmup cosine", "stable cosine", "cyclic of one height")
 RARELY = functools.partial(pytest.param, marks=pytest.mark.thorough)
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_case = pytest.mark.parametrize(
+    "case", [RARELY(case, id=name) if name in REPEATED else pytest.param(case, id=name) for name, case in CASES.items()]
+)
 
 
 def test_every_public_schedule_has_a_case():

@@ -95,14 +95,14 @@ BY_OPTAX = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", BY_TORCH)
 def test_trajectories_agree_with_pytorch(case, dtype):
     path = {name: leaf[TORCH_STEPS] for name, leaf in trajectory(BY_TORCH[case], dtype).items()}
     assert_follows(path, torch_trajectory(case), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", BY_DEFINITION)
 def test_trajectories_agree_with_the_papers(case, dtype):
     optimizer, settings = BY_DEFINITION[case]

@@ -32,7 +32,7 @@ def held(tree, device):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("data", "tensor", "zero")), "fsdp", "1f1b"]
+    "name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("data", "tensor", "zero", "1f1b")), "fsdp"]
 )
 def test_the_bytes_are_those_that_jax_reports(name):
     task = gpt()

@@ -187,6 +187,7 @@ def test_gpipe_in_bfloat16_equals_the_repeat_in_bfloat16():
     assert {leaf.dtype for leaf in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.thorough
 def test_one_forward_one_backward_works_under_mixed_precision():
     model = dtypes.Mixed(transformer(4), compute="bfloat16")
     x = batch(transformer())

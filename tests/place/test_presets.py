@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "single": Case(lambda task: place.single(jax.devices()[3]), models=("gpt",)),
+    "single": Case(lambda task: place.single(jax.devices()[3]), models=()),
     "data": Case(lambda task: place.data(), models=("cnn",)),
     "zero": Case(lambda task: place.zero(min_size=1), models=("gpt",)),
     "fsdp": Case(lambda task: place.fsdp(min_size=1), models=("gpt",)),
@@ -53,7 +53,7 @@ CASES = {
             * place.data(2)
             * place.tensor(task.model, task.x, 2)
         ),
-        models=("cnn",),
+        models=(),
     ),
     "fsdp x tensor x sequence": Case(
         lambda task: place.fsdp(2, min_size=1) * place.tensor(task.model, task.x, 2) * place.sequence(2),
