@@ -40,7 +40,7 @@ def unflatten_paths(leaves: Iterable[tuple[str, Any]]) -> Any:
 def stacked_axes(path: str) -> int:
     """The number of leading axes of a leaf that count layers: one for each name "stacked" in its path.
 
-    `Repeat`, and `Map` with variables of its own for each slice, put their variables under that name.
+    `Repeat`, and `Map` with separate variables for each slice, put their variables under that name.
     """
     return path.split("/").count(STACKED)
 
@@ -106,7 +106,7 @@ def _stack_hint(path: str, paths: list[str]) -> str | None:
     for place, name in enumerate(names):
         stacked = "/".join((*names[:place], STACKED, *names[place + 1 :]))
         if name.isdigit() and any(matches(stacked, each) for each in paths):
-            return f"the layers of a Repeat or Map lie in one array: index {name} of the first axis of {stacked!r}."
+            return f"the layers of a Repeat or Map are stacked: index {name} of the first axis of {stacked!r}."
     return None
 
 

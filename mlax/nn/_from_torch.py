@@ -106,7 +106,7 @@ class _Rule(NamedTuple):
     names: tuple[str, ...]
     to_mlax: Callable[[Arrays], Arrays]
     to_torch: Callable[[Arrays], Arrays]
-    index: tuple[int, ...] = ()  # in the stacks that the leaves lie in
+    index: tuple[int, ...] = ()  # into the stacks that the leaves are in
 
 
 class _Place(NamedTuple):

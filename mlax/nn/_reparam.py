@@ -33,7 +33,7 @@ class WeightNorm(Wrapper):
     """Weight normalization: each kernel of `layer` is `magnitude * direction / norm(direction)`.
 
     The norm is over all axes but `axis`, by default that of the outputs of each kernel, as its layer and layout have
-    it; the layers of a `Repeat` have norms of their own. Trainables: those of `layer`, with `kernel/direction`, of the
+    it; each layer of a `Repeat` has separate norms. Trainables: those of `layer`, with `kernel/direction`, of the
     kernel's shape, and `kernel/magnitude`, of its size along `axis` and 1 elsewhere, in place of every leaf named
     `kernel` (or `leaf`). Both are initialized so that the kernel is that of `layer`.
     https://arxiv.org/abs/1602.07868, equation 2.
@@ -77,7 +77,7 @@ class SpectralNorm(Wrapper):
     """Spectral normalization: each kernel of `layer` is divided by its largest singular value, by power iteration.
 
     The matrix has `axis`, by default that of the outputs of each kernel, as its layer and layout have it, as its rows,
-    and all others flattened; the layers of a `Repeat` have matrices of their own. Each training step first runs
+    and all others flattened; each layer of a `Repeat` has separate matrices. Each training step first runs
     `iterations`, and `init` runs `first_iterations`; gradients treat the singular vectors as constants.
     https://arxiv.org/abs/1802.05957, equation 8 and algorithm 1.
 

@@ -87,16 +87,7 @@ def attention(
         accum_dtype=accum_dtype,
         implementation=implementation,
     ).partition(":")[0]
-    spec = ScoreSpec(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi=alibi,
-        ordered=positions is None,
-        precision=precision,
-        accum_dtype=None if accum_dtype is None else jnp.dtype(accum_dtype).name,
-    )
+    spec = _score_spec(q, scale, causal, window, softcap, alibi, positions is None, precision, accum_dtype)
     consts = _score_inputs(q, k, segments=segments, lengths=lengths, positions=positions, mask=mask)
     primals = (q, k, v, bias, sinks)
     if dropout > 0.0:
@@ -147,16 +138,7 @@ def attention_weights(
         dropout=0.0,
         rng=None,
     )
-    spec = ScoreSpec(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi=alibi,
-        ordered=positions is None,
-        precision=precision,
-        accum_dtype=None if accum_dtype is None else jnp.dtype(accum_dtype).name,
-    )
+    spec = _score_spec(q, scale, causal, window, softcap, alibi, positions is None, precision, accum_dtype)
     consts = _score_inputs(q, k, segments=segments, lengths=lengths, positions=positions, mask=mask)
     grouped_q, grouped_k, _, inputs, grouped_sinks = _group_heads((q, k, None, bias, sinks), consts)
     weights = dense_weights(grouped_q, grouped_k, inputs, grouped_sinks, spec)
@@ -203,6 +185,32 @@ def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
         return None
     b, h, t, s = x.shape
     return x.reshape((b, 1, 1, t, s) if h == 1 else (b, groups, h // groups, t, s))
+
+
+def _score_spec(
+    q: jax.Array,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    alibi: bool,
+    ordered: bool,
+    precision: lax.PrecisionLike,
+    accum_dtype: Any,
+) -> ScoreSpec:
+    """What is static of the scores, with its defaults filled in."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = None if accum_dtype is None else jnp.dtype(accum_dtype).name
+    return ScoreSpec(
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        ordered=ordered,
+        precision=precision,
+        accum_dtype=dtype,
+    )
 
 
 def _score_inputs(q: jax.Array, k: jax.Array, *, segments: Any, lengths: Any, positions: Any, mask: Any) -> ScoreInputs:

@@ -155,11 +155,7 @@ def _backward(
                 _slice_block(array, 3, i, tiles.queries) for array in (q, grad, top, total, y_dot)
             )
             local = _slice_inputs(inputs, tiles, i, j)
-            raw = dot_scores(queries, keys, spec)
-            scores, mask = add_biases(raw, local, spec), visibility_mask(local, spec)
-            if mask is not None:
-                scores = jnp.where(mask, scores, min_value(wide))
-            weights = lax.exp(scores - row_top) / row_total
+            raw, weights = _tile_weights(spec, queries, keys, local, row_top, row_total)
             v_grad = v_grad + accum_einsum("bgrts,bgrtk->bgsk", weights.astype(v.dtype), y_grad, spec)
             weight_grad = accum_einsum("bgrtk,bgsk->bgrts", y_grad, values, spec)
             score_grad = weights * (weight_grad - row_dot)
@@ -212,11 +208,7 @@ def _tangent(
             sums, mean = carry
             keys, keys_dot, values, values_dot = (_slice_block(x, 2, j, tiles.keys) for x in (k, k_dot, v, v_dot))
             local = _slice_inputs(inputs, tiles, i, j)
-            raw = dot_scores(queries, keys, spec)
-            scores, mask = add_biases(raw, local, spec), visibility_mask(local, spec)
-            if mask is not None:
-                scores = jnp.where(mask, scores, min_value(wide))
-            weights = lax.exp(scores - row_top) / row_total
+            raw, weights = _tile_weights(spec, queries, keys, local, row_top, row_total)
             change = accum_einsum("bgrtk,bgsk->bgrts", queries_dot, keys, spec)
             change = change + accum_einsum("bgrtk,bgsk->bgrts", queries, keys_dot, spec)
             if spec.softcap is not None:
@@ -238,6 +230,17 @@ def _tangent(
         return sums - _slice_block(y, 3, i, tiles.queries).astype(wide) * mean
 
     return _merge_blocks(lax.map(row, jnp.arange(tiles.rows, dtype=np.int32))).astype(q.dtype)
+
+
+def _tile_weights(
+    spec: ScoreSpec, queries: jax.Array, keys: jax.Array, local: ScoreInputs, top: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The scores of a tile before biases and masks, and its attention weights, from the residuals of the softmax."""
+    raw = dot_scores(queries, keys, spec)
+    scores, mask = add_biases(raw, local, spec), visibility_mask(local, spec)
+    if mask is not None:
+        scores = jnp.where(mask, scores, min_value(total.dtype))
+    return raw, lax.exp(scores - top) / total
 
 
 def _visible_key_blocks(spec: ScoreSpec, tiles: Tiles, i: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype, with_auto_axes
+from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
 from mlax.core import DType, Tree, check_not_donated, frozen, short_repr
 from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
@@ -21,6 +21,7 @@ from mlax.optim._hyperparams import (
     check_override,
     hyperparam_ranges,
     matches_any,
+    with_auto_axes_at,
 )
 from mlax.optim._offload import apply_offloaded
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
@@ -138,7 +139,7 @@ class Optimizer(abc.ABC):
         """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""
         check_not_donated(short_repr(self), trainables=trainables)
         tree = flatten_trainables(self, trainables)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values()):
+        if tree.is_abstract:
             return jax.eval_shape(self.init, trainables)
         layout = slot_layout(self, tree)
         _check_devices(tree)
@@ -340,19 +341,16 @@ class Leafwise(Optimizer):
         axes = self._layer_axes(now.path)
         if not axes:
             return self.leaf_update(now, g, w, slots)
-        arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
         factor = None if now.rate_factor is None else broadcast_over_layers(now.rate_factor, g, axes)
 
-        def update_stack(step: jax.Array, arrays: dict[str, jax.Array], *leaves: Any) -> Any:
-            here = dataclasses.replace(now, step=step, values={**now.values, **arrays})
-
+        def update_stack(now: Hyperparams, *leaves: Any) -> Any:
             def one(rate_factor: Any, g: Any, w: Any, slots: Any) -> Any:
-                return self.leaf_update(dataclasses.replace(here, rate_factor=rate_factor), g, w, slots)
+                return self.leaf_update(dataclasses.replace(now, rate_factor=rate_factor), g, w, slots)
 
             return map_layers_of(one, axes)(*leaves)
 
         # on explicit mesh axes, JAX would need the sharding of the layers in every operation
-        return with_auto_axes(update_stack, now.step, arrays, factor, g, w, slots, like=(w, slots))
+        return with_auto_axes_at(now, update_stack, factor, g, w, slots, like=(w, slots))
 
     def _layer_axes(self, path: str) -> int:
         """The leading axes of a leaf over which updates are mapped: none if they are elementwise."""

@@ -91,7 +91,7 @@ class ClipAdaptive(LeafClip):
     """Scale the gradient of each output unit down to `limit` times the norm of its weights, which is at least `eps`.
 
     Units are on the last axis of a leaf of two axes, and on the first axis of one of more; a vector is one unit. The
-    layers of a stack are leaves of their own. Equation 3 of https://arxiv.org/abs/2102.06171
+    layers of a stack are separate leaves. Equation 3 of https://arxiv.org/abs/2102.06171
     """
 
     limit: NonNegative = 0.01

@@ -1,13 +1,9 @@
 """GaLore: AdamW whose moments are stored in a low-rank subspace of the gradient."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import AdamW, adam_direction, adam_moments
 from mlax.optim._hyperparams import (
@@ -18,6 +14,7 @@ from mlax.optim._hyperparams import (
     check_names,
     check_wide,
     matches_any,
+    with_auto_axes_at,
 )
 from mlax.optim._slots import Slot
 
@@ -63,12 +60,7 @@ class GaLore(AdamW):
     def leaf_update(self, now, g, w, slots):
         if "projection" not in slots:
             return super().leaf_update(now, g, w, slots)
-        arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
-
-        def low_rank_step(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
-            return self._low_rank_step(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
-
-        step, new = with_auto_axes(low_rank_step, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
+        step, new = with_auto_axes_at(now, self._low_rank_step, g, dict(slots), like=(g, dict(slots)))
         return w - now.rate * now.add_decay(now.scale * step, w), new
 
     def _low_rank_step(

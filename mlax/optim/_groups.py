@@ -1,7 +1,7 @@
 """Groups, Freeze, Rates and LayerwiseRates: different updates for different leaves."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from mlax.core import NoMatch, frozen, matches, short_repr, stacked_axes
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Patterns, Range, matches_any
+from mlax.optim._slots import unused_name
 from mlax.optim._wrappers import OptimizerWrapper
 
 
@@ -111,19 +112,13 @@ class Groups(Optimizer):
         used: set[str] = set()
         groups = []
         for index, optimizer in enumerate(self.inner_optimizers()):
-            names = {name: (_unused_name(name, index, used), start) for name, start in optimizer.scalars().items()}
+            names = {name: (unused_name(name, used, index), start) for name, start in optimizer.scalars().items()}
             used |= {stored for stored, _ in names.values()}
             groups.append(names)
         return groups
 
     def __repr__(self) -> str:
         return f"Groups({', '.join(map(repr, self.groups))})"
-
-
-def _unused_name(name: str, index: int, used: Collection[str]) -> str:
-    """The name, or else the first of `name_<index>`, `name_<index + 1>`, ... that is unused."""
-    candidates = (name, *(f"{name}_{number}" for number in range(index, index + len(used) + 1)))
-    return next(candidate for candidate in candidates if candidate not in used)
 
 
 @frozen
@@ -232,6 +227,6 @@ class LayerwiseRates(OptimizerWrapper):
         if len(depths) > 1:
             raise ValueError(
                 f"LayerwiseRates: the leaves of {pattern!r} have first axes of {sorted(depths)}, so they are not one "
-                "stack of layers; give each stack a pattern of its own."
+                "stack of layers; give each stack a separate pattern."
             )
         return depths.pop() if depths else None

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax._jax import at_least_float32, with_weak_type
+from mlax._jax import at_least_float32, with_auto_axes, with_weak_type
 from mlax.core import DType, NoMatch, matches
 from mlax.optim.schedules._base import Schedule
 from mlax.optim.schedules._curves import FunctionSchedule
@@ -101,6 +101,16 @@ class Hyperparams:
     def add_decay(self, step: jax.Array, w: jax.Array) -> jax.Array:
         """`step + decay * w`, or `step` for a leaf without weight decay."""
         return step if isinstance(self.decay, float) and self.decay == 0 else step + self.decay * w
+
+
+def with_auto_axes_at(now: Hyperparams, function: Callable[..., Any], *leaves: Any, like: Any) -> Any:
+    """`function(now, *leaves)` by `with_auto_axes`, which needs the arrays in `now` as arguments."""
+    arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
+
+    def run(step: jax.Array, arrays: dict[str, jax.Array], *leaves: Any) -> Any:
+        return function(dataclasses.replace(now, step=step, values={**now.values, **arrays}), *leaves)
+
+    return with_auto_axes(run, now.step, arrays, *leaves, like=like)
 
 
 def log_beta(beta: Any, dtype: Any) -> Any:

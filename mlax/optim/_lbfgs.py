@@ -55,7 +55,7 @@ class LBFGS(Optimizer):
         steps, changes = self._extend_history(context, grads, slots)
         direction = _direction(grads, steps, changes)
         slope = tree_vdot(direction, grads)
-        descends = slope < 0  # rounding, or a loss that changes, can spoil the history
+        descends = slope < 0  # rounding, or a loss that changes, can corrupt the history
         direction = {path: jnp.where(descends, leaf, -grads[path]) for path, leaf in direction.items()}
         slope = jnp.where(descends, slope, -tree_vdot(grads, grads))
         length = self._step_length(context, weights, direction, slope)

@@ -22,7 +22,7 @@ class Muon(Leafwise):
     """`w - rate * (sqrt(max(1, outputs / inputs)) * orthogonalise(mean) + decay * w)` for matrices; `rest` for others.
 
     Matrices are the leaves that match `matrices`; without patterns, those named kernel. Each layer of a stack, of
-    `Repeat` or of experts say, is a matrix of its own. A leaf of more axes that `matrices` names, a convolution's say,
+    `Repeat` or of experts say, is a separate matrix. A leaf of more axes that `matrices` names, a convolution's say,
     is a matrix of its first axis against the others; one that it does not name is an error. An override of a name that
     `rest` has too is Muon's. `newton_dtype` is the dtype of the matrix products.
     https://kellerjordan.github.io/posts/muon, with the weight decay of https://arxiv.org/abs/2502.16982. Slots: mean,
@@ -115,7 +115,7 @@ class Muon(Leafwise):
         """About `u v` where `x = u s v`: Newton-Schulz iterations bring every singular value near 1."""
         a, b, c = COEFFICIENTS
         matrix = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-        # a constant added to the norm, as in the authors' code, would bend the step of small gradients
+        # a constant added to the norm, as in the authors' code, would distort the step for small gradients
         size = jnp.maximum(norm(matrix), float(jnp.finfo(x.dtype).tiny))
         matrix = (matrix / size).astype(self.newton_dtype or x.dtype)
         tall = matrix.shape[0] > matrix.shape[1]

@@ -13,7 +13,7 @@ from mlax._jax import at_least_float32, count_non_finite, is_on_host, leaves_wit
 from mlax.core import Tree, check_not_donated, frozen, short_repr
 from mlax.optim._base import Optimizer
 from mlax.optim._hyperparams import hyperparam_ranges
-from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
+from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state, unused_name
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FromOptax(Optimizer):
         check_not_donated(short_repr(self), trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
-        if _is_abstract(tree):
+        if tree.is_abstract:
             return jax.eval_shape(self.init, trainables)
         with jax.numpy_dtype_promotion("standard"):
             inner = self._transformation.init(_upcast(trainables))
@@ -192,7 +192,7 @@ class FromOptax(Optimizer):
         for (keys, shapes), field in zip(parts, structure.flatten_up_to(inner), strict=True):
             name = jax.tree_util.keystr(keys[-1:], simple=True) if keys else "state"
             name = name if name.isidentifier() else f"part_{name}"
-            fields[_unused_name(name, fields)] = _fill_masked(tree, field) if _is_slot(tree, shapes) else field
+            fields[unused_name(name, fields)] = _fill_masked(tree, field) if _is_slot(tree, shapes) else field
         return make_state(fields)
 
     def _from_named(self, tree: FlatTree, template: Any, state: OptimizerState) -> Any:
@@ -293,10 +293,6 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _is_abstract(tree: FlatTree) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in tree.by_path.values())
-
-
 def _nodes(tree: Any, kind: type) -> Iterator[Any]:
     """The nodes of a type in a tree, outermost only."""
     return (
@@ -378,9 +374,3 @@ def _rename_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Optax's extra arguments under our names."""
     others = {name: value for name, value in extra.items() if name not in ("grad", "value_fn")}
     return {**others, **({"loss": extra["value_fn"]} if "value_fn" in extra else {})}
-
-
-def _unused_name(name: str, used: Mapping[str, Any]) -> str:
-    """The name, or the first of name_1, name_2, ... that is unused."""
-    candidates = (name, *(f"{name}_{index}" for index in range(1, len(used) + 1)))
-    return next(each for each in candidates if each not in used)

@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,3 +100,9 @@ def _state_type(names: tuple[str, ...]) -> type:
     kind = collections.namedtuple("OptimizerState", names)  # noqa: PYI024  # the names are known at run time only
     kind.__reduce__ = lambda self: (make_state, (self._asdict(),))  # pickle cannot import a type created at run time
     return kind
+
+
+def unused_name(name: str, used: Collection[str], start: int = 1) -> str:
+    """The name, or else the first of `name_<start>`, `name_<start + 1>`, ... that is unused."""
+    candidates = (name, *(f"{name}_{number}" for number in range(start, start + len(used) + 1)))
+    return next(candidate for candidate in candidates if candidate not in used)

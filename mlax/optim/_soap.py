@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import with_auto_axes
 from mlax.core import frozen
 from mlax.optim._adam import adam_direction, adam_moments
 from mlax.optim._base import Leafwise
-from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, PositiveCount, Rate, check_wide
+from mlax.optim._hyperparams import (
+    Beta,
+    Count,
+    Hyperparams,
+    NonNegative,
+    Patterns,
+    PositiveCount,
+    Rate,
+    check_wide,
+    with_auto_axes_at,
+)
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 
@@ -61,12 +70,7 @@ class SOAP(Leafwise):
         if not {"left", "right"} & slots.keys():
             moments = adam_moments(now, g, slots)
             return w - now.rate * now.add_decay(adam_direction(now, **moments), w), moments
-        arrays = {name: value for name, value in now.values.items() if isinstance(value, jax.Array)}
-
-        def rotated_step(step: jax.Array, arrays: dict[str, jax.Array], g: jax.Array, slots: Any) -> Any:
-            return self._rotated_step(dataclasses.replace(now, step=step, values={**now.values, **arrays}), g, slots)
-
-        step, new = with_auto_axes(rotated_step, now.step, arrays, g, dict(slots), like=(g, dict(slots)))
+        step, new = with_auto_axes_at(now, self._rotated_step, g, dict(slots), like=(g, dict(slots)))
         return jnp.where(now.step == 0, w, w - now.rate * now.add_decay(step, w)), new
 
     def _rotated_step(

@@ -1,4 +1,4 @@
-"""Stacks: leaves whose leading axes count layers, each of which is updated like a leaf of its own."""
+"""Stacks: leaves whose leading axes count layers, each of which is updated like a separate leaf."""
 
 from collections.abc import Callable
 from typing import Any

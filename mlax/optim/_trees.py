@@ -27,6 +27,11 @@ class FlatTree:
         """The optimizer, for error messages."""
         return short_repr(self.optimizer)
 
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the trainables are shapes, not arrays."""
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self.by_path.values())
+
     def unflatten(self, by_path: dict[str, Any]) -> Any:
         """The tree with these leaves."""
         return self.structure.unflatten([by_path[path] for path in self.by_path])

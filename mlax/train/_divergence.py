@@ -31,7 +31,7 @@ class Diverged(FloatingPointError):
 class StableStep(NamedTuple):
     """The checkpoint whose weights did best in training: the steps after it had the lowest mean loss.
 
-    Weights can be spoilt long before a step is not finite, and then all of the last checkpoints hold them. This one
+    Weights can diverge long before a step is not finite, and then all of the last checkpoints hold them. This one
     does not, and it is kept.
     """
 

@@ -1,7 +1,7 @@
 """Fingerprints: what a run is about, as short texts that differ if another experiment is continued in its folder.
 
 A fingerprint maps names to texts: of the objective, its constants and the model, of the key, the first weights and the
-data. What cannot be told is left out, and compares equal to anything.
+data. What cannot be determined is left out, and compares equal to anything.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def _python() -> str:
 
 
 def _describe_value(value: Any, seen: _Seen) -> str | None:
-    """A value in words, followed by a hash of what the words leave out; None if it cannot be told."""
+    """A value in words, followed by a hash of what the words leave out; None if it cannot be hashed."""
     if isinstance(value, bool | int | float | complex | str | None):
         return repr(value)
     try:

@@ -76,7 +76,7 @@ def fit(
             a function of the number of steps so far, called before each call of the step, which returns those to
             override, `{"rate": 3e-4}` say, always of the same names. It may read a file that you edit.
     resume  A run is resumed only by the same experiment. Other data, another objective, model or key are refused with
-            a list of the differences; another optimizer or batch size is reported. "anyway" resumes nevertheless,
+            a list of the differences; another optimizer or batch size is reported. "anyway" resumes all the same,
             "restart" moves the run in the folder aside and starts over, each time that the program runs; False
             refuses to resume.
     grace   seconds after SIGTERM within which the process exits if it is busy with anything but a save. None: 8, or
@@ -105,7 +105,7 @@ def fit(
         )
         changes = compare_config(run_folder, run_config)
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:
-            check_config(run_folder, changes, latest, steps, resume)  # before the state is given up
+            check_config(run_folder, changes, latest, steps, resume)  # before the state is deleted
         current_step, state, notes = restore_latest(run_folder, checkpoints, state)
         monitor = Monitor(run_folder, step, feed, current_step, steps, tensorboard=tensorboard, show=show)
         monitor.print(describe_run(run_folder, run_config, state.trainables, current_step))
@@ -139,7 +139,7 @@ def fit(
         run_folder.write_config(run_config)
         with monitor:
             if notes and loop.lacks_scores():
-                loop.make_up_evaluation()
+                loop.repeat_evaluation()
             if current_step < steps:
                 stream = feed.stream(
                     current_step,
@@ -229,7 +229,7 @@ class Loop:
         """Whether the present step is to be evaluated, and was not: a signal may have ended the evaluation."""
         return self._evaluation_is_due() and self.scored_step != self.current_step
 
-    def make_up_evaluation(self) -> None:
+    def repeat_evaluation(self) -> None:
         """Evaluate the checkpoint that training resumes from, and save it again with its scores."""
         with self.signals.killable():
             heartbeat(self.current_step, Phase.COMPILING)

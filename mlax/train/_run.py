@@ -272,13 +272,13 @@ def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
 
 
 def check_config(run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume) -> None:
-    """Refuse to continue another experiment, or to return the result of one that has finished, unless told to."""
+    """Refuse to continue another experiment, or to return the result of a finished one, unless `resume` allows it."""
     changed = changes.refused + (changes.announced if at >= steps else [])
     if changed and resume != "anyway":
         state = f"a finished run, {at} of {steps} steps," if at >= steps else f"a run at step {at} of {steps}"
         raise ValueError(
             f"fit: {run.root} holds {state} of another configuration ({'; '.join(changed)}); choose another folder for "
-            'this one, or pass resume="anyway" to continue nevertheless, or resume="restart" to move the old run aside '
+            'this one, or pass resume="anyway" to continue all the same, or resume="restart" to move the old run aside '
             "and start over."
         )
 

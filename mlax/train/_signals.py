@@ -28,8 +28,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)  # the process exits after them; after
 class Signals:
     """A context in which `pending()` names the signal that arrived, if any: SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
-    The first Ctrl-C sets the flag only; the second raises KeyboardInterrupt. A loop that has learnt of SIGTERM or
-    SIGHUP from `pending` or `poll_all` ends by itself, however long its last save takes. If it does not learn of it
+    The first Ctrl-C sets the flag only; the second raises KeyboardInterrupt. A loop that has seen SIGTERM or
+    SIGHUP by `pending` or `poll_all` ends by itself, however long its last save takes. If it does not poll it
     within `grace` seconds, the process exits, as Python cannot interrupt a long call into compiled code: at once during
     a `killable()` call, such as a compilation, and not during an `unkillable()` one, such as a save.
 
@@ -140,7 +140,7 @@ class Signals:
         if count == 1:
             if self._killable:
                 _say("\ncompiling: stops once that is done; press Ctrl-C again to quit at once")
-        elif not hasattr(sys, "ps1"):  # the state of an interactive session is never given up
+        elif not hasattr(sys, "ps1"):  # the state of an interactive session is never discarded
             if not self._killable:
                 self._left.wait(INTERRUPT_TIMEOUT)  # KeyboardInterrupt may get through
             if not self._left.is_set():
@@ -148,7 +148,7 @@ class Signals:
                 os._exit(128 + signal.SIGINT)
 
     def _watch_end(self, received: signal.Signals) -> None:
-        """Exit if the loop does not learn of the signal in time."""
+        """Exit if the loop does not poll the signal in time."""
         self._pending = received.name
         grace = self.grace if self.grace is not None else default_grace(os.environ, time.time())
         waited = 0.0

@@ -57,7 +57,7 @@ def faults_of_a_save(folder, draws, seed):
             failure = caught
     what = f"os.{name} fails with {errno.errorcode[error]}: {failure!r}"
     is_saved = failure is None or "step 3 is saved" in str(failure)
-    faults = [f"{what}, without a word"] * (failure is None and bool(happened) and name != "open")
+    faults = [f"{what}, silently"] * (failure is None and bool(happened) and name != "open")
     if failure is not None and (failure.errno != error or folder not in str(failure)):
         faults.append(f"{what}, without a path")
     left = set(os.listdir(folder)) - {".lock", "step-00000001", "step-00000002"}

@@ -69,7 +69,7 @@ class Checkpoints:
     `restore` returns the newest step whose hashes match. Several processes save into one shared folder.
 
     Reading changes nothing, so any process may read while another saves. Saves lock the folder: they take turns, and
-    the first of them deletes what a save that was cut off has left behind.
+    the first of them deletes what an interrupted save has left behind.
 
     report   callback for warnings: an earlier save failed and neither `failure` nor `wait` returned its error, or
              `restore` skipped a damaged step. None prints to stderr.
@@ -228,7 +228,7 @@ class Checkpoints:
         """On the background thread: write the step, and delete those that retention does not keep."""
         try:
             if (path := write_checkpoint(job)) is not None:
-                self._damaged.discard(path)  # if it was deleted and saved anew
+                self._damaged.discard(path)  # if it was deleted and saved again
                 self._apply_retention(job, also_keep)
         except BaseException as failure:  # raised later, in the thread that called `save`
             failure.add_note("In the background thread:\n" + "".join(traceback.format_tb(failure.__traceback__)))
@@ -257,7 +257,7 @@ class Checkpoints:
 
 
 def _try_restore(folder: StepFolder, *arguments: Any) -> RestoredCheckpoint | Exception:
-    """Restore a step, or return the error: all processes must learn of it before one raises it."""
+    """Restore a step, or return the error: all processes must know of it before one raises it."""
     try:
         return restore_step(folder, *arguments)
     except Exception as error:

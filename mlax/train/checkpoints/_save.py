@@ -188,7 +188,7 @@ def write_checkpoint(job: SaveJob) -> str | None:
 
 @contextlib.contextmanager
 def _own_folder(job: SaveJob) -> Iterator[None]:
-    """In the first process: create the folder, lock it, and free the space of saves that were cut off before."""
+    """In the first process: create the folder, lock it, and free the space of earlier interrupted saves."""
     if job.group.index > 0:
         yield
         return

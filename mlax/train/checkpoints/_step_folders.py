@@ -111,7 +111,7 @@ def apply_retention(
 
 
 def remove_leftovers(folder: str) -> None:
-    """Delete the temporary files and folders of saves that were cut off. The caller holds the lock."""
+    """Delete the temporary files and folders of interrupted saves. The caller holds the lock."""
     for name in os.listdir(folder):
         if _TEMPORARY.fullmatch(name):
             remove_path(os.path.join(folder, name))
