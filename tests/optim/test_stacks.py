@@ -53,7 +53,7 @@ def draw(tree, seed):
 
 
 def layers_of(tree):
-    """The leaves with every layer of a stack as a leaf of its own."""
+    """The leaves with every layer of a stack as a separate leaf."""
     layers = {}
     for path, leaf in flatten_paths(tree).items():
         for index in np.ndindex(leaf.shape[: stacked_axes(path)]):
@@ -140,7 +140,7 @@ def test_layerwise_rates_count_the_layers_of_a_repeat_but_not_experts_beside_oth
     ratio = jax.tree.leaves(moved)[0] / jax.tree.leaves(plain)[0]
     np.testing.assert_allclose(ratio, np.broadcast_to(np.array([0.25, 0.5, 1.0])[:, None, None], (3, 2, 4)), rtol=1e-5)
     two = optim.LayerwiseRates(SGD, ("**",))
-    with pytest.raises(ValueError, match=r"first axes of \[2, 3\].*a pattern of its own"):
+    with pytest.raises(ValueError, match=r"first axes of \[2, 3\].*a separate pattern"):
         two.factors({"a/stacked/w": (2, 1), "b/stacked/w": (3, 1)})
 
 
