@@ -541,8 +541,8 @@ STACK = {"up": {"kernel": X, "bias": X}, "norm": {"scale": X}, "blocks": {"stack
         ("**/weight", "did you mean '**/kernel'?"),
         ("norm/weight", "did you mean 'norm/scale'?"),
         ("norm/gamma", "did you mean 'norm/scale'?"),
-        ("blocks/1/a/kernel", "lie in one array: index 1 of the first axis of 'blocks/stacked/a/kernel'."),
-        ("blocks/0/**", "lie in one array: index 0 of the first axis of 'blocks/stacked/**'."),
+        ("blocks/1/a/kernel", "are stacked: index 1 of the first axis of 'blocks/stacked/a/kernel'."),
+        ("blocks/0/**", "are stacked: index 0 of the first axis of 'blocks/stacked/**'."),
     ],
 )
 def test_the_error_of_a_path_of_another_library_says_what_it_is_here(path, text):
@@ -553,7 +553,7 @@ def test_the_error_of_a_path_of_another_library_says_what_it_is_here(path, text)
 def test_the_error_of_an_index_into_the_layers_of_a_repeat_names_the_stack():
     repeated = mlax.Series(blocks=mlax.Repeat(mlax.Series(a=nn.Linear(6)), 3))
     for call in (lambda: mlax.get(repeated, "blocks/0/a"), lambda: mlax.replace(repeated, "blocks/0/a", nn.Linear(6))):
-        assert "lie in one array: index 0 of the first axis of 'blocks/stacked/a'" in raised(KeyError, call)[0]
+        assert "are stacked: index 0 of the first axis of 'blocks/stacked/a'" in raised(KeyError, call)[0]
 
 
 @pytest.mark.parametrize("function", [mlax.paths, mlax.count, lambda tree: mlax.select(tree, "**")])
