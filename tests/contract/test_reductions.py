@@ -10,7 +10,8 @@ from mlax import dtypes
 TOLERANCE = 16  # epsilons of the dtype, of the largest value of each array
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+# in float16 `make test` runs those of tests/nn/test_narrow.py
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_sums_of_a_million_elements_in_a_narrow_dtype_are_those_of_float64(row, dtype):
     if row.no_sums or row.variant:
         pytest.skip(row.no_sums or "a variant of a row that is compared")

@@ -21,7 +21,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (1 << 14,), (130, 129), (601, 700)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1 << 14,), (601, 700)])
 def test_samples_are_those_of_jax_random(draw, dtype, shape):
     initializer, expected = DRAWS[draw]
     with jax.enable_x64(dtype == "float64"):

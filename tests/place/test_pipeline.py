@@ -251,9 +251,9 @@ def temporary(schedule, microbatches):
 
 
 def test_memory_of_one_forward_one_backward_does_not_grow_with_microbatches_as_gpipes_does():
-    grown = {schedule: temporary(schedule, 32) - temporary(schedule, 8) for schedule in ("gpipe", "1f1b")}
+    grown = {schedule: temporary(schedule, 20) - temporary(schedule, 8) for schedule in ("gpipe", "1f1b")}
     activation = 4 * 6 * 32 * 4  # bytes that one stage sends to the next
-    assert grown["gpipe"] > 24 * activation
+    assert grown["gpipe"] > 12 * activation
     assert grown["1f1b"] < 4 * activation
 
 

@@ -35,7 +35,7 @@ CASES = {
     "sequence": Case(lambda task: place.sequence(4) * place.data(2), models=("gpt",)),
     "expert": Case(lambda task: place.expert(task.model, task.x, 4) * place.data(2), models=("gpt",), experts=4),
     "gpipe": Case(
-        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2), models=("gpt",)
+        lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="gpipe") * place.data(2), models=()
     ),
     "1f1b": Case(
         lambda task: place.pipeline(task.model, 4, microbatches=4, schedule="1f1b") * place.data(2),
@@ -44,7 +44,7 @@ CASES = {
     ),
     "pipeline x fsdp": Case(
         lambda task: place.pipeline(task.model, 2, microbatches=4) * place.fsdp(4, min_size=1),
-        models=("gpt",),
+        models=(),
         batch_norm=False,
     ),
     "gpipe x data x tensor": Case(
