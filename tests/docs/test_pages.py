@@ -37,6 +37,12 @@ def test_a_page_that_shows_another_output_fails(tmp_path, monkeypatch):
         run_page("page.md")
 
 
+def test_a_measured_output_is_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text('```python\nprint(1)\n```\n\n```text title="measured"\n2\n```\n')
+    run_page("page.md")
+
+
 def test_blocks_for_other_libraries_do_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
     (tmp_path / "page.md").write_text('```python title="PyTorch"\nimport nowhere\n```\n\n```python\na = 1\n```\n')
