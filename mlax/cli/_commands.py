@@ -19,8 +19,7 @@ def demo(name: str, list: bool, args: Sequence[str]) -> int:
     """Run an example in a folder where it overwrites nothing, or list all examples."""
     found = examples()
     if list:
-        width = max(map(len, found), default=0) + 2
-        print("\n".join(f"{each:{width}}{_first_sentence(path)}" for each, path in found.items()))
+        print("\n".join(example_lines()))
         return 0
     if name not in found:
         raise SystemExit(f"mlax demo: there is no example {name!r}; there are {', '.join(found) or 'none'}.")
@@ -35,11 +34,21 @@ def demo(name: str, list: bool, args: Sequence[str]) -> int:
 
 
 def examples() -> dict[str, Path]:
-    """The examples by name: inside the package in a wheel, beside it in the repository."""
+    """The examples by name."""
+    return {file.stem: file for file in sorted(examples_folder().glob("*.py")) if not file.stem.startswith("_")}
+
+
+def examples_folder() -> Path:
+    """Where the examples are: inside the package in a wheel, beside it in the repository."""
     package = Path(mlax.__file__).parent
-    folder = next((each for each in (package / "examples", package.parent / "examples") if each.is_dir()), None)
-    files = sorted(folder.glob("*.py")) if folder else []
-    return {file.stem: file for file in files if not file.stem.startswith("_")}
+    return package / "examples" if (package / "examples").is_dir() else package.parent / "examples"
+
+
+def example_lines() -> list[str]:
+    """A line for each example: its name and what it does."""
+    found = examples()
+    width = max(map(len, found), default=0) + 2
+    return [f"{name:{width}}{_first_sentence(path)}" for name, path in found.items()]
 
 
 def _default_folder(kind: Any, args: Sequence[str]) -> dict[str, Any]:

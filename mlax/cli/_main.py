@@ -2,7 +2,11 @@
 
 import argparse
 import math
+import re
+import sys
+import textwrap
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import mlax
 from mlax.cli import _commands
@@ -11,74 +15,152 @@ from mlax.cli._plot import plot
 from mlax.cli._supervisor import launch
 
 REST = argparse.REMAINDER
+DEFAULT_EXAMPLE = "digits"
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; returns the exit status."""
-    options = vars(_parser().parse_args(argv))
+    options = vars(_parser().parse_args(_insert_default_example(sys.argv[1:] if argv is None else argv)))
     return options.pop("run")(**options)
 
 
+def _insert_default_example(argv: Sequence[str]) -> list[str]:
+    """`mlax demo --steps 120` is `mlax demo digits --steps 120`: argparse would take 120 for the name."""
+    match list(argv):
+        case ["demo", option, *rest] if option.startswith("-") and option not in ("-h", "--help", "--list"):
+            return ["demo", DEFAULT_EXAMPLE, option, *rest]
+        case unchanged:
+            return unchanged
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps each paragraph separately; of an indented one, each line, aligned with its second column."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(self._fill_paragraph(paragraph, width) for paragraph in text.split("\n\n"))
+
+    def _fill_paragraph(self, paragraph: str, width: int) -> str:
+        if not paragraph.startswith(" "):
+            return textwrap.fill(" ".join(paragraph.split()), width)
+        return "\n".join(_hang(line, width) for line in paragraph.splitlines())
+
+
+def _hang(line: str, width: int) -> str:
+    column = re.match(r"  .*?\S {2,}(?=\S)", line)
+    margin = len(column[0]) if column else 4
+    return textwrap.fill(line, width, subsequent_indent=" " * margin)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mlax", description="A purely functional neural-network library on JAX.")
+    parser = argparse.ArgumentParser(
+        "mlax",
+        formatter_class=_Formatter,
+        description="A purely functional neural-network library on JAX. Start with `mlax demo`: it trains a small "
+        "network on handwritten digits, in about 15 seconds on two CPU cores, and writes its curves, its predictions "
+        "and its weights to runs/digits.",
+        epilog=f"The examples of `mlax demo`:\n\n{_list_examples()}\n\n"
+        "`mlax COMMAND --help` explains each command, and `mlax demo NAME --help` each example.",
+    )
     parser.add_argument("--version", action="version", version=f"mlax {mlax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    demo = commands.add_parser(
-        "demo",
-        help="run an example",
-        description="Run an example that comes with mlax. A finished run is kept, and the next one is saved in a new "
-        "folder beside it; an unfinished one is resumed.",
-    )
-    names = ", ".join(_commands.examples())
-    demo.add_argument("name", nargs="?", default="digits", help=f"the example: {names} (default: digits)")
-    demo.add_argument("--list", action="store_true", help="describe each example in a line and exit")
-    demo.add_argument("args", nargs=REST, help="options of the example; `mlax demo NAME --help` lists them")
-    demo.set_defaults(run=_commands.demo)
-
-    train = commands.add_parser(
-        "train",
-        help="run a training script",
-        description="Run a training script. If it defines main(config: SomeDataclass), the fields of the dataclass "
-        "become command-line options; otherwise the script runs as it would under python. Compiled programs are cached "
-        "on disk, so the next run starts faster.",
-    )
-    train.add_argument("script", help="path of a Python file")
-    train.add_argument("args", nargs=REST, help="options of the script; `mlax train SCRIPT --help` lists them")
-    train.set_defaults(run=_commands.train)
-
+    _add_demo(commands)
+    _add_train(commands)
     _add_launch(commands)
-
-    check = commands.add_parser(
-        "doctor",
-        help="check what works on this machine",
-        description="Check versions, devices, dtypes, host memory, attention kernels, the compilation cache and "
-        "multi-process training, and say what to do about what does not work. The exit status is 1 if something that "
-        "mlax needs does not.",
-    )
-    check.set_defaults(run=doctor)
-
-    compare = commands.add_parser(
-        "plot",
-        help="compare runs",
-        description="Print a table of the last and best scores of several runs, and plot their curves. The best is the "
-        "lowest or the highest value as fit's `best` says, else the lowest of what is called a loss, an error, a "
-        "perplexity or bits, and the highest of an accuracy, precision, recall or the like; of any other metric the "
-        "smallest and the largest value are shown.",
-    )
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folders, such as runs/*")
-    compare.add_argument("-o", "--output", default="curves.png", help="the image to write (default: curves.png)")
-    compare.set_defaults(run=plot)
+    _add_doctor(commands)
+    _add_plot(commands)
     return parser
 
 
-def _add_launch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _list_examples() -> str:
+    return "\n".join(f"  {line}" for line in _commands.example_lines())
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        formatter_class=_Formatter,
+        help="run an example that comes with mlax",
+        usage="mlax demo [-h] [--list] [NAME] [OPTIONS OF THE EXAMPLE]",
+        description=f"Run an example that comes with mlax, by default {DEFAULT_EXAMPLE}:\n\n"
+        "  mlax demo                              train on handwritten digits\n"
+        "  mlax demo --steps 120                  the same, but only 120 steps\n"
+        "  mlax demo characters --run runs/small  another example, and where it writes\n"
+        "  mlax demo characters --help            its options and what it should reach\n\n"
+        "It prints its progress and writes metrics, checkpoints and pictures to runs/NAME, in the current folder. A "
+        "finished run is kept, and the next one is saved in a new folder beside it; an unfinished one is resumed.",
+        epilog=f"The examples:\n\n{_list_examples()}\n\n"
+        f"Each is a single file to read and to copy, in {_commands.examples_folder()}.",
+    )
+    parser.add_argument("name", nargs="?", default=DEFAULT_EXAMPLE, metavar="NAME", help="the example")
+    parser.add_argument("--list", action="store_true", help="describe each example in a line and exit")
+    parser.add_argument("args", nargs=REST, metavar="OPTIONS", help="options of the example")
+    parser.set_defaults(run=_commands.demo)
+
+
+def _add_train(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        formatter_class=_Formatter,
+        help="run a training script, with options from its configuration",
+        usage="mlax train [-h] SCRIPT [OPTIONS OF THE SCRIPT]",
+        description="Run a training script. If it defines `main(config: Config)` and Config is a dataclass, the fields "
+        "of Config are command-line options, with its defaults and its comments as help:\n\n"
+        "  mlax train train.py                the defaults\n"
+        "  mlax train train.py --steps 1000   another value for the field `steps`\n"
+        "  mlax train train.py --help         all fields\n\n"
+        "Otherwise the script runs as it would under python. It writes where it says so, usually to the `run` folder "
+        "of train.fit; running the same command again resumes an interrupted run. Compiled programs are cached on "
+        "disk, so the next run starts faster.",
+        epilog=f"Scripts to start from:\n\n{_list_examples()}\n\nThey are in {_commands.examples_folder()}.",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="path of a Python file")
+    parser.add_argument("args", nargs=REST, metavar="OPTIONS", help="options of the script")
+    parser.set_defaults(run=_commands.train)
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        formatter_class=_Formatter,
+        help="check what works on this machine",
+        description="Check versions, devices, dtypes, host memory, attention kernels, the compilation cache and "
+        "multi-process training, and print a line for each, with what to do about what does not work:\n\n"
+        "  mlax doctor\n\n"
+        "The exit status is 1 if something that mlax needs does not work. Paste the output into a bug report.",
+    )
+    parser.set_defaults(run=doctor)
+
+
+def _add_plot(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plot",
+        formatter_class=_Formatter,
+        help="compare runs: a table of their scores, and their curves",
+        description="Print a table of the last and best scores of several runs, and plot their curves into one "
+        "picture:\n\n"
+        "  mlax plot runs/digits runs/digits-2   two runs, in curves.png\n"
+        "  mlax plot runs/* -o all.png           all runs, in all.png\n\n"
+        "The best is the lowest or the highest value as fit's `best` says, else the lowest of what is called a loss, "
+        "an error, a perplexity or bits, and the highest of an accuracy, precision, recall or the like; of any other "
+        "metric the smallest and the largest value are shown.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as written by train.fit or mlax demo")
+    parser.add_argument("-o", "--output", default="curves.png", help="the image to write (default: curves.png)")
+    parser.set_defaults(run=plot)
+
+
+def _add_launch(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
+        formatter_class=_Formatter,
         help="run a training script in several processes on this machine",
-        description="Run a script in several processes that train together, and supervise them: if one dies or hangs, "
-        "report which, terminate all and restart them from the last checkpoint. SIGTERM, SIGHUP and Ctrl-C make them "
-        "save and exit. On a cluster, Slurm or Kubernetes starts the processes instead: see the guide to clusters.",
+        description="Run a script in several processes that train together, and supervise them:\n\n"
+        "  mlax launch -n 2 --devices 4 train.py --steps 1000\n\n"
+        "starts two processes with four devices each: GPUs of this machine or, on a CPU, simulated devices. "
+        "If one dies or hangs, report which, terminate all and restart them from the last checkpoint. SIGTERM, SIGHUP "
+        "and Ctrl-C make them save and exit. The script is one that also works under `mlax train`, and writes where it "
+        "does there. On a cluster, Slurm or Kubernetes starts the processes instead: see the guide to clusters.",
     )
     parser.add_argument("-n", "--processes", type=_positive_int, required=True, help="number of processes to start")
     parser.add_argument(

@@ -64,7 +64,7 @@ def parse_config(module: ModuleType, command: str, args: Sequence[str], defaults
     except ImportError:
         raise SystemExit("mlax: options from a dataclass need tyro: pip install 'mlax[train]'.") from None
     kind = config_type(module)
-    description = (module.__doc__ or "").strip()
+    description = (module.__doc__ or "").strip().replace(f"python examples/{Path(module.__file__ or '').name}", command)
     options = {"default": kind(**defaults)} if defaults else {}
     return tyro.cli(kind, args=list(args), prog=command, description=description, **options)
 

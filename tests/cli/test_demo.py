@@ -65,6 +65,7 @@ def demo(tmp_path, monkeypatch, capsys):
     """Run an example whose default folder is `tmp_path / "digits"`; returns the lines that it printed."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it was")
     (tmp_path / "digits.py").write_text(
+        "'Train.\\n\\n    python examples/digits.py [--steps 20]'\n"
         "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    steps: int = 20\n"
         f"    run: str = {str(tmp_path / 'digits')!r}\n"
         "def main(config: Config):\n    print(config.steps, config.run)\n"
@@ -85,6 +86,11 @@ def test_a_demo_after_a_finished_one_prints_its_new_folder(demo, tmp_path):
     assert demo("digits", "--steps", "30") == printed
 
 
+def test_options_without_a_name_are_those_of_the_default_example(demo):
+    assert demo("--steps", "30") == demo("digits", "--steps", "30") == ["30 /digits"]
+    assert demo("--steps=30", "--run", "here") == ["30 here"]
+
+
 def test_a_folder_that_the_user_chooses_is_used(demo, tmp_path):
     run(tmp_path / "digits", 20, 20)
     assert demo("digits", "--run", "here") == ["20 here"]
@@ -93,7 +99,9 @@ def test_a_folder_that_the_user_chooses_is_used(demo, tmp_path):
 def test_help_for_an_example_shows_the_command_that_was_typed(demo, capsys):
     with pytest.raises(SystemExit, match="0"):
         demo("digits", "--help")
-    assert "usage: mlax demo digits [" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "usage: mlax demo digits [" in printed
+    assert "    mlax demo digits [--steps 20]" in printed
 
 
 def test_every_option_of_an_example_is_explained():

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import time
@@ -48,12 +49,36 @@ def test_submodules_and_names_of_core_are_imported_on_first_use():
         mlax.Serie  # noqa: B018
 
 
-def test_help_lists_the_examples_and_explains_each_option_of_launch(capsys):
-    for argv in (["demo", "--help"], ["launch", "--help"], ["plot", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            main(argv)
-    words = " ".join(capsys.readouterr().out.split())
-    assert all(name in words.replace("- ", "-") for name in examples())
+def help_of(capsys, *argv):
+    with pytest.raises(SystemExit, match="0"):
+        main([*argv, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [(), ("demo",), ("train",)])
+def test_help_lists_every_example_with_what_it_does(argv, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = help_of(capsys, *argv)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert re.findall(r"^  (\w+) +Train ", printed, re.M) == list(examples())
+    assert "digits           Train a convolutional network on scikit-learn's 1,797\n" in printed
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "launch", "doctor", "plot"])
+def test_help_of_every_command_shows_a_call(command, capsys):
+    assert re.search(rf"^  mlax {command}\b", help_of(capsys, command), re.M)
+
+
+def test_help_says_where_results_are_written(capsys):
+    assert "weights to runs/digits" in help_of(capsys)
+    assert "pictures to\nruns/NAME" in help_of(capsys, "demo")
+    assert str(next(iter(examples().values())).parent) in help_of(capsys, "demo")
+    assert "`run` folder of train.fit" in " ".join(help_of(capsys, "train").split())
+    assert "curves.png" in help_of(capsys, "plot")
+
+
+def test_help_explains_each_option_of_launch_and_what_plot_calls_the_best(capsys):
+    words = " ".join((help_of(capsys, "launch") + help_of(capsys, "plot")).split())
     assert "Raise it if a single step, or loading a batch, may take longer" in words
     assert "Raise it if a checkpoint takes longer to write" in words
     assert "of any other metric the smallest and the largest value are shown" in words
