@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's mlax, even if another one is installed
 
-from scripts.pages import DOCS, group_names, rooms, summary
+from scripts.pages import DOCS, group_names, room_title, rooms, summary
 
 PAGE = DOCS / "api.md"
 INTRODUCTION = """\
@@ -36,10 +36,9 @@ def page() -> str:
     """The page as it should be."""
     text = INTRODUCTION
     for prefix, room in rooms().items():
-        text += f"\n## {prefix if prefix == 'mlax' else f'mlax.{prefix}'}\n\n{room.__doc__.strip()}\n"
-        groups = group_names(room)
-        for title, names in groups.items():
-            heading = ["", f"### {title}"] if len(groups) > 1 else []
+        text += f"\n## {room_title(prefix)}\n\n{room.__doc__.strip()}\n"
+        for title, names in group_names(prefix, room).items():
+            heading = ["", f"### {title}"]
             rows = [f"| `{prefix}.{name}` | {summary(room, name)} |" for name in names]
             text += "\n".join([*heading, "", "| name | meaning |", "|---|---|", *rows, ""])
     return text

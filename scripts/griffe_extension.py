@@ -27,17 +27,43 @@ class MlaxExtension(griffe.Extension):
                 griffe.Decorator(griffe.ExprName("dataclasses.dataclass"), lineno=line, endlineno=line)
             )
 
-    def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        """Use a trailing comment as the docstring of an attribute that has none."""
-        if attr.docstring is None and attr.lines:
-            comment = re.search(r"  # (?!pyright|noqa|type:)(.+)$", attr.lines[-1])
-            if comment:
-                attr.docstring = griffe.Docstring(_sentence(comment[1]), lineno=attr.endlineno, parent=attr)
-
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Convert the docstring to Markdown."""
+        """Convert the docstring to Markdown. Of a class, add its fields; an alias has a comment in its place."""
+        is_alias = isinstance(obj, griffe.Attribute) and obj.docstring is None and not obj.parent.is_class
+        if is_alias and (comment := _comment(obj)):
+            obj.docstring = griffe.Docstring(_sentence(comment), lineno=obj.endlineno, parent=obj)
         if obj.docstring is not None:
-            obj.docstring.value = link_names(format_lists(obj.docstring.value), reference_names())
+            text = format_examples(format_lists(obj.docstring.value)) + _fields(obj)
+            obj.docstring.value = link_names(text, reference_names())
+
+
+def _fields(obj: griffe.Object) -> str:
+    """The fields of a class that have comments, as a list."""
+    members = obj.members.items() if obj.is_class else ()
+    comments = {name: _comment(member) for name, member in members if member.is_attribute and not name.startswith("_")}
+    items = [f"- `{name}`: {_sentence(comment)}" for name, comment in comments.items() if comment]
+    return "\n".join(["", "", "**Fields**", "", *items]) if items else ""
+
+
+def _comment(attribute: Any) -> str:
+    """The comment behind an attribute that has no docstring."""
+    if attribute.is_alias or attribute.docstring is not None or not attribute.lines:
+        return ""
+    found = re.search(r"  # (?!pyright|noqa|type:)(.+)$", attribute.lines[-1])
+    return found[1] if found else ""
+
+
+def format_examples(text: str) -> str:
+    """Turn each `>>>` example into a block of code, followed by what it prints."""
+
+    def fence(match: re.Match[str]) -> str:
+        lines = match[0].split("\n")
+        code = [line.strip()[4:] for line in lines if line.strip().startswith((">>>", "..."))]
+        output = [line.strip() for line in lines if not line.strip().startswith((">>>", "..."))]
+        blocks = [["```python", *code, "```"], ["```text", *output, "```"] if output else []]
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    return re.sub(r"^ *>>> .+(?:\n *\S.*)*", fence, text, flags=re.M)
 
 
 def format_lists(text: str) -> str:

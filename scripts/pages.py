@@ -3,19 +3,25 @@
 MkDocs calls the `on_...` hooks. The rest does not need MkDocs, so that tests can use it.
 """
 
+import contextlib
 import importlib
 import inspect
+import io
 import posixpath
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # MkDocs and Griffe load this file by its path
+
+from scripts.groups import GROUPS, TITLES
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # kept in the root
+SEARCH_BOOSTS = {"guides/from-": 0.8, "guides/": 2, "design/": 0.3, "contributing": 0.3}
 FENCED = re.compile(r"^(?P<indent> *)```.*?^(?P=indent)```[ ]*$", re.S | re.M)
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:href|src)=\"([^\"]+)\"", re.M)
 
@@ -110,26 +116,39 @@ def _map_outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def _room_page(page: str, room: Any) -> str:
-    text = f"# {page if page == 'mlax' else f'mlax.{page}'}\n\n{room.__doc__}\n"
-    for title, names in group_names(room).items():
+    """The page of a room: its groups with their names, then for each group a table and the entries."""
+    groups = group_names(page, room)
+    links = {
+        title: ", ".join(f"[`{name}`][{room.__name__}.{name}]" for name in names) for title, names in groups.items()
+    }
+    contents = [f"| [{title}](#{_anchor(title)}) | {links[title]} |" for title in groups]
+    text = f"# {room_title(page)}\n\n{room.__doc__}\n\n" + "\n".join(["| | |", "|---|---|", *contents, ""])
+    for title, names in groups.items():
         rows = [f"| [`{name}`][{room.__name__}.{name}] | {summary(room, name)} |" for name in names]
         text += "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *rows, ""])
         text += "".join(f"\n::: {room.__name__}.{name}\n" for name in names)
     return text
 
 
-def group_names(room: Any) -> dict[str, list[str]]:
-    """The public names of a room under headings: one per nested room, then classes, functions and types."""
-    groups: dict[str, list[str]] = {"Classes": [], "Functions": [], "Types": []}
-    for name in room.__all__:
-        value = getattr(room, name)
-        inner = getattr(value, "__module__", "").removeprefix(f"{room.__name__}.").partition(".")[0]
-        if inner and not inner.startswith("_") and hasattr(room, inner):
-            title = getattr(room, inner).__doc__.partition(":")[0]
-        else:
-            title = "Types" if _is_alias(value) else "Classes" if inspect.isclass(value) else "Functions"
-        groups.setdefault(title, []).append(name)
+def _link_all(room: Any, names: list[str]) -> str:
+    return ", ".join(f"[`{name}`][{room.__name__}.{name}]" for name in names)
+
+
+def room_title(page: str) -> str:
+    """The title of the page of a room: its name and what it has."""
+    return f"{page if page == 'mlax' else f'mlax.{page}'}: {TITLES[page]}"
+
+
+def group_names(page: str, room: Any) -> dict[str, list[str]]:
+    """The public names of a room by group, in reading order; those without a group come last, as "Other"."""
+    groups = {title: [name for name in names.split() if name in room.__all__] for title, names in GROUPS[page].items()}
+    grouped = {name for names in groups.values() for name in names}
+    groups["Other"] = [name for name in room.__all__ if name not in grouped]
     return {title: names for title, names in groups.items() if names}
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
 
 
 def summary(room: Any, name: str) -> str:
@@ -155,12 +174,19 @@ def _alias_comment(room: Any, name: str) -> str:
 
 
 def _command() -> str:
-    lines = ["# The `mlax` command", importlib.import_module("mlax.cli").__doc__ or ""]
+    cli = importlib.import_module("mlax.cli")
+    lines = ["# The command line: `mlax`", cli.__doc__ or ""]
     for command in ("", "demo", "train", "launch", "doctor", "plot"):
-        args = [*([command] if command else []), "--help"]
-        process = subprocess.run([sys.executable, "-m", "mlax", *args], capture_output=True, text=True, check=True)
-        lines += [f"## mlax {command}" if command else "", f"```text\n{process.stdout.strip()}\n```"]
+        text = _help(cli, command).replace(f"{ROOT}/", "")
+        lines += [f"## mlax {command}" if command else "", f"```text\n{text.strip()}\n```"]
     return "\n\n".join([*lines, "## From Python", "::: mlax.cli.main"])
+
+
+def _help(cli: Any, command: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    return printed.getvalue()
 
 
 def _file_page(path: str) -> str:
@@ -218,11 +244,20 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Resolve the links of a page to pages of the site."""
+    """Resolve the links of a page to pages of the site, and set how it is searched."""
     uri = page.file.src_uri
+    page.meta = {"search": search_options(uri), **page.meta}
     if uri.startswith(("reference/", "source/")):
         return markdown
-    return link_names(rewrite_links(space_lists(markdown), uri), reference_names())
+    text = re.sub(r"\A<!--.*?-->\s*", "", markdown, flags=re.S)  # before it, MkDocs finds no title
+    return link_names(rewrite_links(space_lists(text), uri), reference_names())
+
+
+def search_options(page: str) -> dict[str, Any]:
+    """Where a page comes among search results: guides first; sources and pages that repeat others not at all."""
+    if page.startswith("source/") or page in ("api.md", "changelog.md"):
+        return {"exclude": True}
+    return {"boost": next((boost for folder, boost in SEARCH_BOOSTS.items() if page.startswith(folder)), 1)}
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

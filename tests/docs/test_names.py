@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from scripts.groups import GROUPS
 from scripts.pages import reference, reference_names, rooms, summary
 from tests.test_house import BELOW, ROOT
 
@@ -22,10 +23,24 @@ def test_every_room_has_a_page():
 
 
 @pytest.mark.parametrize("page", rooms())
-def test_every_public_name_is_in_the_reference(page, pages):
+def test_every_public_name_is_in_the_reference_once(page, pages):
     room = rooms()[page]
     shown = re.findall(r"^::: (\S+)$", pages[f"reference/{page}.md"], re.M)
     assert sorted(shown) == sorted(f"{room.__name__}.{name}" for name in room.__all__)
+
+
+@pytest.mark.parametrize("page", rooms())
+def test_every_public_name_is_in_one_group(page):
+    grouped = " ".join(GROUPS[page].values()).split()
+    assert sorted(grouped) == sorted(rooms()[page].__all__), "edit scripts/groups.py"
+
+
+def test_the_reference_is_in_reading_order(pages):
+    shown = re.findall(r"^::: (\S+)$", pages["reference/train.md"], re.M)
+    order = ("step", "fit", "Fitted", "Feed", "Checkpoints", "Diverged")
+    places = [shown.index(f"mlax.train.{name}") for name in order]
+    assert places == sorted(places)
+    assert re.findall(r"^## (.+)$", pages["reference/train.md"], re.M)[-1] == "Errors"
 
 
 def test_the_page_of_the_command_line_has_every_command(pages):

@@ -1,0 +1,102 @@
+"""The groups of the API reference, in reading order: what most people need first, types and errors last.
+
+A test holds that each public name is in exactly one group.
+"""
+
+TITLES = {
+    "mlax": "composites, combinators, surgery",
+    "nn": "layers",
+    "ops": "functions of arrays",
+    "dtypes": "dtype boundaries and audits",
+    "optim": "optimizers and schedules",
+    "place": "plans for devices and hosts",
+    "train": "steps, the loop, feeds, checkpoints",
+    "inspect": "what a compiled function does",
+    "files": "safetensors",
+}
+
+GROUPS = {
+    "mlax": {
+        "Layers and composites": "Layer Composite Sub frozen",
+        "Combinators": "Series Parallel Residual F Repeat Map Remat Wrapper Tied Tie",
+        "Recurrence": "Recurrent Cell CompositeCell",
+        "Model surgery by path": "layers all_layers paths get select merge replace rename override freeze count "
+        "stacked_axes",
+        "Weight initializers": "glorot he lecun VarianceScaling Normal TruncatedNormal Uniform Orthogonal Identity "
+        "Constant Zeros Ones Initializer",
+        "Keys and types": "named_key Tree DType Size",
+    },
+    "nn": {
+        "Linear layers": "Linear MLP GLU Bias Scaler PReLU",
+        "Embeddings": "Embed EmbedBag",
+        "Convolution": "Conv ConvTranspose Patches",
+        "Pooling": "MaxPool MeanPool SumPool Pool GlobalPool AdaptivePool",
+        "Upsampling and reshaping": "Upsample PixelShuffle PixelUnshuffle Flatten Reshape",
+        "Normalization": "BatchNorm LayerNorm RMSNorm GroupNorm InstanceNorm LocalResponseNorm WeightNorm SpectralNorm",
+        "Dropout": "Dropout ChannelDropout PathDropout AlphaDropout",
+        "Attention": "MultiHeadAttention Attention KeyValueCache",
+        "Position embeddings": "LearnedPositions SinusoidalPositions Rotary LinearScaling NTKScaling DynamicNTKScaling "
+        "YaRNScaling Llama3Scaling RelativeBias",
+        "Recurrent cells": "RNNCell GRUCell LSTMCell MGUCell ConvLSTMCell Stacked Bidirectional ForgetBias",
+        "Mixture of experts and state-space models": "MoE Mamba",
+        "Low-rank adaptation": "LoRA merge_lora",
+        "PyTorch state dicts": "from_torch to_torch",
+    },
+    "ops": {
+        "Activations": "softmax glu prelu quick_gelu squared_relu snake soft_cap",
+        "Linear maps and embeddings": "linear embedding embedding_bag tied_logits",
+        "Convolution": "conv conv_transpose patches pad",
+        "Pooling": "max_pool mean_pool pool global_pool adaptive_pool",
+        "Upsampling": "upsample pixel_shuffle pixel_unshuffle",
+        "Normalization": "batch_norm batch_statistics layer_norm rms_norm group_norm local_response_norm weight_norm "
+        "spectral_norm mean",
+        "Dropout": "dropout alpha_dropout",
+        "Attention": "attention attention_weights attention_backend",
+        "Positions": "rotary rotary_frequencies linear_frequencies ntk_frequencies dynamic_ntk_frequencies "
+        "yarn_frequencies llama3_frequencies sinusoids alibi alibi_slopes relative_bias relative_buckets",
+        "Recurrent cells": "gru lstm lstm_memory lstm_output blend",
+        "Mixture of experts": "route dispatch combine",
+        "State-space models": "selective_scan causal_filter",
+    },
+    "dtypes": {
+        "Mixed precision": "mixed_bfloat16 mixed_float16 Mixed cast",
+        "Auditing dtypes": "audit check DtypeViolation DtypeError",
+    },
+    "optim": {
+        "Adam and its variants": "AdamW Adam NAdamW NAdam RAdam AMSGrad Adamax AdaBelief AdEMAMix ADOPT Adan Yogi LAMB "
+        "Adafactor",
+        "SGD and its variants": "SGD RMSProp Adagrad Adadelta LARS Lion SignSGD Rprop",
+        "Matrix and second-order optimizers": "Muon SOAP SophiaG GaLore LBFGS",
+        "Optimizers without a schedule or a learning rate": "ScheduleFree ScheduleFreeSGD Prodigy",
+        "Clipping gradients": "ClipGlobalNorm ClipNorm ClipValue ClipAdaptive",
+        "Decay, parameter groups and freezing": "Decay Groups Rates LayerwiseRates Freeze",
+        "Averaging weights": "Average Lookahead",
+        "Other wrappers": "Accumulate SkipNonFinite Plateau SAM GradientNoise",
+        "Schedules": "WarmupCosine Cosine LinearSchedule WarmupStableDecay OneCycle InverseSqrt Exponential Polynomial "
+        "PiecewiseConstant PiecewiseLinear Cyclic ConstantSchedule Warmup WarmRestarts JoinedSchedules ScaledSchedule "
+        "FunctionSchedule Schedule",
+        "Low-precision weights": "MasterWeights KahanSummation StochasticRounding RoundToNearest Rounding",
+        "Optax": "from_optax to_optax FromOptax",
+        "Writing an optimizer": "Optimizer Leafwise OptimizerWrapper OptimizerState Slot Packing",
+        "Types of hyperparameters": "Rate Beta Positive NonNegative Count PositiveCount",
+    },
+    "place": {
+        "Built-in plans": "single data fsdp zero tensor sequence expert pipeline auto",
+        "Plans and rules": "Plan Description Placement host shard_largest_axis shard_last_axes",
+        "Placing parts of a model": "On Stream ShardingConstraint AllGatherWeights ExpertAllToAll",
+        "Pipelines": "PipelineConfig Pipelined pipeline_repeats one_forward_one_backward",
+        "Several processes": "initialize_distributed ProcessInfo",
+        "Checks and errors": "guard check_shardings UnplannedTransfer NotEnoughMemory",
+    },
+    "train": {
+        "The training step": "step Step TrainState",
+        "The training loop": "fit Fitted Evaluation Maximize Minimize",
+        "Metrics and curves": "Metrics plot_curves heartbeat",
+        "Feeds": "Feed Source ExampleSource IterableFeed Buckets PackedSequences pack_sequences BatchIterator Position",
+        "Checkpoints": "Checkpoints RestoredCheckpoint from_orbax to_orbax",
+        "Loss scaling and differential privacy": "DynamicLossScale StaticLossScale LossScale DifferentialPrivacy",
+        "Errors": "Diverged RetraceError",
+    },
+    "inspect": {"FLOPs": "flops", "Transfers": "transfers Transfers Transfer"},
+    "files": {"Files": "save load metadata", "Errors": "InvalidFile NotEnoughSpace"},
+}
