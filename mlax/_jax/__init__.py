@@ -20,6 +20,7 @@ from mlax._jax._memory import (
 from mlax._jax._name_stack import (
     WORKAROUND,
     fused_op_names,
+    is_backward_pass,
     is_workaround,
     layer_path,
     path_of,
@@ -75,6 +76,7 @@ __all__ = [
     "fused_op_names",
     "fusion_barrier",
     "global_norm",
+    "is_backward_pass",
     "is_narrow",
     "is_on_host",
     "is_typed_key",

@@ -28,6 +28,12 @@ def layer_path(nest: Iterable[Any]) -> str:
     return path_of(scopes_of_stack(stack))
 
 
+def is_backward_pass(nest: Iterable[Any]) -> bool:
+    """Whether the last of these jaxpr equations is part of a backward pass: JAX transposed it, or one around it."""
+    stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
+    return any(scope.is_transformation and scope.name == "transpose" for scope in scopes_of_stack(stack))
+
+
 def is_workaround(equation: Any) -> bool:
     """Whether a jaxpr equation is one of those of the scope WORKAROUND."""
     return any(scope.name == WORKAROUND for scope in scopes_of_stack(equation.source_info.name_stack.stack))

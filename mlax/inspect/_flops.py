@@ -1,36 +1,98 @@
-"""flops: the floating-point operations of a traced function, counted in its jaxpr."""
+"""FLOPs and operations of a traced function, read from its jaxpr, by layer."""
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mlax._jax import is_backward_pass, layer_path
+
+
+class Operation(NamedTuple):
+    """An equation that runs by itself, not through a jaxpr inside it, and how often it runs."""
+
+    equation: Any
+    nest: tuple[Any, ...]  # the equations that it is nested in, the outermost first
+    times: int
+
+    @property
+    def path(self) -> str:
+        """The path of its layer; "" outside of a layer."""
+        return layer_path((*self.nest, self.equation))
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it belongs to a backward pass, or is recomputed for it."""
+        return is_backward_pass((*self.nest, self.equation))
+
+    @property
+    def flops(self) -> int:
+        """Its FLOPs, in all the times that it runs."""
+        return self.times * _product_flops(self.equation)
 
 
 def flops(jaxpr: Any) -> int:
     """The FLOPs of all matrix products and convolutions; a multiplication and an addition are two.
 
     `jaxpr` is that of `jax.make_jaxpr(f)(...)` or `jax.jit(f).trace(...).jaxpr`. The body of a scan counts as often as
-    it runs, a loop of unknown length once, and of a conditional the most expensive branch. All other operations are
-    left out, as is usual for model FLOPs utilization.
+    it runs, that of a `shard_map` once for each device, a loop of unknown length once, and of a conditional the most
+    expensive branch. All other operations are left out, as is usual for model FLOPs utilization.
     """
-    return sum(_equation_flops(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(operation.flops for operation in operations(jaxpr))
 
 
-def _equation_flops(equation: Any) -> int:
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
-    if name == "conv_general_dilated":
-        kernel, out_axis = equation.invars[1].aval.shape, params["dimension_numbers"].rhs_spec[0]
-        products = math.prod(kernel) // max(kernel[out_axis], 1)  # for each element of the output
-        return 2 * math.prod(equation.outvars[0].aval.shape) * products
-    if name == "cond":
-        return max(map(flops, params["branches"]), default=0)
-    times = params.get("length", 1) if name == "scan" else 1
-    return times * sum(map(flops, sub_jaxprs(params)))
+def operations(jaxpr: Any, nest: tuple[Any, ...] = (), times: int = 1) -> Iterator[Operation]:
+    """The operations of a jaxpr in order, those of the jaxprs inside its equations included."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        bodies = sub_jaxprs(equation.params)
+        if not bodies:
+            yield Operation(equation, nest, times)
+            continue
+        if equation.primitive.name == "cond":
+            bodies = [max(bodies, key=flops)]
+        for body in bodies:
+            yield from operations(body, (*nest, equation), times * _runs(equation))
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """The jaxprs in the parameters of an equation."""
     found = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
     return [each for each in found if hasattr(getattr(each, "jaxpr", each), "eqns")]
+
+
+def _runs(equation: Any) -> int:
+    """How often an equation runs the jaxpr inside it, on all devices."""
+    params = equation.params
+    if equation.primitive.name == "scan":
+        return params["length"]
+    if equation.primitive.name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in params.get("manual_axes", sizes))
+    return 1
+
+
+def _product_flops(equation: Any) -> int:
+    params = equation.params
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+    if equation.primitive.name == "conv_general_dilated":
+        return _conv_flops(equation)
+    return 0
+
+
+def _conv_flops(equation: Any) -> int:
+    """Each output is a sum over the window and the input channels; padding counts, zeros between elements do not."""
+    params = equation.params
+    kernel, spec = equation.invars[1].aval.shape, params["dimension_numbers"]
+    out = equation.outvars[0].aval.shape
+    batch, channels, *out_axes = spec.out_spec
+    _, in_channels, *kernel_axes = spec.rhs_spec
+    pairs = 1  # of an output position and an element of the window
+    for axis, (out_axis, kernel_axis) in enumerate(zip(out_axes, kernel_axes, strict=True)):
+        starts = np.arange(out[out_axis]) * params["window_strides"][axis] - params["padding"][axis][0]
+        window = np.arange(kernel[kernel_axis]) * params["rhs_dilation"][axis]
+        pairs *= int(np.sum((starts[:, None] + window) % params["lhs_dilation"][axis] == 0))
+    return 2 * out[batch] * out[channels] * kernel[in_channels] * pairs

@@ -1,11 +1,17 @@
 """The FLOPs of a function, against counts by hand."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from mlax.inspect import flops
+import mlax
+from mlax import nn
+from mlax.inspect import flops, operations
 
 
 def counted(function, *shapes):
@@ -44,6 +50,40 @@ def conv(x, kernel, **options):
 )
 def test_matrix_products_and_convolutions_are_counted(function, shapes, expected):
     assert counted(function, *shapes) == expected
+
+
+def test_zeros_between_the_elements_of_a_dilated_input_are_not_counted():
+    def transposed(x, kernel):  # the gradient of a convolution with strides 2, in its input
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, kernel, (1, 1), [(1, 1)] * 2, (2, 2), dimension_numbers=numbers)
+
+    shapes = (2, 8, 8, 3), (2, 2, 3, 16)
+    one_of_four = 2 * 2 * 16 * 16 * 16 * 3  # each output sees one element of the window
+    assert counted(transposed, *shapes) == one_of_four
+
+
+def test_the_body_of_a_shard_map_counts_once_for_each_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    assert counted(sharded, (16, 4), (4, 5)) == 2 * 16 * 4 * 5
+
+
+def test_operations_have_the_path_of_their_layer_in_both_passes():
+    model = mlax.Series(up=nn.Linear(6), blocks=mlax.Repeat(mlax.Residual(nn.Linear(6)), 3, mode="scan"))
+    trainables, _ = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((4, 5), jnp.float32))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda trainables, x: model.fwd(x, trainables)[0].sum()))(
+        trainables, jax.ShapeDtypeStruct((4, 5), jnp.float32)
+    )
+    found = collections.Counter()
+    for operation in operations(jaxpr):
+        found[operation.path, operation.is_backward] += operation.flops
+    up, layer = 2 * 4 * 5 * 6, 3 * 2 * 4 * 6 * 6
+    assert {key: value for key, value in found.items() if value} == {
+        ("up", False): up,
+        ("up", True): up,  # of the kernel; the gradient of the input is not needed
+        ("blocks/stacked/layer", False): layer,
+        ("blocks/stacked/layer", True): 2 * layer,
+    }
 
 
 @pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
