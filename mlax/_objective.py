@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from mlax._jax import at_least_float32, leaves_with_paths, map_chunks, tree_add
+from mlax._metric import Metric
 from mlax.core import NoMatch, Tree, signature
 
 MASK = "mask"  # the entry of a batch that says which of its examples, or of their entries, count in the loss
@@ -20,7 +21,7 @@ RESERVED_NAMES = ("step", "seconds", "evaluation", "event", "ids", "rate", "grad
 class Gradients(NamedTuple):
     """The mean values of an objective over a batch, the gradient of its mean loss, and its new non_trainables."""
 
-    values: dict[str, jax.Array]  # the mean of each value, () float32 or wider
+    values: dict[str, Any]  # the mean of each value, () float32 or wider; the MetricSums of a metric
     grads: Tree  # of the mean loss; None for frozen leaves
     non_trainables: Tree
 
@@ -49,7 +50,7 @@ def gradients(
 
     def loss(live: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
         values, new = unpack_output(objective(microbatch, merge_frozen(live), non_trainables, rng=rng))
-        means = {name: mean_contribution(name, value, microbatch, total, accumulate) for name, value in values.items()}
+        means = reduce_values(values, microbatch, total, accumulate)
         scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
         return scaled, (means, new)
 
@@ -153,8 +154,8 @@ def count_labels(
     return loss.size if loss.ndim else next((len(leaf) for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 
-def unpack_output(output: Any) -> tuple[dict[str, jax.Array], Any]:
-    """The values of an objective as a dict of arrays with a 'loss', and its non_trainables."""
+def unpack_output(output: Any) -> tuple[dict[str, Any], Any]:
+    """The values of an objective as a dict of arrays and metrics with a 'loss', and its non_trainables."""
     if not isinstance(output, tuple) or len(output) != 2:
         raise TypeError(
             f"the objective returned {signature(output)}, but must return a pair as `fwd` does: (values, "
@@ -168,8 +169,9 @@ def unpack_output(output: Any) -> tuple[dict[str, jax.Array], Any]:
     for name, value in values.items():
         if name in RESERVED_NAMES:
             raise ValueError(f"the objective returned a value {name!r}, a name that the log reserves; rename it.")
-        if not hasattr(value, "dtype"):
-            raise TypeError(f"the objective's {name!r} is {signature(value)}, but must be an array.")
+        if not hasattr(value, "dtype") and (name == "loss" or not isinstance(value, Metric)):
+            wanted = "an array" if name == "loss" else "an array or a train.Metric"
+            raise TypeError(f"the objective's {name!r} is {signature(value)}, but must be {wanted}.")
     if not jnp.issubdtype(values["loss"].dtype, jnp.floating):
         raise TypeError(f"the objective's loss is {signature(values['loss'])}, but must be floating point.")
     return values, non_trainables
@@ -191,6 +193,16 @@ def batch_weight(batch: Any) -> jax.Array | None:
     """The sum of a batch's mask, () float32; None without a mask, where all examples weigh the same."""
     mask = _mask(batch)
     return None if mask is None else jnp.sum(mask, dtype=jnp.float32)
+
+
+def reduce_values(values: dict[str, Any], batch: Any, total: jax.Array | None, microbatches: int = 1) -> dict[str, Any]:
+    """The contribution of this batch to each value: to the mean of an array, and to the sums of a metric."""
+    return {
+        name: value.sum(_mask(batch))
+        if isinstance(value, Metric)
+        else mean_contribution(name, value, batch, total, microbatches)
+        for name, value in values.items()
+    }
 
 
 def mean_contribution(

@@ -20,7 +20,7 @@ BELOW = {
     "files": {"_jax", "core"},
     "inspect": {"_jax", "core"},
     "place": {"_jax", "_objective", "core", "inspect", "optim"},
-    "train": {"_jax", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
+    "train": {"_jax", "_metric", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
     "cli": {"_supervision", "inspect", "train"},
 }
 
@@ -85,6 +85,12 @@ def test_whoever_uses_the_package_goes_through_its_doors():
             names = (*names_imported(file), *names_by_attribute(file), *names_in_strings(file))
             found = {name for name in names if name.startswith("mlax.") and is_private(name)}
             assert not found, file
+
+
+def test_optax_is_imported_only_by_the_functions_that_use_it():
+    for file in PACKAGE.rglob("*.py"):
+        lines = [ast.unparse(node) for node in ast.parse(file.read_text()).body]
+        assert not [line for line in lines if line.startswith(("import optax", "from optax"))], file
 
 
 def test_every_public_name_is_documented():

@@ -16,7 +16,6 @@ from mlax.cli._process import package_command
 from mlax.cli._script import compilation_cache_folder
 
 EXTRAS = {
-    "optax": "losses and further optimizers",
     "rich": "progress bars",
     "tyro": "command-line options from a dataclass",
     "matplotlib": "plots",
@@ -53,7 +52,7 @@ def _check_all() -> Iterator[Finding]:
     version = platform.python_version()
     yield Finding(True, f"Python {version}", sys.executable)
     yield Finding(True, f"mlax {mlax.__version__}", str(Path(mlax.__file__).parent))
-    for name in ("jax", "jaxlib", "numpy"):
+    for name in ("jax", "jaxlib", "numpy", "optax"):
         yield _check_version(name, "", needed=True)
     for name, purpose in EXTRAS.items():
         yield _check_version(name, purpose, needed=False)

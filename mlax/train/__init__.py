@@ -1,8 +1,10 @@
 """Training: compiled steps, feeds, checkpoints and the training loop."""
 
+from mlax._metric import Metric, MetricSums
 from mlax._objective import count_labels as count_labels
 from mlax._objective import gradients as gradients
 from mlax.train._aot import RetraceError
+from mlax.train._classification import AUC, F1, ConfusionMatrix, Perplexity, Precision, Recall, accuracy
 from mlax.train._curves import plot_curves
 from mlax.train._curves import read_records as read_records
 from mlax.train._curves import smooth_values as smooth_values
@@ -37,9 +39,12 @@ from mlax.train.feeds._sequences import PackedSequences, pack_sequences
 from mlax.train.feeds._source import ExampleSource, Source
 
 __all__ = [
+    "AUC",
+    "F1",
     "BatchIterator",
     "Buckets",
     "Checkpoints",
+    "ConfusionMatrix",
     "DifferentialPrivacy",
     "Diverged",
     "DynamicLossScale",
@@ -50,16 +55,22 @@ __all__ = [
     "IterableFeed",
     "LossScale",
     "Maximize",
+    "Metric",
+    "MetricSums",
     "Metrics",
     "Minimize",
     "PackedSequences",
+    "Perplexity",
     "Position",
+    "Precision",
+    "Recall",
     "RestoredCheckpoint",
     "RetraceError",
     "Source",
     "StaticLossScale",
     "Step",
     "TrainState",
+    "accuracy",
     "fit",
     "from_orbax",
     "heartbeat",

@@ -283,7 +283,8 @@ class Loop:
         """Evaluate, unless a signal ends it; returns whether the scores are the best so far."""
         heartbeat(self.current_step, Phase.EVALUATION)
         with self.evaluate.epoch(stopped=self.signals.pending) as batches:
-            scores = self.step.evaluation(self.state, self._until_signal(batches))
+            values = self.step.evaluation(self.state, self._until_signal(batches))
+        scores = {name: value for name, value in values.items() if isinstance(value, float)}  # no confusion matrix
         if self.signals.pending():
             return False
         self.scores, self.scored_step = scores, self.current_step

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
+from mlax._metric import scalar_metrics
 from mlax._objective import (
     MASK,
     Backward,
@@ -53,6 +54,7 @@ def step(
     `objective` has the signature of `fwd`: it takes a batch, and returns the loss, or a dict with a 'loss' and other
     values to log, and the new non_trainables. A loss per example is averaged with the weights `batch["mask"]`, if there
     are any. A scalar is used as it is, so an objective that returns one must itself leave out the padding of a batch.
+    A `train.Metric`, such as `train.F1`, is computed from sums over the batch.
 
     - `steps_per_call`: steps that one call runs, by a scan; if several, batches and metrics have a leading axis of that
       size.
@@ -185,7 +187,7 @@ class Step:
             average=self.optimizer.update_average(state.average, non_trainables, slots),
             optimizer=slots,
         )
-        metrics = {**values, "gradient_norm": norm}
+        metrics = {**scalar_metrics(values), "gradient_norm": norm}
         context = UpdateContext(state.optimizer.step, hyperparams)
         rate = self.optimizer.learning_rate(context, state.optimizer._asdict(), slots._asdict())
         if rate is not None:

@@ -38,7 +38,8 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
     logits, non_trainables = model().fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1)[:, 0]
     seen = {"mean_id": batch["id"].astype(jnp.float32), "codes": (batch["id"] ** 2 % 127).astype(jnp.float32)}
-    return {"loss": losses, "accuracy": logits.argmax(-1) == batch["y"], **seen}, non_trainables
+    f1 = train.F1(logits.argmax(-1), batch["y"], classes=CLASSES)
+    return {"loss": losses, "accuracy": logits.argmax(-1) == batch["y"], "f1": f1, **seen}, non_trainables
 
 
 def data():
