@@ -64,3 +64,19 @@ class Block(mlax.Composite):
 
     def wire(self, sub, x):
         return x + sub.count(sub.drop(sub.down(jax.nn.gelu(sub.up(sub.norm(x))))))
+
+
+@mlax.frozen
+class Modulated(mlax.Composite):
+    """A residual block of two inputs, of which the second modulates the first, with noise in training, and state."""
+
+    width: int
+
+    def parts(self):
+        return {"norm": nn.LayerNorm(), "scale": nn.Linear(self.width), "down": nn.Linear(self.width), "count": Count()}
+
+    def wire(self, sub, x, t):
+        y = sub.norm(x) * sub.scale(t)
+        if not sub.inference_mode:
+            y = y + jax.random.normal(sub.rng("noise"), y.shape, y.dtype)
+        return x + sub.count(sub.down(y))

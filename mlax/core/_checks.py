@@ -52,9 +52,11 @@ def foreign_array_type(leaf: Any) -> str | None:
 def check_is_dict(layer: Any, what: str, got: Any) -> None:
     """Raise unless the variables are a dict or None."""
     if got is not None and not isinstance(got, dict):
-        pair = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
+        advice = " Pass the pair from init as two arguments: fwd(x, *variables)." if isinstance(got, tuple) else ""
+        if isinstance(got, jax.Array):
+            advice = " Pass several inputs as one tuple: fwd((x, t), trainables)."
         raise TypeError(
-            f"{short_repr(layer)}: {what} is {short_signature(got)}, but must be a dict of arrays or None.{pair}"
+            f"{short_repr(layer)}: {what} is {short_signature(got)}, but must be a dict of arrays or None.{advice}"
         )
 
 

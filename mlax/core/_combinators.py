@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 
 from mlax.core._composite import Composite, Sub, check_layer
-from mlax.core._errors import short_repr, signature, wrong_instance_message
+from mlax.core._errors import is_like_first, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import call_repr, frozen, with_fields
 from mlax.core._initializers import Initializer
 from mlax.core._layer import Layer
@@ -95,6 +95,10 @@ class Parallel(Composite):
     named: tuple[tuple[str, Layer], ...]
 
     def __init__(self, *layers: LayerLike, **named: LayerLike):
+        if not layers and not named:
+            raise TypeError(
+                "Parallel: pass at least one layer; for a layer that returns its input, write mlax.Series()."
+            )
         object.__setattr__(self, "named", _name_parts(type(self).__name__, layers, named))
 
     def parts(self) -> Mapping[str, Layer]:
@@ -114,7 +118,8 @@ class Parallel(Composite):
 class Residual(Composite):
     """A residual (skip) connection: `layer(x) + x`, or `layer(x) + shortcut(x)` if there is a shortcut.
 
-    A plain function is wrapped as `F`.
+    Of several inputs, (x, t), the layer takes all, and its output is added to the first: `layer(x, t) + x`. A plain
+    function is wrapped as `F`.
     """
 
     layer: LayerLike
@@ -130,6 +135,8 @@ class Residual(Composite):
         y = sub.layer(x)
         if self.shortcut is not None:
             x = sub.shortcut(x)
+        elif is_like_first(y, x):
+            x = x[0]
         if signature(x) != signature(y):
             raise ValueError(
                 f"{short_repr(self)}: the output is {signature(y)} but is added to {signature(x)}; "

@@ -30,23 +30,55 @@ from mlax.core._layer import (
 )
 from mlax.core._paths import STACKED, unflatten_paths
 
+KEYS = "#rng"  # no part can be called that
+
 
 class Sub:
     """The parts of a composite, bound to their variables for one call of `wire`: `sub.name(x)` or `sub["name"](x)`.
 
-    Each call passes a part its variables and its key, and collects its new state. A tuple or dict of layers is
-    indexed, `sub.layers[0](x)`, and iterated over, `for layer in sub.layers`.
+    Each call passes a part its variables and its key, and collects its new state. Several inputs, `sub.name(x, t)`,
+    are passed as the tuple (x, t). A tuple or dict of layers is indexed, `sub.layers[0](x)`, and iterated over,
+    `for layer in sub.layers`.
+
+    `sub.inference_mode` is that of the call: False in training. `sub.rng("noise")` is a random (PRNG) key.
     """
 
-    def __init__(self, composite: "Composite", call: Callable[[str, Layer, Any], Any], inference_mode: bool):
+    def __init__(
+        self,
+        composite: "Composite",
+        call: Callable[[str, Layer, Any], Any],
+        rng: jax.Array | None,
+        inference_mode: bool,
+        keys: str = KEYS,
+    ):
         self._parts = parts_of(composite)
         self._composite = composite
         self._call = call  # of (name, part, x)
+        self._rng = rng
+        self._keys = keys  # the name from which those of `rng` derive
+        self._drawn = collections.Counter[str]()
         self.inference_mode = inference_mode
+
+    def rng(self, name: str) -> jax.Array:
+        """A random (PRNG) key by name, for noise, masks and samples: `jax.random.normal(sub.rng("noise"), x.shape)`.
+
+        It derives from the key of the composite and the name alone, so that no other name, and no part, changes it or
+        has the same. Asking for a name again in one call of `wire` gives a different key. Without `rng=` in the call
+        of `fwd`, it raises a ValueError.
+        """
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TypeError(f"sub.rng({name!r}): the name of a key must be an identifier, such as sub.rng('noise').")
+        if self._rng is None:
+            raise ValueError(
+                f"{short_repr(self._composite)}: wire asks for the key sub.rng({name!r}), but rng is None; pass rng= "
+                "to fwd, or ask for it only `if not sub.inference_mode`."
+            )
+        self._drawn[name] += 1
+        return named_key(named_key(self._rng, self._keys), _number_call(name, self._drawn[name]))
 
     def __getitem__(self, name: str) -> Any:
         if name in self._parts:
-            return functools.partial(self._call, name, self._parts[name])
+            return functools.partial(self._call_part, name)
         if any(part.startswith(f"{name}/") for part in self._parts):
             return _SubGroup(self, name)
         close = difflib.get_close_matches(name, self._parts, n=1)
@@ -57,8 +89,15 @@ class Sub:
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
-    def __iter__(self) -> Iterator[Callable[[Any], Any]]:
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
         return (self[name] for name in self._parts)
+
+    def _call_part(self, name: str, /, *inputs: Any, **named: Any) -> Any:
+        if named or not inputs:
+            call = f"sub.{_access(name)}"
+            given = f"got {', '.join(named)} by keyword" if named else "got none"
+            raise TypeError(f"{call}: {given}, but a part takes its inputs by position: {call}(x), or {call}(x, t).")
+        return self._call(name, self._parts[name], inputs[0] if len(inputs) == 1 else inputs)
 
 
 class _SubGroup:
@@ -82,7 +121,7 @@ class _SubGroup:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         raise TypeError(
             f"sub.{self._path} is a group of {len(self._keys)} parts; call one of them, as "
             f"sub.{_access(f'{self._path}/{self._keys[0]}')}(x)."
@@ -95,6 +134,11 @@ class Composite(Layer):
 
     A field may be a tuple or a dict of layers: the layers of `blocks: tuple[Layer, ...]` are the parts blocks/0,
     blocks/1 and so on, which `wire` calls as `sub.blocks[0](x)`.
+
+    Inside `wire`, `sub.inference_mode` is False in training, and `sub.rng("noise")` is a random (PRNG) key. A `wire`
+    with several inputs, `wire(self, sub, x, t)`, takes them from a tuple: `init(rng, (x, t))`, `fwd((x, t), ...)` and,
+    where the composite is itself a part, `sub.name(x, t)`. Inputs with a default may be left out, the last ones first.
+
     Variables: one entry for each part that has any, under the part's name. `edits` holds the parts that
     surgery has put in place of the author's.
     """
@@ -103,14 +147,19 @@ class Composite(Layer):
 
     edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "wire" in vars(cls):
+            _input_names(vars(cls)["wire"])  # raises for one that cannot be called
+
     def parts(self) -> Mapping[str, Any]:
         """The parts by name: layers, or tuples and dicts of layers."""
         fields = {name: value for name, value in fields_of(self).items() if name != "edits"}
         return {name: value for name, value in fields.items() if has_layers(value)}
 
     @abc.abstractmethod
-    def wire(self, sub: Sub, x: Any) -> Any:
-        """Compute the output from the input by calling the parts: `sub.name(x)`."""
+    def wire(self, sub: Sub, *inputs: Any) -> Any:
+        """Compute the output from the input, or several, by calling the parts: `sub.name(x)`."""
 
     def infer_sizes(self, x: Any) -> Self:
         """The composite with its `None` sizes inferred from the input; itself, unless a subclass has such sizes."""
@@ -145,14 +194,14 @@ class Composite(Layer):
         def call(name: str, part: Layer, x: Any) -> Any:
             with error_scope(name, x):
                 calls[name] += 1
-                key = None if rng is None else named_key(rng, name if calls[name] == 1 else f"{name}#{calls[name]}")
+                key = None if rng is None else named_key(rng, _number_call(name, calls[name]))
                 y, new = part.fwd(x, own.get(name), state.get(name), rng=key, inference_mode=inference_mode)
                 if new is not None:
                     state[name] = new
                 return y
 
         composite = self.infer_sizes(x)
-        return _call_wire(composite, Sub(composite, call, inference_mode), x), join_parts(state)
+        return _call_wire(composite, Sub(composite, call, rng, inference_mode), x), join_parts(state)
 
     def tree_lines(self) -> list[str]:
         lines = [header(self)]
@@ -195,7 +244,7 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
                 fwd = jax.jit(part.fwd, static_argnames="inference_mode")
                 return fwd(x, *made, rng=rng, inference_mode=inference_mode)[0]
 
-        _call_wire(composite, Sub(composite, call, inference_mode), x)
+        _call_wire(composite, Sub(composite, call, rng, inference_mode), x)
 
     for inference_mode in (True, False):  # training may need what is not bound yet, such as a mesh axis name
         if len(inputs) < len(parts_of(composite)):
@@ -223,7 +272,7 @@ def parts_of(composite: Composite) -> Mapping[str, Layer]:
         if not _is_part_name(name) or not all(key and "/" not in key for key in keys):
             raise ValueError(
                 f"{short_repr(composite)}: {'/'.join((name, *keys))!r} cannot name a part; use an identifier without a "
-                "leading underscore, other than inference_mode, since `wire` calls it as sub.name."
+                "leading underscore, other than inference_mode and rng, since `wire` calls it as sub.name."
             )
         if STACKED in (name, *keys):
             raise ValueError(
@@ -270,7 +319,7 @@ def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
     """The output of `wire`, which must be an output alone, from parts called through `sub`."""
     try:
         with expect_array(composite, x):
-            y = composite.wire(sub, x)
+            y = composite.wire(sub, *_unpack_inputs(composite, x))
     except CalledDescription as error:
         own = [keys for keys, part in _walk_parts((), Composite.parts(composite)) if part is error.layer]
         if own:
@@ -290,6 +339,39 @@ def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
     return y
 
 
+def _unpack_inputs(composite: Composite, x: Any) -> tuple[Any, ...]:
+    """The arguments of `wire` after `sub`: the input itself, or the entries of the tuple if `wire` takes several."""
+    names, required = _input_names(type(composite).wire)
+    if len(names) == 1 and not names[0].startswith("*"):
+        return (x,)
+    inputs = x if isinstance(x, tuple) else (x,)
+    if required <= len(inputs) and (len(inputs) <= len(names) or names[-1].startswith("*")):
+        return inputs
+    got = f"a {type(x).__name__}" if isinstance(x, list | dict) else signature(x)
+    wanted = ", ".join(names)
+    raise TypeError(
+        f"{short_repr(composite)}: the input is {got}, but wire(self, sub, {wanted}) takes the tuple ({wanted}): write "
+        f"fwd(({wanted}), ...), or sub.name({wanted}) inside the wire of another composite."
+    )
+
+
+@functools.cache
+def _input_names(wire: Callable[..., Any]) -> tuple[tuple[str, ...], int]:
+    """The names of the inputs that `wire` takes, a starred one last, and how many of them have no default."""
+    parameters = list(inspect.signature(wire).parameters.values())[2:]  # without self and sub
+    keyword = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    inputs = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    starred = [f"*{each.name}" for each in parameters if each.kind is each.VAR_POSITIONAL]
+    names = [*(each.name for each in inputs), *starred]
+    if keyword or not names:
+        wanted = ", ".join([*names, *keyword]) or "x"
+        raise TypeError(
+            f"{wire.__qualname__}{inspect.signature(wire)}: inputs are passed by position; write "
+            f"wire(self, sub, {wanted})."
+        )
+    return tuple(names), sum(each.default is each.empty for each in inputs)
+
+
 def _walk_parts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(names, part) of each layer in nested tuples and dicts, and of what should be one, such as a function."""
     if isinstance(value, Mapping):
@@ -305,7 +387,12 @@ def _walk_parts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, 
 
 
 def _is_part_name(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and name != "inference_mode"
+    return name.isidentifier() and not name.startswith("_") and name not in ("inference_mode", "rng")
+
+
+def _number_call(name: str, number: int) -> str:
+    """What a key is derived from at each call of one name: the name itself, then name#2 and so on."""
+    return name if number == 1 else f"{name}#{number}"
 
 
 def _replace_part(value: Any, keys: list[str], part: Layer) -> Any:

@@ -69,6 +69,11 @@ def signature(x: Any) -> str:
     return repr(x) if x is None or isinstance(x, bool | int | float) else f"a {type(x).__name__}"
 
 
+def is_like_first(y: Any, x: Any) -> bool:
+    """Whether `x` is a tuple of several inputs, and `y` has the shapes and dtypes of the first."""
+    return isinstance(x, tuple) and len(x) > 1 and signature(y) == signature(x[0])
+
+
 def wrong_instance_message(owner: str, what: str, value: Any, wanted: type) -> str:
     """The message for a value that is not an instance of the description class wanted, with what to write instead."""
     name, kind = getattr(value, "__name__", None), "layer" if wanted.__name__ == "Layer" else wanted.__name__

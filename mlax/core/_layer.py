@@ -170,12 +170,28 @@ def _shape_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
+_MISSING: Any = object()
+
+
+def _check_arguments(method: Callable[..., Any], layer: Any, call: str, last: Any, more: tuple[Any, ...]) -> None:
+    """Raise in words for a call on the class, or one with too few or too many arguments."""
+    if not isinstance(layer, Layer):
+        name, _, method_name = method.__qualname__.rpartition(".")
+        raise TypeError(f"{name}.{method_name} is called on the class; make a layer first: {name}(...).{call}.")
+    if last is _MISSING:
+        raise TypeError(f"{short_repr(layer)}: an argument is missing; the call is {call}.")
+    if more:
+        several = call.replace("x", "(x, t)", 1)
+        raise TypeError(f"{short_repr(layer)}: the call is {call}; pass several inputs as one tuple: {several}.")
+
+
 def _check_init_calls(init: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(init, "__isabstractmethod__", False):
         return init
 
     @functools.wraps(init)
-    def checked_init(self: Layer, rng: Any, x: Any) -> tuple[Tree, Tree]:
+    def checked_init(self: Layer, rng: Any = _MISSING, x: Any = _MISSING, *more: Any) -> tuple[Tree, Tree]:
+        _check_arguments(init, self, "init(rng, x)", x, more)
         check_key(f"{short_repr(self)}: init", "init(rng, x)", rng, x)
         check_sizes(self)
         x = shape_dtypes(x)
@@ -196,13 +212,14 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fwd)
     def checked_fwd(
         self: Layer,
-        x: Any,
-        trainables: Tree,
+        x: Any = _MISSING,
+        trainables: Tree = _MISSING,
         non_trainables: Tree = None,
-        *,
+        *more: Any,
         rng: Any = None,
         inference_mode: Any = False,
     ) -> tuple[Any, Tree]:
+        _check_arguments(fwd, self, "fwd(x, trainables, non_trainables)", trainables, more)
         check_inference_mode(self, inference_mode)
         if rng is not None and not is_key(rng):
             raise TypeError(f"{short_repr(self)}: rng is {short_signature(rng)}, but must be a key; {KEY_ADVICE}.")

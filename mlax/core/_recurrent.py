@@ -23,7 +23,7 @@ from mlax._jax import (
     shard_like,
     time_vmap,
 )
-from mlax.core._composite import Composite, Sub, split_parts
+from mlax.core._composite import KEYS, Composite, Sub, split_parts
 from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, shape_dtypes
@@ -174,7 +174,7 @@ class Recurrent(Wrapper):
                         own = named_key(named_key(key, phase), f"{name}#{calls[name]}")
                     return apply(name, run, (x, own))
 
-            return Sub(cell, call, inference_mode)
+            return Sub(cell, call, key, inference_mode, f"{KEYS}/{phase}")
 
         def ahead(weights: dict[str, Tree], x_and_key: tuple[Any, jax.Array | None]) -> Any:
             x, key = x_and_key

@@ -34,6 +34,8 @@ class Tied(Wrapper):
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "ties", ties)
         super().__post_init__()
+        if not ties:
+            raise TypeError("Tied: pass at least one tie: Tied(model, Tie(leaf, to=path)).")
         for tie in ties:
             if not isinstance(tie, Tie):
                 raise TypeError(f"Tied: {tie!r} is not an mlax.Tie; pass Tied(model, Tie(leaf, to=path), ...).")

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
 from mlax.core._checks import check_is_dict
 from mlax.core._composite import check_layer
-from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature
+from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
 from mlax.core._paths import STACKED, flatten_paths
@@ -123,8 +123,9 @@ class Map(Wrapper):
 class Repeat(Wrapper):
     """Apply `layer` `times` times in sequence, each time with its own variables.
 
-    The output must have the shapes and dtypes of the input. Variables: those of `layer` under the name "stacked", each
-    with a leading axis of `times`, in every mode:
+    The output must have the shapes and dtypes of the input; or, of several inputs, (x, t), those of the first: it then
+    becomes the x of the next repetition, and every repetition gets the same t. Variables: those of `layer` under the
+    name "stacked", each with a leading axis of `times`, in every mode:
     - "scan" compiles the layer once, however large `times` is;
     - "remat" is a scan that stores only each layer's input for the backward pass;
     - "unroll" traces the layer `times` times, which takes longer to compile and may run faster.
@@ -158,10 +159,13 @@ class Repeat(Wrapper):
     ) -> tuple[Any, Tree]:
         """Like `fwd`, given the key of each repetition."""
         layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
+        stacked = (get_stack(trainables), get_stack(non_trainables), keys)
+        x, constants = self._split_inputs(x, stacked, inference_mode)
 
         def step(x: Any, own: tuple[Tree, Tree, jax.Array | None], layer: Layer = layer) -> tuple[Any, Tree]:
             trainables, non_trainables, key = own
-            y, new = layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)
+            inputs = (x, *constants) if constants else x
+            y, new = layer.fwd(inputs, trainables, non_trainables, rng=key, inference_mode=inference_mode)
             if signature(y) != signature(x):
                 raise ValueError(
                     f"{short_repr(self)}: the layer maps {signature(x)} to {signature(y)}, but its output is the "
@@ -169,7 +173,6 @@ class Repeat(Wrapper):
                 )
             return y, new
 
-        stacked = (get_stack(trainables), get_stack(non_trainables), keys)
         plain_step = functools.partial(step, layer=self.layer)
         if self.mode != "unroll":
             # around the scan: inside, JAX repeats the scope in the backward pass of a remat
@@ -183,6 +186,20 @@ class Repeat(Wrapper):
                 x, state = step(*fusion_barrier((x, own)))
                 states.append(state)
         return x, name_stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+
+    def _split_inputs(self, x: Any, stacked: Any, inference_mode: bool) -> tuple[Any, tuple[Any, ...]]:
+        """What is passed from repetition to repetition, and the inputs that each of them gets."""
+        if not isinstance(x, tuple) or len(x) < 2:
+            return x, ()
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
+        trainables, non_trainables, key = one
+
+        def run(x: Any, trainables: Tree, non_trainables: Tree, key: jax.Array | None) -> Any:
+            return self.layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)[0]
+
+        with error_scope(STACKED, x):
+            y = jax.eval_shape(run, x, trainables, non_trainables, key)
+        return (x[0], x[1:]) if is_like_first(y, x) else (x, ())
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         check_stack(self, self.times, trainables, non_trainables)

@@ -5,7 +5,7 @@ import numpy as np
 import mlax
 from mlax import dtypes, nn
 from tests.catalogue.row import LayerRow
-from tests.layers import Block, Cell, Count, tanh
+from tests.layers import Block, Cell, Count, Modulated, tanh
 
 
 def affine(x, w, name):
@@ -38,6 +38,27 @@ def repeated(x, w, times=3):
         x = block(x, {path.removeprefix("stacked/"): leaf[time] for path, leaf in w.items()})
     return x
 
+
+def modulated(inputs, w):
+    x, t = inputs
+    return x + affine(normed(x, w["norm/scale"], w["norm/shift"]) * affine(t, w, "scale"), w, "down")
+
+
+def repeated_modulated(inputs, w, times=3):
+    x, t = inputs
+    for time in range(times):
+        x = modulated((x, t), {path.removeprefix("stacked/"): leaf[time] for path, leaf in w.items()})
+    return x
+
+
+MODULATED = {
+    "norm/scale": (6,),
+    "norm/shift": (6,),
+    "scale/kernel": (3, 6),
+    "scale/bias": (6,),
+    "down/kernel": (6, 6),
+    "down/bias": (6,),
+}
 
 BLOCK = {
     "norm/scale": (6,),
@@ -92,6 +113,16 @@ ROWS = {
     "Repeat": repeat("scan"),
     "Repeat remat": repeat("remat", variant=True),
     "Repeat unroll": repeat("unroll", variant=True),
+    "Repeat of several inputs": LayerRow(
+        lambda dtype: mlax.Repeat(Modulated(6), 3),
+        ((4, 6), (4, 3)),
+        ({f"stacked/{path}": (3, *shape) for path, shape in MODULATED.items()}, {"stacked/count/calls": (3,)}),
+        repeated_modulated,
+        needs_key=True,
+        tolerance=3e-6,
+        variant=True,
+        no_sums="the layers that it is made of have rows",
+    ),
     "Recurrent": LayerRow(
         lambda dtype: mlax.Recurrent(Cell(5)),
         (4, 7, 3),
@@ -99,10 +130,10 @@ ROWS = {
         elman,
     ),
     "Remat": LayerRow(
-        lambda dtype: mlax.Remat(Block(6)),
-        (4, 6),
-        (BLOCK, {"count/calls": ()}),
-        block,
+        lambda dtype: mlax.Remat(Modulated(6)),
+        ((4, 6), (4, 3)),
+        (MODULATED, {"count/calls": ()}),
+        modulated,
         needs_key=True,
         tolerance=3e-6,
         no_sums="the layers that it is made of have rows",

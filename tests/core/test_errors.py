@@ -11,6 +11,7 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn, optim, train
+from tests.asserts import assert_raises
 from tests.layers import Block, Count
 
 X = jnp.ones((2, 6))
@@ -647,3 +648,21 @@ def test_a_stacked_variable_of_the_wrong_length_is_named():
     trainables, _ = mlax.Repeat(nn.Linear(X.shape[-1]), 2).init(RNG, X)
     text, _ = raised(ValueError, model.fwd, X, trainables)
     assert "bias has the shape (2, " in text and "must have a leading axis of 3" in text
+
+
+def test_init_and_fwd_on_the_class_or_without_arguments_say_what_to_write():
+    x = jnp.ones((2, 6))
+    words = ("Linear.init is called on the class; make a layer first: Linear(...).init(rng, x).",)
+    assert_raises(lambda: nn.Linear.init(jax.random.key(0), x), TypeError, words)  # pyright: ignore
+    words = ("Linear.fwd is called on the class; make a layer first: Linear(...).fwd(x, trainables, non_trainables).",)
+    assert_raises(lambda: nn.Linear.fwd(x, None), TypeError, words)  # pyright: ignore
+    layer: mlax.Layer = nn.Linear(3)
+    words = ("Linear(3): an argument is missing; the call is init(rng, x).",)
+    assert_raises(lambda: layer.init(x), TypeError, words)  # pyright: ignore
+    words = ("Linear(3): an argument is missing; the call is fwd(x, trainables, non_trainables).",)
+    assert_raises(lambda: layer.fwd(x), TypeError, words)  # pyright: ignore
+
+
+def test_a_combinator_without_what_it_combines_is_an_error():
+    assert_raises(mlax.Parallel, TypeError, ("Parallel: pass at least one layer",))
+    assert_raises(lambda: mlax.Tied(nn.Linear(3)), TypeError, ("Tied: pass at least one tie: Tied(model, Tie(",))

@@ -1,7 +1,9 @@
-"""Keys derive from the names of parts."""
+"""Keys derive from names: those of parts, and those that `wire` asks for."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import mlax
 from mlax import nn
@@ -56,3 +58,83 @@ def test_each_repetition_drops_different_elements():
 def test_legacy_uint32_keys_work():
     trainables, _ = nn.Linear(4).init(jax.random.PRNGKey(0), X)
     assert not unequal_leaves(trainables, nn.Linear(4).init(jax.random.key(0), X)[0])
+
+
+@mlax.frozen
+class Draws(mlax.Composite):
+    """The data of the keys by these names, with a part that returns that of its own key."""
+
+    names: tuple[str, ...] = ("noise",)
+
+    def parts(self):
+        return {"noise": mlax.F(key_data), "other": mlax.F(key_data)}
+
+    def wire(self, sub, x):
+        drawn = [jax.random.key_data(sub.rng(name)) for name in self.names]
+        return jnp.stack([*drawn, sub.noise(x), sub.noise(x), sub.other(x)])
+
+
+def key_data(x, rng):
+    return jax.random.key_data(rng)
+
+
+def draw(*names):
+    return np.asarray(Draws(names).fwd(X, None, rng=jax.random.key(0))[0])
+
+
+def test_a_key_by_name_differs_from_that_of_every_part_and_other_name():
+    assert len(np.unique(draw("noise", "other", "mask"), axis=0)) == 6
+
+
+def test_a_name_asked_for_again_gives_another_key():
+    assert len(np.unique(draw("noise", "noise", "noise"), axis=0)) == 6
+
+
+def test_asking_for_a_key_reseeds_neither_parts_nor_other_names():
+    np.testing.assert_array_equal(draw("noise", "mask")[[0, 2, 3, 4]], draw("noise")[[0, 1, 2, 3]])
+    np.testing.assert_array_equal(draw("mask", "noise")[1], draw("noise")[0])
+    np.testing.assert_array_equal(draw("noise"), jax.jit(Draws().fwd)(X, None, rng=jax.random.key(0))[0])
+
+
+def test_each_repetition_slice_and_time_step_has_its_own_key_by_name():
+    @mlax.frozen
+    class Noise(mlax.Composite):
+        def wire(self, sub, x):
+            return x + jax.random.normal(sub.rng("noise"), x.shape, x.dtype)
+
+    @mlax.frozen
+    class NoisyCell(mlax.CompositeCell):
+        """A cell with the noise of every phase."""
+
+        def initial_carry(self, x):
+            return jnp.zeros_like(x)
+
+        def ahead(self, sub, x):
+            return x + jax.random.normal(sub.rng("noise"), x.shape, x.dtype)
+
+        def feedback(self, sub, carry):
+            return jax.random.normal(sub.rng("noise"), carry.shape, carry.dtype)
+
+        def step(self, sub, carry, ahead):
+            return ahead, jnp.stack([ahead, jax.random.normal(sub.rng("noise"), carry.shape, carry.dtype)])
+
+    rng, x = jax.random.key(0), jnp.zeros((2, 3, 4))
+    one, _ = Noise().fwd(x, None, rng=rng)
+    for mode in ("scan", "unroll"):
+        three, _ = mlax.Repeat(Noise(), 3, mode=mode).fwd(x, None, rng=rng)
+        assert not jnp.allclose(three, 3 * one, atol=0.1) and jnp.std(three) > 1.2
+    for y in (mlax.Map(Noise()).fwd(x, None, rng=rng)[0], mlax.Recurrent(NoisyCell()).fwd(x, None, rng=rng)[0]):
+        assert len(np.unique(y)) == y.size
+
+
+def test_a_key_by_name_without_rng_is_an_error_that_says_what_to_do():
+    with pytest.raises(ValueError, match=r"Draws.*: wire asks for the key sub.rng\('noise'\), but rng is None"):
+        Draws().fwd(X, None)
+    for name in ("no identifier", "", 3, None):
+        with pytest.raises(TypeError, match="the name of a key must be an identifier"):
+            Draws((name,)).fwd(X, None, rng=jax.random.key(0))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_part_cannot_be_called_rng():
+    with pytest.raises(ValueError, match=r"'rng' cannot name a part; .* other than inference_mode and rng"):
+        mlax.Series(rng=nn.Linear(3)).init(jax.random.key(0), X)
