@@ -11,6 +11,7 @@ from mlax.core._composite import (
     parts_of,
     split_parts,
 )
+from mlax.core._display import align_columns, count_of, format_bytes, print_pretty
 from mlax.core._errors import (
     error_scope,
     short_repr,
@@ -67,6 +68,7 @@ from mlax.core._surgery import (
     replace,
     select,
 )
+from mlax.core._tabulate import Table, print_as_table, short_summary, tabulate
 from mlax.core._tied import Tie, Tied, untie
 from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, get_stack, init_stacked, name_stack
 
@@ -117,4 +119,5 @@ __all__ = [
     "replace",
     "select",
     "stacked_axes",
+    "tabulate",
 ]

@@ -10,8 +10,9 @@ from typing import Any, Self
 import jax
 
 from mlax.core._composite import Composite, Sub, check_layer
+from mlax.core._display import Node, function_name
 from mlax.core._errors import is_like_first, short_repr, signature, wrong_instance_message
-from mlax.core._frozen import call_repr, frozen, with_fields
+from mlax.core._frozen import frozen, with_fields
 from mlax.core._initializers import Initializer
 from mlax.core._layer import Layer
 
@@ -51,6 +52,9 @@ class F(Layer):
             raise ValueError(f"{short_repr(self)}: the function takes a key, but rng is None; pass rng= to fwd.")
         return self.function(x, **given), non_trainables
 
+    def _tree(self, name: str = "") -> Node:
+        return Node(name, function_name(self.function))
+
 
 def _parameters(function: Callable[..., Any]) -> set[str]:
     try:
@@ -84,8 +88,8 @@ class Series(Composite):
             x = part(x)
         return x
 
-    def __repr__(self) -> str:
-        return call_repr(type(self).__name__, ((f"{name}=", part) for name, part in self.named))
+    def _arguments(self) -> list[tuple[str, Any]]:
+        return [(f"{name}=", part) for name, part in self.named]
 
 
 @frozen
@@ -110,8 +114,8 @@ class Parallel(Composite):
     def wire(self, sub: Sub, x: Any) -> tuple[Any, ...]:
         return tuple(part(x) for part in sub)
 
-    def __repr__(self) -> str:
-        return call_repr(type(self).__name__, ((f"{name}=", part) for name, part in self.named))
+    def _arguments(self) -> list[tuple[str, Any]]:
+        return [(f"{name}=", part) for name, part in self.named]
 
 
 @frozen

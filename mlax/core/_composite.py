@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -16,8 +17,9 @@ from jax.core import Tracer
 
 from mlax._jax import abstract_key, name_hash, named_key
 from mlax.core._checks import check_is_dict, expect_array
+from mlax.core._display import Node
 from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
-from mlax.core._frozen import fields_of, frozen, with_fields
+from mlax.core._frozen import call_repr, fields_of, frozen, repr_arguments, with_fields
 from mlax.core._layer import (
     CalledDescription,
     Layer,
@@ -203,12 +205,14 @@ class Composite(Layer):
         composite = self.infer_sizes(x)
         return _call_wire(composite, Sub(composite, call, rng, inference_mode), x), join_parts(state)
 
-    def tree_lines(self) -> list[str]:
-        lines = [header(self)]
-        for name, part in parts_of(self).items():
-            first, *rest = part.tree_lines()
-            lines += [f"  {name}: {first}", *(f"  {line}" for line in rest)]
-        return lines
+    def __repr__(self) -> str:
+        own = call_repr(type(self).__name__, repr_arguments(self))
+        edits = [(f"{name!r}: ", part) for name, part in getattr(self, "edits", ())]
+        return call_repr(f"{own}.with_parts", edits, "({})") if edits else own
+
+    def _tree(self, name: str = "") -> Node:
+        below = tuple(_part_nodes(parts_of(self)))
+        return Node(name, header(self, has_below=bool(below)), below)
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
@@ -384,6 +388,22 @@ def _walk_parts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, 
         return
     for name, below in items:
         yield from _walk_parts((*path, str(name)), below)
+
+
+def _part_nodes(parts: Mapping[str, Layer]) -> Iterator[Node]:
+    """The trees of the parts; equal ones whose names count up, such as block_0 to block_11, as one."""
+    for (_, part), group in itertools.groupby(parts.items(), key=lambda item: (_stem(item[0]), item[1])):
+        first, *others = (name for name, _ in group)
+        node = part._tree(first)
+        if others:
+            last = others[-1].removeprefix(_stem(first))
+            node = node._replace(name=f"{first} to {last}", text=f"{len(others) + 1} x {node.text}")
+        yield node
+
+
+def _stem(name: str) -> str:
+    """The name without the number at its end, or the whole name if there is none."""
+    return name.rstrip("0123456789") or name
 
 
 def _is_part_name(name: str) -> bool:

@@ -111,7 +111,7 @@ _FIELDS_ELSEWHERE = {  # a field's name in other libraries: its name here
 }
 _INFERRED = {"in_channels", "in_features", "input_size", "normalized_shape", "num_features"}  # from the input
 _SIZES = "Input sizes are inferred from the input."
-_SURGERY = "edits"  # the field of a composite that only surgery sets
+SURGERY = "edits"  # the field of a composite that only surgery sets
 
 
 def constructor_error(
@@ -124,7 +124,7 @@ def constructor_error(
     except TypeError as error:
         _, *parameters = signature.parameters.values()
         positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != _SURGERY]
+        options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != SURGERY]
         takes = ", ".join(positional) or "nothing"
         by_name = f"; options are keyword-only: {', '.join(options)}" if options else ""
         unknown = [name for name in named if name not in signature.parameters]
@@ -142,7 +142,7 @@ def constructor_error(
 
 def unknown_field_message(what: str, unknown: Iterable[str], fields: Iterable[str]) -> str:
     """The message for unknown field names, with the fields there are and the closest match."""
-    unknown, fields = sorted(unknown), [name for name in fields if name != _SURGERY]
+    unknown, fields = sorted(unknown), [name for name in fields if name != SURGERY]
     near = [close for name in unknown if name not in _INFERRED and (close := _closest(name, fields))]
     hint = f" Did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
     sizes = f" {_SIZES}" if _INFERRED.intersection(unknown) else ""

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core._errors import constructor_error, unknown_field_message, wrong_instance_message
+from mlax.core._display import function_name
+from mlax.core._errors import SURGERY, constructor_error, unknown_field_message, wrong_instance_message
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
@@ -62,7 +63,7 @@ def frozen(cls: C) -> C:
     described.__hash__ = _cached_hash
     described.__reduce__ = _reduce
     described.__copy__ = described.__deepcopy__ = _return_self
-    if "__repr__" not in vars(cls):
+    if described.__repr__ is object.__repr__:
         described.__repr__ = _repr
     for name, value in list(vars(described).items()):
         if isinstance(value, types.FunctionType) and not name.startswith("__"):
@@ -385,10 +386,17 @@ def _repr(self: Any) -> str:
 
 
 def repr_arguments(description: Any) -> list[tuple[str, Any]]:
-    """(prefix, value) of each argument of its repr: required fields, then by name those that are not the default."""
+    """(prefix, value) of each argument of its repr: required fields, then by name those that are not the default.
+
+    A class whose constructor takes other arguments than its fields lists them in the method `_arguments`.
+    """
+    if hasattr(description, "_arguments"):
+        return type(description)._arguments(description)
     arguments: list[tuple[str, Any]] = []
     for field in sorted(dataclasses.fields(description), key=lambda field: field.kw_only is True):
         value = getattr(description, field.name)
+        if field.name == SURGERY:
+            continue
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             arguments.append(("", value))
         elif field.default_factory is dataclasses.MISSING and value != field.default:
@@ -396,15 +404,17 @@ def repr_arguments(description: Any) -> list[tuple[str, Any]]:
     return arguments
 
 
-def call_repr(name: str, arguments: Iterable[tuple[str, Any]]) -> str:
+def call_repr(name: str, arguments: Iterable[tuple[str, Any]], brackets: str = "()") -> str:
     """`name(arguments)` from (prefix, value) pairs, on one line, or with a line for each argument if that is long."""
-    words = [f"{prefix}{_value_repr(value)}" for prefix, value in arguments]
-    line = f"{name}({', '.join(words)})"
+    words = [f"{prefix}{value_repr(value)}" for prefix, value in arguments]
+    middle = len(brackets) // 2
+    line = f"{name}{brackets[:middle]}{', '.join(words)}{brackets[middle:]}"
     if len(line) <= 100 and "\n" not in line:
         return line
     body = textwrap.indent(",\n".join(words), "    ")
-    return f"{name}(\n{body},\n)"
+    return f"{name}{brackets[:middle]}\n{body},\n{brackets[middle:]}"
 
 
-def _value_repr(value: Any) -> str:
-    return getattr(value, "__name__", repr(value)) if callable(value) else repr(value)
+def value_repr(value: Any) -> str:
+    """The repr of a field's value; of a function, its name."""
+    return function_name(value) if callable(value) else repr(value)

@@ -25,6 +25,7 @@ from mlax.core._checks import (
     foreign_array_type,
     is_key,
 )
+from mlax.core._display import Node, print_pretty, tree_html, tree_text
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._frozen import call_repr, check_sizes, frozen, repr_arguments
 
@@ -105,20 +106,32 @@ class Layer(abc.ABC):
     def __str__(self) -> str:
         if not hasattr(self, "_hash"):  # its fields are still being checked, and its parts are not known yet
             return repr(self)
-        return "\n".join(self.tree_lines())
+        return tree_text(self._tree())
+
+    def _repr_html_(self) -> str:
+        return tree_html(self._tree())  # what a notebook shows
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # what a notebook shows
+        print_pretty(self, printer)  # what IPython shows
 
-    def tree_lines(self) -> list[str]:
-        """The lines that `print` shows: the layer, and its parts indented below it."""
-        return repr(self).splitlines()
+    def _tree(self, name: str = "") -> Node:
+        """What `print` shows: the layer, and its parts indented below it."""
+        return Node(name, header(self))
 
 
-def header(layer: Layer) -> str:
-    """The repr of a layer without the layers in its fields."""
+def header(layer: Layer, *, has_below: bool = False) -> str:
+    """The repr of a layer without the layers in its fields; `?` is a size that is inferred from the input.
+
+    Empty parentheses are left out if parts follow below.
+    """
     arguments = [(prefix, value) for prefix, value in repr_arguments(layer) if not has_layers(value)]
-    return call_repr(type(layer).__name__, arguments)
+    shown = [(prefix, _Inferred() if value is None and not prefix else value) for prefix, value in arguments]
+    return call_repr(type(layer).__name__, shown, "()" if shown or not has_below else "")
+
+
+class _Inferred:
+    def __repr__(self) -> str:
+        return "?"
 
 
 def shape_dtypes(x: Any) -> Any:

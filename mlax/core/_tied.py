@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY
 from typing import Any
 
 from mlax.core._errors import short_repr
-from mlax.core._frozen import call_repr, frozen
+from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, variable_shapes
 from mlax.core._paths import flatten_paths, no_match_message, stacked_axes, unflatten_paths
 from mlax.core._surgery import find_layers, get, replace
@@ -90,8 +90,8 @@ class Tied(Wrapper):
                 f"pass transpose={not tie.transpose}, or tie leaves of the same shape."
             )
 
-    def __repr__(self) -> str:
-        return call_repr("Tied", [("", value) for value in (self.layer, *self.ties)])
+    def _arguments(self) -> list[tuple[str, Any]]:
+        return [("", value) for value in (self.layer, *self.ties)]
 
 
 def _transpose(path: str, leaf: Any) -> Any:

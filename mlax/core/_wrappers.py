@@ -14,6 +14,7 @@ from jax.core import Tracer
 from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
 from mlax.core._checks import check_is_dict
 from mlax.core._composite import check_layer
+from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
@@ -42,9 +43,9 @@ class Wrapper(Layer):
     def init(self, rng, x):
         return self.layer.init(rng, x)
 
-    def tree_lines(self) -> list[str]:
-        first, *rest = self.layer.tree_lines()
-        return [f"{header(self)} of {first}", *rest]
+    def _tree(self, name: str = "") -> Node:
+        inner = self.layer._tree(name)
+        return inner._replace(text=f"{header(self, has_below=True)} of {inner.text}")
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Do nothing: `layer` checks its variables."""

@@ -1,9 +1,9 @@
 """Inspection of traced and compiled functions: FLOPs, transfers and memory."""
 
+from mlax.core import format_bytes as format_bytes
 from mlax.inspect._flops import flops
 from mlax.inspect._flops import operations as operations
 from mlax.inspect._hlo import parse_hlo as parse_hlo
-from mlax.inspect._memory import format_bytes as format_bytes
 from mlax.inspect._memory import free_bytes as free_bytes
 from mlax.inspect._memory import total_bytes as total_bytes
 from mlax.inspect._memory import used_bytes as used_bytes

@@ -47,11 +47,3 @@ def _container_free_bytes() -> int:
         return int(limit.read_text()) - int(used.read_text())
     except (OSError, ValueError):  # there is no limit
         return 2**62
-
-
-def format_bytes(size: float) -> str:
-    """A number of bytes with a unit, such as "1.5 KiB"."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:{'.3g' if size < 999.5 * scale else '.0f'}} {unit}"
-    return f"{size:.0f} bytes"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax._jax import path_of, scopes_of_stack
+from mlax.core import format_bytes
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
-from mlax.inspect._memory import format_bytes
 from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
 
 

@@ -383,9 +383,9 @@ class Stacked(Composite):
                 new_carries.append(carry)
         return (tuple(new_carries), y) if self.carry else y
 
-    def __repr__(self) -> str:
-        options = [f"{name}=True" for name in ("carry", "lengths") if getattr(self, name)]
-        return f"Stacked({', '.join([*map(repr, self.layers), *options])})"
+    def _arguments(self) -> list[tuple[str, Any]]:
+        options = [(f"{name}=", True) for name in ("carry", "lengths") if getattr(self, name)]
+        return [*(("", layer) for layer in self.layers), *options]
 
 
 def _check_carries(layer: Any, carries: Any, number: int) -> None:

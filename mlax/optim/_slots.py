@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mlax._jax import is_on_host, map_chunks, slice_to_device, to_host
+from mlax.core import print_as_table
 
 
 class Slot(NamedTuple):
@@ -97,7 +98,7 @@ def make_state(fields: Mapping[str, Any]) -> OptimizerState:
 
 @functools.cache
 def _state_type(names: tuple[str, ...]) -> type:
-    kind = collections.namedtuple("OptimizerState", names)  # noqa: PYI024  # the names are known at run time only
+    kind = print_as_table(collections.namedtuple("OptimizerState", names))  # noqa: PYI024  # the names are known at run time only
     kind.__reduce__ = lambda self: (make_state, (self._asdict(),))  # pickle cannot import a type created at run time
     return kind
 

@@ -1,6 +1,7 @@
 """fit: the training loop."""
 
 import dataclasses
+import html
 import math
 import os
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mlax._supervision import Phase
-from mlax.core import NoMatch, check_not_donated
+from mlax.core import NoMatch, check_not_donated, print_pretty, short_summary, tabulate
 from mlax.train._checks import int_at_least
 from mlax.train._divergence import Divergence
 from mlax.train._fingerprint import fingerprint
@@ -40,6 +41,23 @@ class Fitted(NamedTuple):
     step: int
     saved: int | None  # the last step on disk
     stopped: str  # the signal that stopped training early, or an empty string
+
+    def __repr__(self) -> str:
+        return f"Fitted({self._summary()}; {short_summary(self.state)})"
+
+    def __str__(self) -> str:
+        return f"Fitted: {self._summary()}\n{self.state}"
+
+    def _repr_html_(self) -> str:
+        return f"<div>{html.escape(f'Fitted: {self._summary()}')}</div>{tabulate(self.state)._repr_html_()}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        print_pretty(self, printer)
+
+    def _summary(self) -> str:
+        words = f"step {self.step:,}" + f", stopped by {self.stopped}" * bool(self.stopped)
+        saved = "not saved" if self.saved is None else f"saved up to step {self.saved:,}"
+        return ", ".join([words, saved, *(f"{name} {value:.4g}" for name, value in self.scores.items())])
 
 
 def fit(

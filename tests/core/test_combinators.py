@@ -135,22 +135,6 @@ def test_a_plain_function_is_wrapped_where_a_layer_is_expected():
     )
 
 
-def test_a_model_prints_as_an_indented_tree():
-    block = mlax.Residual(mlax.Series(norm=nn.LayerNorm(), up=nn.Linear(8), act=jax.nn.gelu))
-    model = mlax.Series(embed=nn.Embed(256, 8), blocks=mlax.Repeat(block, 12), head=nn.Linear(256, bias=False))
-    expected = """\
-Series()
-  embed: Embed(256, 8)
-  blocks: Repeat(12) of Residual()
-    layer: Series()
-      norm: LayerNorm()
-      up: Linear(8)
-      act: F(gelu)
-  head: Linear(256, bias=False)"""
-    assert str(model) == expected
-    assert str(mlax.Remat(nn.Linear(3))) == "Remat() of Linear(3)"
-
-
 def test_a_long_repr_is_wrapped_and_still_code():
     model = mlax.Series(**{f"linear{i}": nn.Linear(100 + i) for i in range(8)})
     assert repr(model).splitlines()[:2] == ["Series(", "    linear0=Linear(100),"]

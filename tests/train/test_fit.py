@@ -369,3 +369,17 @@ def test_the_metric_of_best_is_checked_for_a_step_that_was_compiled_before():
         state, _ = STEP(state, next(iter(batches)))
     with pytest.raises(KeyError, match=r"best is .*, but the objective returns loss, accuracy"):
         train.fit(STEP, state, feed(), steps=5, evaluate=feed(), best=train.Maximize("f1"), show=False)
+
+
+def test_a_result_and_its_state_print_as_tables_in_one_line_in_tracebacks(uninterrupted):
+    result = uninterrupted[1]
+    first, title, header, *rows, total = str(result).splitlines()
+    assert first.startswith("Fitted: step 40, saved up to step 40, ")
+    assert (title, header.split()) == ("TrainState", ["path", "shape", "dtype", "bytes"])
+    assert rows[0].split() == ["step", "()", "int32", "4", "bytes"]
+    assert any(row.split()[:3] == ["optimizer/mean/**", "like", "trainables"] for row in rows)
+    assert total.startswith(f"{len(jax.tree.leaves(result.state))} leaves, ")
+    assert repr(result).startswith("Fitted(step 40, ")
+    assert len(repr(result).splitlines()) == len(repr(result.state).splitlines()) == 1
+    for shown in (result, result.state):
+        assert "<details open>" in shown._repr_html_()
