@@ -26,6 +26,7 @@ from mlax._jax._name_stack import (
     path_of,
     scopes_of_op_name,
     scopes_of_stack,
+    source_line,
 )
 from mlax._jax._private import with_weak_type
 from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, named_key, sample
@@ -100,6 +101,7 @@ __all__ = [
     "scopes_of_stack",
     "shard_like",
     "slice_to_device",
+    "source_line",
     "sum_chunks",
     "sums_precisely",
     "take_rows",

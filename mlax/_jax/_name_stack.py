@@ -1,8 +1,11 @@
-"""The path of a layer, read from JAX's name stack and from the names of compiled operations."""
+"""The path of a layer, read from JAX's name stack and from the names of compiled operations; its source line."""
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 
 class Scope(NamedTuple):
@@ -32,6 +35,18 @@ def is_backward_pass(nest: Iterable[Any]) -> bool:
     """Whether the last of these jaxpr equations is part of a backward pass: JAX transposed it, or one around it."""
     stack = [scope for equation in nest for scope in equation.source_info.name_stack.stack]
     return any(scope.is_transformation and scope.name == "transpose" for scope in scopes_of_stack(stack))
+
+
+def source_line(nest: Sequence[Any]) -> str:
+    """The user's line that the last of these nested jaxpr equations comes from: `model.py:31 (wire)`; "" if unknown."""
+    # The body of a jit inside JAX has no line of the user's; the equation that calls it does.
+    for equation in reversed(nest):
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            if not frame.file_name.startswith(_MACHINERY):
+                name = frame.function_name.rpartition(".")[2]
+                return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
+    return ""
 
 
 def is_workaround(equation: Any) -> bool:
@@ -113,3 +128,15 @@ def _without_repeats(stack: list[Scope]) -> list[Scope]:
             if is_repeat and any(scope.is_transformation for scope in stack[end - length : again]):
                 return _without_repeats(stack[:end] + stack[again + length :])
     return stack
+
+
+def _folder(*parts: str) -> str:
+    return os.path.join(os.path.abspath(os.path.join(*parts)), "")
+
+
+# Frames in these folders only pass a call along.
+_MACHINERY = (
+    _folder(jax.__file__, ".."),
+    _folder(jax.__file__, "..", "..", "jaxlib"),
+    *(_folder(__file__, "..", "..", name) for name in ("_jax", "core", "dtypes", "inspect")),
+)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax._jax import layer_path
+from mlax._jax import layer_path, source_line
 from mlax.core import Layer, short_repr
 
 
@@ -119,7 +118,7 @@ def _find_violations(jaxpr, declared, enclosing=()) -> Iterator[DtypeViolation]:
                 inputs=_dtype_names(inputs),
                 outputs=_dtype_names(outputs),
                 declared=str(declared),
-                source=_source(stack),
+                source=source_line(stack),
             )
 
 
@@ -173,28 +172,3 @@ def _is_float(aval) -> bool:
 
 def _dtype_names(avals) -> tuple[str, ...]:
     return tuple(str(getattr(aval, "dtype", aval)) for aval in avals)
-
-
-def _folder(*parts) -> str:
-    return os.path.join(os.path.abspath(os.path.join(*parts)), "")
-
-
-# Frames in these folders only pass a call along.
-_MACHINERY = (
-    _folder(jax.__file__, ".."),
-    _folder(jax.__file__, "..", "..", "jaxlib"),
-    _folder(__file__, "..", "..", "_jax"),
-    _folder(__file__, "..", "..", "core"),
-    __file__,
-)
-
-
-def _source(stack) -> str:
-    # The body of a jit inside JAX has no line of the user's; the equation that calls it does.
-    for equation in reversed(stack):
-        traceback = equation.source_info.traceback
-        for frame in traceback.frames if traceback else ():
-            if not frame.file_name.startswith(_MACHINERY):
-                name = frame.function_name.rpartition(".")[2]
-                return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
-    return ""

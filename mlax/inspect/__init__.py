@@ -7,10 +7,11 @@ from mlax.inspect._hlo import parse_hlo as parse_hlo
 from mlax.inspect._memory import free_bytes as free_bytes
 from mlax.inspect._memory import total_bytes as total_bytes
 from mlax.inspect._memory import used_bytes as used_bytes
+from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
 from mlax.inspect._transfer_events import TransferEvent as TransferEvent
 from mlax.inspect._transfer_events import instruction_events as instruction_events
 from mlax.inspect._transfers import Transfer, Transfers, transfers
 from mlax.inspect._transfers import program_events as program_events
 from mlax.inspect._transfers import summarize_events as summarize_events
 
-__all__ = ["Transfer", "Transfers", "flops", "transfers"]
+__all__ = ["NonFinite", "Statistics", "Transfer", "Transfers", "flops", "nonfinite", "transfers"]
