@@ -98,6 +98,10 @@ GROUPS = {
         "Loss scaling and differential privacy": "DynamicLossScale StaticLossScale LossScale DifferentialPrivacy",
         "Errors": "Diverged RetraceError",
     },
-    "inspect": {"FLOPs": "flops", "Transfers": "transfers Transfers Transfer"},
+    "inspect": {
+        "NaN and infinity": "nonfinite NonFinite Statistics",
+        "FLOPs": "flops",
+        "Transfers": "transfers Transfers Transfer",
+    },
     "files": {"Files": "save load metadata", "Errors": "InvalidFile NotEnoughSpace"},
 }
