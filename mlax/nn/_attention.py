@@ -32,6 +32,10 @@ class Attention(Layer):
     (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights
     to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s), those before
     dropout, all of which are then in memory.
+
+    >>> q, k = jnp.ones((8, 20, 4, 16)), jnp.ones((8, 30, 4, 16))
+    >>> nn.Attention().fwd({"query": q, "key": k, "value": k}, None)[0].shape
+    (8, 20, 4, 16)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -150,6 +154,14 @@ class MultiHeadAttention(Composite):
 
     Variables: those of the parts query, key, value and out, each a Linear, attend (`sinks`), query_norm, key_norm and
     relative; in non_trainables position and cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
+
+    >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
+    >>> padded = {"x": x, "lengths": jnp.full(8, 15)}  # or "mask": booleans (b, h, t, s)
+    >>> layer.fwd(padded, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     heads: int

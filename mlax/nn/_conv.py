@@ -73,6 +73,11 @@ class Conv(Convolution):
     `groups`: each group of channels gives its own group of features; "depthwise" is one group for each channel.
     `layout="channel_first"`: (b, c, *spatial), with a kernel (features, c / groups, *window); any other layout is
     spelled out, like "NHWC/HWIO".
+
+    >>> layer, x = nn.Conv(16, 3, strides=2), jnp.ones((8, 32, 32, 3))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 16, 16, 16)
     """
 
     _: KW_ONLY
@@ -112,6 +117,11 @@ class ConvTranspose(Convolution):
 
     The kernel has the shape of a `Conv`'s; PyTorch's has the inputs on its first axis. `groups` and `layout` are as in
     `Conv`.
+
+    >>> layer, x = nn.ConvTranspose(3, 4, strides=2), jnp.ones((8, 16, 16, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 32, 32, 3)
     """
 
     _: KW_ONLY

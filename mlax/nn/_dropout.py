@@ -44,6 +44,10 @@ class Dropout(_RandomDrop):
     """Dropout: set each element to 0 with probability `rate` and divide the others by `1 - rate`.
 
     Shape and dtype of the input. The identity in inference mode and at rate 0. https://arxiv.org/abs/1207.0580
+
+    >>> layer, x = nn.Dropout(0.1), jnp.ones((8, 16))
+    >>> layer.fwd(x, None, rng=jax.random.key(0))[0].shape
+    (8, 16)
     """
 
     def drop(self, x, rng):
@@ -56,6 +60,10 @@ class ChannelDropout(_RandomDrop):
 
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. The identity in inference mode and at
     rate 0. For inputs whose neighbors are correlated, such as images. https://arxiv.org/abs/1411.4280, section 3.2.
+
+    >>> layer, x = nn.ChannelDropout(0.1), jnp.ones((8, 28, 28, 16))
+    >>> layer.fwd(x, None, rng=jax.random.key(0))[0].shape
+    (8, 28, 28, 16)
     """
 
     _: KW_ONLY
@@ -76,6 +84,10 @@ class PathDropout(_RandomDrop):
     (b, ...), of any rank; shape and dtype of the input. The identity in inference mode and at rate 0. As the last part
     of a residual block it is stochastic depth, https://arxiv.org/abs/1603.09382, with the factor of equation 5 moved
     from inference to training.
+
+    >>> layer, x = nn.PathDropout(0.1), jnp.ones((8, 20, 64))
+    >>> layer.fwd(x, None, rng=jax.random.key(0))[0].shape
+    (8, 20, 64)
     """
 
     def init(self, rng, x):
@@ -93,6 +105,10 @@ class AlphaDropout(_RandomDrop):
 
     Inputs of mean 0 and variance 1, such as the outputs of SELU, keep both. Shape and dtype of the input. The identity
     in inference mode and at rate 0. https://arxiv.org/abs/1706.02515, section 3.
+
+    >>> layer, x = nn.AlphaDropout(0.1), jnp.ones((8, 16))
+    >>> layer.fwd(x, None, rng=jax.random.key(0))[0].shape
+    (8, 16)
     """
 
     def drop(self, x, rng):

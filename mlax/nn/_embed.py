@@ -18,6 +18,11 @@ class Embed(Layer):
 
     Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN. The row of the index
     `padding` is initially zero, and gets no gradient.
+
+    >>> layer, x = nn.Embed(1_000, 64), jnp.zeros((8, 20), "int32")
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     vocabulary: Size
@@ -48,6 +53,11 @@ class EmbedBag(Layer):
     `by` says how: their sum, mean or maximum. The index `padding` is left out, its row is initially zero and gets no
     gradient. The input may also be a pair of the integers and, in the same shape, booleans that say which of them
     count, or, for the sum, weights. Where none counts the output is zero. Trainables: table (vocabulary, width).
+
+    >>> layer, x = nn.EmbedBag(1_000, 64, by="mean"), jnp.zeros((8, 20), "int32")
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 64)
     """
 
     vocabulary: Size

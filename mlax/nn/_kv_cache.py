@@ -49,6 +49,13 @@ class KeyValueCache(Layer):
 
     Non-trainables: key and value (b, capacity, g, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
     computes in; segments (b, capacity).
+
+    >>> cache, k = nn.KeyValueCache(capacity=32), jnp.ones((8, 1, 4, 16))  # one token in each of 8 rows
+    >>> token = {"key": k, "value": k, "positions": jnp.zeros((8, 1), "int32")}
+    >>> _, state = cache.init(jax.random.key(0), token)
+    >>> tokens, state = cache.fwd(token, None, state)
+    >>> tokens["key"].shape
+    (8, 32, 4, 16)
     """
 
     stores_activations: ClassVar[bool] = True

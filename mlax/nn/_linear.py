@@ -20,6 +20,12 @@ class Linear(Layer):
 
     (..., d) to (..., features), in the dtype of the input; d is read at `init`.
     Trainables: kernel (d, features); bias (features,) unless `bias=False`.
+
+    >>> layer, x = nn.Linear(32), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> y, non_trainables = layer.fwd(x, trainables, non_trainables)
+    >>> y.shape, trainables["kernel"].shape
+    ((8, 32), (16, 32))
     """
 
     features: Size
@@ -54,6 +60,11 @@ class Bias(Layer):
     """Add a learned array with the input's sizes along `axes`, broadcast along the others.
 
     Shape and dtype of the input. Trainables: bias, whose first axis is the first of `axes`.
+
+    >>> layer, x = nn.Bias(), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 16)
     """
 
     _: KW_ONLY
@@ -74,6 +85,11 @@ class Scaler(Layer):
     """Multiply by a learned array with the input's sizes along `axes`, broadcast along the others.
 
     Shape and dtype of the input. Trainables: scale, whose first axis is the first of `axes`.
+
+    >>> layer, x = nn.Scaler(), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 16)
     """
 
     _: KW_ONLY
@@ -95,6 +111,11 @@ class PReLU(Layer):
 
     Shape and dtype of the input. Trainables: slope, one number (), or an array with the input's sizes along `axes`,
     such as one for each channel with `axes=(-1,)`. https://arxiv.org/abs/1502.01852, equation 1.
+
+    >>> layer, x = nn.PReLU(axes=(-1,)), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 16)
     """
 
     _: KW_ONLY
@@ -116,6 +137,11 @@ class MLP(Composite):
 
     (..., d) to (..., widths[-1]), in the dtype of the input. Parts: linear_0, linear_1 and so on, each a Linear; set
     their other fields by surgery, as in `mlax.override(mlp, nn.Linear, kernel_init=mlax.he())`.
+
+    >>> layer, x = nn.MLP((64, 10)), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 10)
     """
 
     widths: tuple[int, ...]
@@ -150,6 +176,11 @@ class GLU(Composite):
 
     It computes two products: one product for both was not measurably faster, and its kernel could not be sharded, or
     its gradient orthogonalized, without splitting it again.
+
+    >>> layer, x = nn.GLU(32, activation=jax.nn.silu), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 32)
     """
 
     features: Size

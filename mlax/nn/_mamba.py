@@ -30,6 +30,11 @@ class Mamba(Composite):
     With `decode=True` each call continues where the one before it ended: the states of the convolution and of the scan
     are in non_trainables, (b, window - 1, c) and (b, c, states), so that a prompt followed by one token per call gives
     the same as all at once.
+
+    >>> layer, x = nn.Mamba(64), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     width: int

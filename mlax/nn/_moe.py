@@ -32,6 +32,12 @@ class MoE(Composite):
     much. Switch Transformer: https://arxiv.org/abs/2101.03961, section 2.
 
     `noise` multiplies the router's input, while training, by uniform samples from 1 - noise to 1 + noise.
+
+    >>> layer, x = nn.MoE(nn.MLP((128, 64)), experts=8, k=2), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> (y, losses), non_trainables = layer.fwd(x, trainables, non_trainables)
+    >>> y.shape
+    (8, 20, 64)
     """
 
     has_statistics: ClassVar[bool] = True  # the router's softmax

@@ -29,6 +29,12 @@ class BatchNorm(Layer):
 
     Under `jit`, the statistics of a batch that is sharded over devices are those of the whole batch. Under
     `shard_map`, pass the mesh axis as `axis_name`, or each device uses its own.
+
+    >>> layer, x = nn.BatchNorm(), jnp.ones((8, 28, 28, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> y, non_trainables = layer.fwd(x, trainables, non_trainables)
+    >>> y.shape, non_trainables["mean"].shape
+    ((8, 28, 28, 16), (16,))
     """
 
     has_statistics: ClassVar[bool] = True
@@ -111,6 +117,11 @@ class LayerNorm(Layer):
 
     Shape and dtype of the input. Trainables: scale and shift, of the input's sizes along `axes`, unless
     `scale=False` or `shift=False`. https://arxiv.org/abs/1607.06450, equation 4.
+
+    >>> layer, x = nn.LayerNorm(), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -140,6 +151,11 @@ class RMSNorm(Layer):
 
     Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`.
     https://arxiv.org/abs/1910.07467, equation 4.
+
+    >>> layer, x = nn.RMSNorm(), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -171,6 +187,11 @@ class GroupNorm(Layer):
 
     (b, ..., c), of any rank, with the channels along `axis`; shape and dtype of the input. Trainables: scale and
     shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1803.08494, equation 7.
+
+    >>> layer, x = nn.GroupNorm(4), jnp.ones((8, 28, 28, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 28, 28, 16)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -211,6 +232,11 @@ class InstanceNorm(Layer):
 
     (b, ..., c), of rank 3 or more, with the channels along `axis`; shape and dtype of the input. Trainables: scale
     and shift (c,), unless `scale=False` or `shift=False`. https://arxiv.org/abs/1607.08022, equation 2.
+
+    >>> layer, x = nn.InstanceNorm(), jnp.ones((8, 28, 28, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 28, 28, 16)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -248,6 +274,9 @@ class LocalResponseNorm(Layer):
     (b, ..., c), with the channels along `axis`; shape and dtype of the input. No variables. Channels beyond the first
     and the last count as 0, and the mean is PyTorch's, where the paper has a sum.
     https://papers.nips.cc/paper/4824, section 3.3.
+
+    >>> nn.LocalResponseNorm(5).fwd(jnp.ones((8, 28, 28, 16)), None)[0].shape
+    (8, 28, 28, 16)
     """
 
     has_statistics: ClassVar[bool] = True

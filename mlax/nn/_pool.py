@@ -35,6 +35,9 @@ class MaxPool(_WindowPool):
     `strides` are the window's sizes unless given; `padding`, `dilation` and `layout` are as in `Conv`; `ceil=True` lets
     the last window extend beyond the end of the input, if it starts before it. A window of nothing but padding is an
     error. The gradient goes to the first of equal elements, in row-major order, as in PyTorch. NaN is the maximum.
+
+    >>> nn.MaxPool(2).fwd(jnp.ones((8, 28, 28, 16)), None)[0].shape
+    (8, 14, 14, 16)
     """
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -46,6 +49,9 @@ class SumPool(_WindowPool):
     """Sum pooling over windows: (b, *spatial, c) to (b, *windows, c), in the dtype of the input.
 
     `strides`, `padding`, `dilation`, `ceil` and `layout` are as in `MaxPool`.
+
+    >>> nn.SumPool(2).fwd(jnp.ones((8, 28, 28, 16)), None)[0].shape
+    (8, 14, 14, 16)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -64,6 +70,9 @@ class MeanPool(_WindowPool):
     The mean is over the elements of the input, or over the padding too with `count_padding=True`, as is PyTorch's
     default. Positions beyond the padding (by `ceil`) never count. `strides`, `padding`, `dilation`, `ceil` and `layout`
     are as in `MaxPool`.
+
+    >>> nn.MeanPool(3, strides=2, padding="SAME").fwd(jnp.ones((8, 28, 28, 16)), None)[0].shape
+    (8, 14, 14, 16)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -84,6 +93,9 @@ class Pool(Layer):
     `combine(a, b)` is elementwise on whole arrays, and `start` is its identity, `combine(start, a) == a`; the padding
     holds it. (b, *spatial, c) to (b, *windows, c), in the dtype of the input. `strides`, `padding`, `dilation`, `ceil`
     and `layout` are as in `MaxPool`.
+
+    >>> nn.Pool(jnp.minimum, math.inf, 2).fwd(jnp.ones((8, 28, 28, 16)), None)[0].shape
+    (8, 14, 14, 16)
     """
 
     combine: Callable[[Any, Any], Any]
@@ -109,6 +121,9 @@ class GlobalPool(Layer):
     """Global pooling, the mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the input's dtype.
 
     With `keep_axes=True` the spatial axes remain, of size 1. The gradient of the maximum goes to the first of equals.
+
+    >>> nn.GlobalPool().fwd(jnp.ones((8, 7, 7, 64)), None)[0].shape
+    (8, 64)
     """
 
     has_statistics: ClassVar[bool] = True
@@ -139,6 +154,9 @@ class AdaptivePool(Layer):
     In the dtype of the input. `size` is one for all spatial axes or one for each, None for an axis to leave as it is.
     Bin i of m over n positions is PyTorch's, from floor(i n / m) up to ceil((i + 1) n / m): bins overlap where m does
     not divide n.
+
+    >>> nn.AdaptivePool(4).fwd(jnp.ones((8, 30, 30, 64)), None)[0].shape
+    (8, 4, 4, 64)
     """
 
     has_statistics: ClassVar[bool] = True

@@ -23,6 +23,11 @@ class LearnedPositions(Layer):
     longer than `length`, or a position of `length` or more, is an error; a traced position, as inside `jit`, gives NaN.
     Trainables: table (length, d). With `decoding`, non-trainables: count (), the tokens so far, from which the next
     call continues.
+
+    >>> layer, x = nn.LearnedPositions(512), jnp.ones((8, 20, 64))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     length: Size
@@ -56,6 +61,9 @@ class SinusoidalPositions(Layer):
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t).
     With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
     Positions are at most 2^20 - 1, as in `ops.rotary`. https://arxiv.org/abs/1706.03762, section 3.5.
+
+    >>> nn.SinusoidalPositions().fwd(jnp.ones((8, 20, 64)), None)[0].shape
+    (8, 20, 64)
     """
 
     needs_floating_input: ClassVar[bool] = True
@@ -95,7 +103,11 @@ class RotaryScaling(abc.ABC):
 
 @frozen
 class LinearScaling(RotaryScaling):
-    """Linear scaling of rotary frequencies, all divided by `factor`. https://arxiv.org/abs/2306.15595, equation 4."""
+    """Linear scaling of rotary frequencies, all divided by `factor`. https://arxiv.org/abs/2306.15595, equation 4.
+
+    >>> nn.Rotary(scaling=nn.LinearScaling(4.0)).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
+    """
 
     factor: float
 
@@ -108,6 +120,9 @@ class NTKScaling(RotaryScaling):
     """NTK-aware scaling of rotary frequencies by a larger base: the highest stays, the lowest is divided by `factor`.
 
     https://arxiv.org/abs/2309.00071.
+
+    >>> nn.Rotary(scaling=nn.NTKScaling(4.0)).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
     """
 
     factor: float
@@ -122,6 +137,9 @@ class DynamicNTKScaling(RotaryScaling):
 
     `length` is that of the pretraining, and t that of the input, or `time` if given. A decoder needs `time`, the
     longest sequence that it will see, since cached keys are not rotated again. https://arxiv.org/abs/2309.00071
+
+    >>> nn.Rotary(scaling=nn.DynamicNTKScaling(4.0, length=2048)).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
     """
 
     factor: float
@@ -143,6 +161,9 @@ class YaRNScaling(RotaryScaling):
     A frequency is high with more than `fast` periods in the pretraining's `length` positions, and low with fewer than
     `slow`. Queries and keys are multiplied by `attention_factor`, 0.1 ln(factor) + 1 unless given.
     https://arxiv.org/abs/2309.00071
+
+    >>> nn.Rotary(scaling=nn.YaRNScaling(4.0, length=2048)).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
     """
 
     factor: float
@@ -167,6 +188,9 @@ class Llama3Scaling(RotaryScaling):
 
     A frequency is low with fewer than `low` periods in `length` positions, and high with more than `high`.
     https://arxiv.org/abs/2407.21783
+
+    >>> nn.Rotary(base=500_000.0, scaling=nn.Llama3Scaling()).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
     """
 
     _: KW_ONLY
@@ -189,6 +213,9 @@ class Rotary(Layer):
     `width` features, all unless given, are rotated. `interleaved` pairs neighbors, as GPT-J does, and otherwise halves,
     as Llama and GPT-NeoX do. `scaling` is LinearScaling, NTKScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling.
     https://arxiv.org/abs/2104.09864, equation 34.
+
+    >>> nn.Rotary(base=500_000.0).fwd(jnp.ones((8, 20, 4, 16)), None)[0].shape
+    (8, 20, 4, 16)
     """
 
     needs_floating_input: ClassVar[bool] = True
@@ -248,6 +275,11 @@ class RelativeBias(Layer):
 
     A pair of positions, integers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
+
+    >>> layer, positions = nn.RelativeBias(heads=4), jnp.arange(20)[None]
+    >>> trainables, _ = layer.init(jax.random.key(0), (positions, positions))
+    >>> layer.fwd((positions, positions), trainables)[0].shape
+    (1, 4, 20, 20)
     """
 
     heads: Size

@@ -40,6 +40,11 @@ class RNNCell(CompositeCell):
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x.
     Parts: input, a Linear (d, features); recurrent, a Linear (features, features) without a bias.
     Elman 1990, https://doi.org/10.1207/s15516709cog1402_1.
+
+    >>> layer, x = mlax.Recurrent(nn.RNNCell(32)), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     features: Size
@@ -81,6 +86,11 @@ class MGUCell(CompositeCell):
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. https://arxiv.org/abs/1603.09420
     Parts: input, a Linear (d, 2 features) for f and n; recurrent and candidate, each a Linear (features, features)
     without a bias, for f and for n.
+
+    >>> layer, x = mlax.Recurrent(nn.MGUCell(32)), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     features: Size
@@ -122,6 +132,11 @@ class GRUCell(CompositeCell):
     - "before" it, `n = tanh(W x + b + U (r h))`, equation 8 of https://arxiv.org/abs/1406.1078.
     Parts: input, a Linear (d, 3 features) for r, z and n. "after": recurrent, a Linear (features, 3 features).
     "before": recurrent, a Linear (features, 2 features) for r and z, and candidate, (features, features), no biases.
+
+    >>> layer, x = mlax.Recurrent(nn.GRUCell(32)), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     features: Size
@@ -169,6 +184,8 @@ class ForgetBias(Initializer):
     """`value` for the forget gate, the second of four, and zero for the others: cells remember from the start.
 
     https://proceedings.mlr.press/v37/jozefowicz15.html
+
+    >>> cell = nn.LSTMCell(32, bias_init=nn.ForgetBias(2.0))
     """
 
     value: float = 1.0
@@ -190,6 +207,11 @@ class LSTMCell(CompositeCell):
       https://www.jmlr.org/papers/v3/gers02a.html
     - `projection`: h' is multiplied by the part project, a Linear (features, projection) without a bias.
       https://arxiv.org/abs/1402.1128
+
+    >>> layer, x = mlax.Recurrent(nn.LSTMCell(32)), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     features: Size
@@ -250,6 +272,11 @@ class ConvLSTMCell(CompositeCell):
     ((h, c), x) to ((h, c), y): x (b, *spatial, channels), the others (b, *spatial, features), in the dtype of x, with
     as many spatial axes as x has, padded so that they keep their sizes. Parts: input, a Conv to 4 features for i, f, u
     and o; recurrent, a Conv without a bias. https://arxiv.org/abs/1506.04214, equation 3, without peepholes.
+
+    >>> layer, x = mlax.Recurrent(nn.ConvLSTMCell(16)), jnp.ones((8, 5, 28, 28, 1))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 5, 28, 28, 16)
     """
 
     features: Size
@@ -294,6 +321,12 @@ class Bidirectional(Composite):
     x (b, t, ...) to y (b, t, ..., forward's width + backward's), in the dtype of x. `backward` is a `Recurrent`
     with `reverse=True`. Both take the carry, or the lengths, or neither: the input is then like theirs, (x, lengths)
     for example, but with a pair of carries, and the output (carries, y).
+
+    >>> forward, backward = mlax.Recurrent(nn.GRUCell(32)), mlax.Recurrent(nn.GRUCell(32), reverse=True)
+    >>> layer, x = nn.Bidirectional(forward, backward), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 64)
     """
 
     forward: Recurrent
@@ -337,6 +370,12 @@ class Stacked(Composite):
     (carries, y). The recurrent layers, each `Recurrent` or `Bidirectional`, must have the same `carry` and `lengths`;
     others, such as `Dropout`, may stand between them. Parts: layer_0, layer_1 and so on. Without carries and lengths,
     `Series` does the same.
+
+    >>> lstm = [mlax.Recurrent(nn.LSTMCell(32), lengths=True) for _ in range(2)]
+    >>> layer, x = nn.Stacked(*lstm, lengths=True), (jnp.ones((8, 20, 16)), jnp.full(8, 15))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     layers: tuple[Layer, ...]

@@ -37,6 +37,11 @@ class WeightNorm(Wrapper):
     kernel's shape, and `kernel/magnitude`, of its size along `axis` and 1 elsewhere, in place of every leaf named
     `kernel` (or `leaf`). Both are initialized so that the kernel is that of `layer`.
     https://arxiv.org/abs/1602.07868, equation 2.
+
+    >>> layer, x = nn.WeightNorm(nn.Linear(32)), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> mlax.paths(trainables)
+    ('bias', 'kernel/direction', 'kernel/magnitude')
     """
 
     has_statistics: ClassVar[bool] = True
@@ -83,6 +88,12 @@ class SpectralNorm(Wrapper):
 
     Trainables: those of `layer`. Non-trainables: those of `layer`, and for every leaf named `kernel` (or `leaf`) its
     singular vectors, `kernel/left` and `kernel/right`, in `accum_dtype`.
+
+    >>> layer, x = nn.SpectralNorm(nn.Conv(16, 3)), jnp.ones((8, 32, 32, 3))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> y, non_trainables = layer.fwd(x, trainables, non_trainables)
+    >>> y.shape
+    (8, 32, 32, 16)
     """
 
     has_statistics: ClassVar[bool] = True

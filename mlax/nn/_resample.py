@@ -14,6 +14,9 @@ class Upsample(Layer):
     `by="nearest"` repeats each position, and "linear" interpolates between two along each axis (bilinear, trilinear).
     With `align_corners=True` the first and the last position stay where they are, else positions are the centers of
     pixels; both as in PyTorch. `factor` is one for all spatial axes or one for each; `layout` is as in `Conv`.
+
+    >>> nn.Upsample(2, by="linear").fwd(jnp.ones((8, 14, 14, 16)), None)[0].shape
+    (8, 28, 28, 16)
     """
 
     factor: Sizes
@@ -42,6 +45,9 @@ class PixelShuffle(Layer):
     In the dtype of the input. After a convolution, this is a learned upsampling (sub-pixel convolution). The channels
     of a pixel are in the order (c, *factor), as in PyTorch. `factor` is one for all spatial axes or one for each;
     `layout` is as in `Conv`. https://arxiv.org/abs/1609.05158, equation 4.
+
+    >>> nn.PixelShuffle(2).fwd(jnp.ones((8, 14, 14, 16)), None)[0].shape
+    (8, 28, 28, 4)
     """
 
     factor: Sizes
@@ -61,6 +67,9 @@ class PixelUnshuffle(Layer):
     """Rearrange pixels into channels, the inverse of `PixelShuffle`.
 
     (b, *spatial, c) to (b, *spatial / factor, c * prod(factor)), in the dtype of the input.
+
+    >>> nn.PixelUnshuffle(2).fwd(jnp.ones((8, 28, 28, 4)), None)[0].shape
+    (8, 14, 14, 16)
     """
 
     factor: Sizes

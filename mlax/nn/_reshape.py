@@ -12,7 +12,11 @@ from mlax.ops import Padding, Sizes, parse_layout
 
 @frozen
 class Flatten(Layer):
-    """Merge all axes after the batch axis: (b, ...) to (b, n), in the dtype of the input."""
+    """Merge all axes after the batch axis: (b, ...) to (b, n), in the dtype of the input.
+
+    >>> nn.Flatten().fwd(jnp.ones((8, 7, 7, 64)), None)[0].shape
+    (8, 3136)
+    """
 
     def init(self, rng, x):
         if x.ndim == 0:
@@ -29,6 +33,9 @@ class Reshape(Layer):
     """Reshape each example: (b, ...) to (b, *shape), in the dtype of the input.
 
     One size of `shape` may be -1, to be inferred.
+
+    >>> nn.Reshape((7, 7, -1)).fwd(jnp.ones((8, 3136)), None)[0].shape
+    (8, 7, 7, 64)
     """
 
     shape: tuple[int, ...]
@@ -72,6 +79,9 @@ class Patches(Layer):
     (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. `strides` are the window's sizes unless
     given. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so that a `Linear` on
     patches is that `Conv`, with its kernel flattened. `padding`, `dilation` and `layout` are as in `Conv`.
+
+    >>> nn.Patches(4).fwd(jnp.ones((8, 32, 32, 3)), None)[0].shape
+    (8, 8, 8, 48)
     """
 
     needs_floating_input: ClassVar[bool] = True
