@@ -13,7 +13,7 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages import link_names, reference_names, space_lists
+from pages import format_examples, format_lists, link_names, reference_names
 
 
 class MlaxExtension(griffe.Extension):
@@ -51,25 +51,6 @@ def _comment(attribute: Any) -> str:
         return ""
     found = re.search(r"  # (?!pyright|noqa|type:)(.+)$", attribute.lines[-1])
     return found[1] if found else ""
-
-
-def format_examples(text: str) -> str:
-    """Turn each `>>>` example into a block of code, followed by what it prints."""
-
-    def fence(match: re.Match[str]) -> str:
-        lines = match[0].split("\n")
-        code = [line.strip()[4:] for line in lines if line.strip().startswith((">>>", "..."))]
-        output = [line.strip() for line in lines if not line.strip().startswith((">>>", "..."))]
-        blocks = [["```python", *code, "```"], ["```text", *output, "```"] if output else []]
-        return "\n\n".join("\n".join(block) for block in blocks if block)
-
-    return re.sub(r"^ *>>> .+(?:\n *\S.*)*", fence, text, flags=re.M)
-
-
-def format_lists(text: str) -> str:
-    """Turn two-column lists of names and descriptions into Markdown lists, and put an empty line before each list."""
-    text = re.sub(r"^(\w+) {2,}(?=\S)", r"- `\1`: ", text, flags=re.M)
-    return space_lists(re.sub(r"^ {6,}(?=\S)", "  ", text, flags=re.M))  # continuation of the second column
 
 
 def _sentence(text: str) -> str:

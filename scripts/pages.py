@@ -107,6 +107,25 @@ def space_lists(markdown: str) -> str:
     return _map_outside_code(markdown, lambda text: re.sub(r"^((?!- |  )\S.*)\n(?=- )", r"\1\n\n", text, flags=re.M))
 
 
+def format_examples(text: str) -> str:
+    """Turn each `>>>` example into a block of code, followed by what it prints."""
+
+    def fence(match: re.Match[str]) -> str:
+        lines = match[0].split("\n")
+        code = [line.strip()[4:] for line in lines if line.strip().startswith((">>>", "..."))]
+        output = [line.strip() for line in lines if not line.strip().startswith((">>>", "..."))]
+        blocks = [["```python", *code, "```"], ["```text", *output, "```"] if output else []]
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    return re.sub(r"^ *>>> .+(?:\n *\S.*)*", fence, text, flags=re.M)
+
+
+def format_lists(text: str) -> str:
+    """Turn two-column lists of names and descriptions into Markdown lists, and put an empty line before each list."""
+    text = re.sub(r"^(\w+) {2,}(?=\S)", r"- `\1`: ", text, flags=re.M)
+    return space_lists(re.sub(r"^ {6,}(?=\S)", "  ", text, flags=re.M))  # continuation of the second column
+
+
 def _map_outside_code(markdown: str, change: Callable[[str], str]) -> str:
     parts, end = [], 0
     for block in FENCED.finditer(markdown):

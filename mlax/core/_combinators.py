@@ -70,6 +70,11 @@ class Series(Composite):
     A layer passed by keyword is a part of that name; the others are named by their class and index, `linear_0`,
     `linear_1`. Name the parts of a model that will be edited, since inserting a layer renumbers them. A plain
     function is wrapped as `F`.
+
+    >>> model, x = mlax.Series(nn.Linear(64), jax.nn.relu, head=nn.Linear(10)), jnp.ones((8, 16))
+    >>> trainables, non_trainables = model.init(jax.random.key(0), x)
+    >>> model.fwd(x, trainables, non_trainables)[0].shape
+    (8, 10)
     """
 
     named: tuple[tuple[str, Layer], ...]
@@ -94,7 +99,12 @@ class Series(Composite):
 
 @frozen
 class Parallel(Composite):
-    """Apply each layer to the same input, and return the tuple of their outputs. Takes and names parts like Series."""
+    """Apply each layer to the same input, and return the tuple of their outputs. Takes and names parts like Series.
+
+    >>> model, x = mlax.Parallel(mean=nn.Linear(4), variance=nn.Linear(4)), jnp.ones((8, 16))
+    >>> trainables, non_trainables = model.init(jax.random.key(0), x)
+    >>> (mean, variance), non_trainables = model.fwd(x, trainables, non_trainables)
+    """
 
     named: tuple[tuple[str, Layer], ...]
 
@@ -124,6 +134,9 @@ class Residual(Composite):
 
     Of several inputs, (x, t), the layer takes all, and its output is added to the first: `layer(x, t) + x`. A plain
     function is wrapped as `F`.
+
+    >>> block = mlax.Residual(mlax.Series(nn.LayerNorm(), nn.MLP((64, 16))))
+    >>> projected = mlax.Residual(nn.Conv(32, 3, strides=2), shortcut=nn.Conv(32, 1, strides=2))
     """
 
     layer: LayerLike

@@ -82,6 +82,11 @@ class Recurrent(Wrapper):
     `lengths=True` the sequence length of each example, integers (b,), comes last in the input, (x, lengths) or
     (carry, x, lengths): past it the carry stays as it is and y is zero. `unroll` is that of `lax.scan`; None is 4 on
     a GPU, where an LSTM then takes two thirds of the time, and 1 elsewhere, where it gains nothing.
+
+    >>> layer, x = mlax.Recurrent(nn.LSTMCell(32)), jnp.ones((8, 20, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 20, 32)
     """
 
     layer: Cell

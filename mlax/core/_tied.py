@@ -26,6 +26,12 @@ class Tied(Wrapper):
     """Compute `layer` with tied weights: `Tied(model, Tie("head/kernel", to="embed/table", transpose=True))`.
 
     Variables: those of `layer` without the tied leaves. The gradient of a leaf sums over all its uses.
+
+    >>> model = mlax.Series(embed=nn.Embed(100, 16), head=nn.Linear(100, bias=False))
+    >>> tied = mlax.Tied(model, mlax.Tie("head/kernel", to="embed/table", transpose=True))
+    >>> trainables, _ = tied.init(jax.random.key(0), jnp.zeros((8, 20), "int32"))
+    >>> mlax.paths(trainables)
+    ('embed/table',)
     """
 
     ties: tuple[Tie, ...]

@@ -57,6 +57,11 @@ class Remat(Wrapper):
 
     `policy`, one of `jax.checkpoint_policies`, selects residuals to store nevertheless; None stores the inputs only.
     `prevent_cse=False` is right inside a scan, where XLA cannot merge the recomputation with the forward pass.
+
+    >>> layer, x = mlax.Remat(nn.MLP((64, 16))), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 16)
     """
 
     _: KW_ONLY
@@ -77,6 +82,11 @@ class Map(Wrapper):
 
     `variables` is the `in_axes` of the variables: None shares one set between the slices; 0 gives each slice its
     own, stacked on a leading axis under the name "stacked". A layer with state needs `variables=0`.
+
+    >>> layer, x = mlax.Map(nn.Conv(16, 3), axis=1), jnp.ones((8, 5, 28, 28, 3))  # each of 5 frames
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> layer.fwd(x, trainables, non_trainables)[0].shape
+    (8, 5, 28, 28, 16)
     """
 
     _: KW_ONLY
@@ -130,6 +140,11 @@ class Repeat(Wrapper):
     - "scan" compiles the layer once, however large `times` is;
     - "remat" is a scan that stores only each layer's input for the backward pass;
     - "unroll" traces the layer `times` times, which takes longer to compile and may run faster.
+
+    >>> layer, x = mlax.Repeat(mlax.Residual(nn.MLP((64, 16))), times=12), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> mlax.get(trainables, "stacked/layer/linear_0/kernel").shape
+    (12, 16, 64)
     """
 
     times: int

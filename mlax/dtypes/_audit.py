@@ -36,7 +36,7 @@ class DtypeError(TypeError):
 
 
 def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> tuple[DtypeViolation, ...]:
-    """List the operations of `function(*args, **kwargs)` that leave `dtype`, in the order they run.
+    """A dtype audit: list the operations of `function(*args, **kwargs)` that leave `dtype`, in the order they run.
 
     Arrays and `jax.ShapeDtypeStruct`s anywhere in the arguments are traced; every other leaf is static.
     `dtype=None` declares the one floating dtype of the traced arguments. Nothing is computed, and only the

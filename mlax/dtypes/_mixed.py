@@ -11,7 +11,7 @@ from mlax.core import DType, Layer, Wrapper, all_layers, check_layer, frozen, ma
 
 @frozen
 class Mixed(Wrapper):
-    """Compute `layer` in another dtype than its weights are stored in.
+    """A boundary of mixed precision: compute `layer` in another dtype than its weights are stored in.
 
     Floating inputs and trainables are cast to `compute`, and floating outputs to `output` (None: not cast).
     Trainables are initialized and stored in `param_dtype`. State is not cast, since running statistics need more
@@ -65,15 +65,23 @@ def cast(tree: Any, dtype: DType) -> Any:
 
 
 def mixed_bfloat16(model: Layer) -> Mixed:
-    """The model with float32 weights, bfloat16 computation, float32 statistics and float32 outputs.
+    """Mixed precision in bfloat16: the model with float32 weights, bfloat16 computation, float32 statistics and float32
+    outputs.
 
     The default choice for training on GPUs and TPUs; needs no loss scaling.
+
+    >>> model, x = dtypes.mixed_bfloat16(nn.MLP((64, 10))), jnp.ones((8, 16))
+    >>> trainables, non_trainables = model.init(jax.random.key(0), x)
+    >>> y, non_trainables = model.fwd(x, trainables, non_trainables)
+    >>> y.dtype, mlax.get(trainables, "linear_0/kernel").dtype
+    (dtype('float32'), dtype('float32'))
     """
     return Mixed(_with_wide_statistics(model), compute="bfloat16")
 
 
 def mixed_float16(model: Layer) -> Mixed:
-    """The model with float32 weights, float16 computation, float32 statistics and float32 outputs.
+    """Mixed precision in float16: the model with float32 weights, float16 computation, float32 statistics and float32
+    outputs.
 
     For GPUs without bfloat16; small gradients underflow in float16, so scale the loss.
     """

@@ -79,7 +79,7 @@ class ChannelDropout(_RandomDrop):
 
 @frozen
 class PathDropout(_RandomDrop):
-    """Stochastic depth: set each example to 0 with probability `rate` and divide the others by `1 - rate`.
+    """Stochastic depth (drop path): set each example to 0 with probability `rate` and divide the others by `1 - rate`.
 
     (b, ...), of any rank; shape and dtype of the input. The identity in inference mode and at rate 0. As the last part
     of a residual block it is stochastic depth, https://arxiv.org/abs/1603.09382, with the factor of equation 5 moved

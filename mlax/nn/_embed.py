@@ -14,7 +14,8 @@ Combine = Literal["sum", "mean", "max"]
 
 @frozen
 class Embed(Layer):
-    """An embedding table, looked up by integers: (...) integers to (..., width), in the table's dtype.
+    """An embedding table (token embeddings), looked up by integers: (...) integers to (..., width), in the table's
+    dtype.
 
     Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN. The row of the index
     `padding` is initially zero, and gets no gradient.
@@ -48,7 +49,7 @@ class Embed(Layer):
 
 @frozen
 class EmbedBag(Layer):
-    """Combine the embeddings of several integers: (..., n) integers to (..., width), in the table's dtype.
+    """A bag of embeddings: combine those of several integers, (..., n) integers to (..., width), in the table's dtype.
 
     `by` says how: their sum, mean or maximum. The index `padding` is left out, its row is initially zero and gets no
     gradient. The input may also be a pair of the integers and, in the same shape, booleans that say which of them

@@ -36,7 +36,7 @@ class Position(Layer):
 
 @frozen
 class KeyValueCache(Layer):
-    """Append keys and values to those of all tokens so far, for attention in decoding.
+    """A KV cache: append keys and values to those of all tokens so far, for attention in decoding.
 
     A dict of key (b, t, g, k), value (b, t, g, w) and positions (t,) or (b, t), consecutive in each row, to a dict of
     the same with all that can still be attended to: (b, s, g, k), (b, s, g, w) and (b, s), where empty slots have a

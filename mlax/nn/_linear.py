@@ -57,7 +57,7 @@ class Linear(Layer):
 
 @frozen
 class Bias(Layer):
-    """Add a learned array with the input's sizes along `axes`, broadcast along the others.
+    """A learned bias: add an array with the input's sizes along `axes`, broadcast along the others.
 
     Shape and dtype of the input. Trainables: bias, whose first axis is the first of `axes`.
 
@@ -82,7 +82,7 @@ class Bias(Layer):
 
 @frozen
 class Scaler(Layer):
-    """Multiply by a learned array with the input's sizes along `axes`, broadcast along the others.
+    """A learned scale: multiply by an array with the input's sizes along `axes`, broadcast along the others.
 
     Shape and dtype of the input. Trainables: scale, whose first axis is the first of `axes`.
 

@@ -45,6 +45,11 @@ class LoRA(Wrapper):
 
     and take gradients with respect to `lora` of a loss of `mlax.merge(lora, pretrained)`; `nn.merge_lora` then gives
     the trainables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
+
+    >>> layer, x = nn.LoRA(nn.Linear(32), rank=4), jnp.ones((8, 16))
+    >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
+    >>> mlax.paths(trainables)
+    ('bias', 'kernel', 'lora/down', 'lora/up')
     """
 
     layer: Linear

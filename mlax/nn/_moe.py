@@ -16,7 +16,8 @@ from mlax.dtypes import cast
 
 @frozen
 class MoE(Composite):
-    """Mixture of experts: each token goes to the `k` experts that a router chooses; their outputs are summed by gates.
+    """A mixture of experts (MoE): each token goes to the `k` experts that a router chooses; their outputs are summed by
+    gates.
 
     (b, ..., d) to ((b, ..., f), {"balance": (b,), "z": (b,)}): the output, and the router's two losses, to be added to
     the training loss with small factors such as 0.01 and 0.001. The tokens of one row of the batch, over all axes

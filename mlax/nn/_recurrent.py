@@ -81,7 +81,7 @@ class RNNCell(CompositeCell):
 
 @frozen
 class MGUCell(CompositeCell):
-    """The minimal gated unit, with one gate f: `y = h' = (1 - f) h + f n`, with `n = tanh(W x + b + U (f h))`.
+    """A minimal gated unit (MGU) cell, with one gate f: `y = h' = (1 - f) h + f n`, with `n = tanh(W x + b + U (f h))`.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. https://arxiv.org/abs/1603.09420
     Parts: input, a Linear (d, 2 features) for f and n; recurrent and candidate, each a Linear (features, features)
@@ -125,7 +125,8 @@ class MGUCell(CompositeCell):
 
 @frozen
 class GRUCell(CompositeCell):
-    """The gated recurrent unit: `y = h' = z h + (1 - z) n`, with update gate z, reset gate r and candidate n.
+    """A GRU cell, the gated recurrent unit: `y = h' = z h + (1 - z) n`, with update gate z, reset gate r and candidate
+    n.
 
     (h, x) to (h, y): h and y (b, features), x (b, d), in the dtype of x. `reset` says where r acts:
     - "after" the product, `n = tanh(W x + b + r (U h + c))`, as in cuDNN and PyTorch;
@@ -181,7 +182,8 @@ class GRUCell(CompositeCell):
 
 @frozen
 class ForgetBias(Initializer):
-    """`value` for the forget gate, the second of four, and zero for the others: cells remember from the start.
+    """A forget gate bias: `value` for the forget gate, the second of four, and zero for the others, so that cells
+    remember from the start.
 
     https://proceedings.mlr.press/v37/jozefowicz15.html
 
@@ -197,7 +199,8 @@ class ForgetBias(Initializer):
 
 @frozen
 class LSTMCell(CompositeCell):
-    """The long short-term memory: `c' = f c + i u`, and `y = h' = o tanh(c')`, with cell state c and gates i, f, o.
+    """An LSTM cell, the long short-term memory: `c' = f c + i u`, and `y = h' = o tanh(c')`, with cell state c and
+    gates i, f, o.
 
     ((h, c), x) to ((h, c), y): c (b, features), h and y (b, features) or, with a `projection`, (b, projection),
     x (b, d), in the dtype of x. The gates i, f and o are sigmoids and u a tanh of `input(x) + recurrent(h)`.

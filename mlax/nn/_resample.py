@@ -40,7 +40,7 @@ class Upsample(Layer):
 
 @frozen
 class PixelShuffle(Layer):
-    """Rearrange channels into pixels: (b, *spatial, c * prod(factor)) to (b, *spatial * factor, c).
+    """Pixel shuffle (depth to space): (b, *spatial, c * prod(factor)) to (b, *spatial * factor, c).
 
     In the dtype of the input. After a convolution, this is a learned upsampling (sub-pixel convolution). The channels
     of a pixel are in the order (c, *factor), as in PyTorch. `factor` is one for all spatial axes or one for each;
@@ -64,7 +64,7 @@ class PixelShuffle(Layer):
 
 @frozen
 class PixelUnshuffle(Layer):
-    """Rearrange pixels into channels, the inverse of `PixelShuffle`.
+    """Pixel unshuffle (space to depth): rearrange pixels into channels, the inverse of `PixelShuffle`.
 
     (b, *spatial, c) to (b, *spatial / factor, c * prod(factor)), in the dtype of the input.
 

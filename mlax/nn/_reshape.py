@@ -12,7 +12,7 @@ from mlax.ops import Padding, Sizes, parse_layout
 
 @frozen
 class Flatten(Layer):
-    """Merge all axes after the batch axis: (b, ...) to (b, n), in the dtype of the input.
+    """Flatten all axes after the batch axis into one: (b, ...) to (b, n), in the dtype of the input.
 
     >>> nn.Flatten().fwd(jnp.ones((8, 7, 7, 64)), None)[0].shape
     (8, 3136)
@@ -74,7 +74,7 @@ class Reshape(Layer):
 
 @frozen
 class Patches(Layer):
-    """Extract patches: the elements of each window as one vector of features.
+    """Patch extraction (im2col), as in a vision transformer: the elements of each window as one vector of features.
 
     (b, *spatial, c) to (b, *windows, window * c), in the dtype of the input. `strides` are the window's sizes unless
     given. The features are in the order of the axes of a `Conv`'s kernel in the same layout, so that a `Linear` on

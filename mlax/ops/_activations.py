@@ -13,13 +13,13 @@ from mlax.ops._checks import check_same_dtype
 
 
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`max(x, 0) ** 2`, in the dtype of `x`. https://arxiv.org/abs/2109.08668, section 3."""
+    """The squared ReLU: `max(x, 0) ** 2`, in the dtype of `x`. https://arxiv.org/abs/2109.08668, section 3."""
     positive = jax.nn.relu(x)
     return positive * positive
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x * sigmoid(1.702 x)`, in the dtype of `x`: the GELU that CLIP was trained with.
+    """Quick GELU: `x * sigmoid(1.702 x)`, in the dtype of `x`: the GELU that CLIP was trained with.
 
     https://arxiv.org/abs/1606.08415, section 2.
     """
@@ -27,7 +27,8 @@ def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def prelu(x: Float[Array, "..."], slope: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x` where it is positive and `slope * x` elsewhere, in the dtype of `x`; the slope is over the last axes of `x`.
+    """The parametric ReLU: `x` where it is positive and `slope * x` elsewhere, in the dtype of `x`; the slope is over
+    the last axes of `x`.
 
     https://arxiv.org/abs/1502.01852, equation 1.
     """
@@ -36,7 +37,8 @@ def prelu(x: Float[Array, "..."], slope: Float[Array, "..."]) -> Float[Array, ".
 
 
 def snake(x: Float[Array, "..."], frequency: float = 1.0) -> Float[Array, "..."]:
-    """`x + sin(frequency x)^2 / frequency`, in the dtype of `x`: the identity plus a periodic function.
+    """The Snake activation: `x + sin(frequency x)^2 / frequency`, in the dtype of `x`: the identity plus a periodic
+    function.
 
     https://arxiv.org/abs/2006.08195, equation 3.
     """
@@ -45,7 +47,7 @@ def snake(x: Float[Array, "..."], frequency: float = 1.0) -> Float[Array, "..."]
 
 
 def soft_cap(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """`cap * tanh(x / cap)`, in the dtype of `x`: close to the identity around 0, and bounded by `cap`.
+    """Soft capping: `cap * tanh(x / cap)`, in the dtype of `x`: close to the identity around 0, and bounded by `cap`.
 
     Used on logits by Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
@@ -55,7 +57,9 @@ def soft_cap(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
 def glu(
     gate: Float[Array, "..."], value: Float[Array, "..."], activation: Callable[[jax.Array], jax.Array]
 ) -> Float[Array, "..."]:
-    """`activation(gate) * value`, in the dtype of both. https://arxiv.org/abs/2002.05202, equations 4 and 5."""
+    """A gated linear unit (GLU): `activation(gate) * value`, in the dtype of both. https://arxiv.org/abs/2002.05202,
+    equations 4 and 5.
+    """
     check_same_dtype("glu", gate=gate, value=value)
     return activation(gate) * value
 
@@ -63,7 +67,7 @@ def glu(
 def softmax(
     x: Float[Array, "..."], visible: Bool[Array, "..."] | None = None, *, axis: int = -1, accum_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """`exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`, or in `accum_dtype` with one cast at the end.
+    """Softmax: `exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`, or in `accum_dtype` with one cast at the end.
 
     Elements that are not `visible` count as minus infinity; where none is visible the result is 0, not NaN.
     (`jax.nn.softmax` sums float16 and bfloat16 in float32.)

@@ -39,7 +39,8 @@ def attention(
     accum_dtype: Any = None,
     implementation: AttentionBackend | None = None,
 ) -> Float[Array, "b t h w"]:
-    """`softmax(softcap(scale * q k) + bias) v` for each head, in the dtype of `q`; h is a multiple of g.
+    """Scaled dot-product attention: `softmax(softcap(scale * q k) + bias) v` for each head, in the dtype of `q`; h is a
+    multiple of g.
 
     The softmax and the sums of products are computed in `accum_dtype` if given. `scale` is 1 / sqrt(k) unless given;
     `softcap` c maps a score x to c * tanh(x / c). A query attends to a key unless one of these masks it:

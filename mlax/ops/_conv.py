@@ -36,7 +36,7 @@ def conv(
     precision: jax.lax.PrecisionLike = None,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The sum of each window of `x` times `kernel` (not flipped), plus `bias`, in the dtype of `x`.
+    """Convolution: the sum of each window of `x` times `kernel` (not flipped), plus `bias`, in the dtype of `x`.
 
     (b, *spatial, c) and (f, *window, c / groups) to (b, *spatial, f), or as in `layout`. Each group of channels
     gives its own f / groups features. Products are summed in `accum_dtype` if given.
@@ -83,7 +83,8 @@ def conv_transpose(
     precision: jax.lax.PrecisionLike = None,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The sum of one window for each position of `x`, its values times `kernel`, plus `bias`, in the dtype of `x`.
+    """Transposed convolution: the sum of one window for each position of `x`, its values times `kernel`, plus `bias`,
+    in the dtype of `x`.
 
     (b, *spatial, c) and (f, *window, c / groups) to (b, *larger, f), or as in `layout`. Neighboring windows are
     `strides` apart, and `padding` is cropped from both ends: n positions, windows that span k positions and a stride s

@@ -17,7 +17,7 @@ SELU_FLOOR = 1.6732632423543772848170429916717 * 1.05070098735548049341933498529
 def dropout(
     x: Float[Array, "..."], rng: jax.Array, rate: float, *, axes: tuple[int, ...] | None = None
 ) -> Float[Array, "..."]:
-    """Set each element to 0 with probability `rate`, and divide the others by `1 - rate`.
+    """Dropout: set each element to 0 with probability `rate`, and divide the others by `1 - rate`.
 
     Given `axes`, elements that differ only along other axes are kept or dropped together; None: each independently.
     """
@@ -29,7 +29,8 @@ def dropout(
 
 
 def alpha_dropout(x: Float[Array, "..."], rng: jax.Array, rate: float) -> Float[Array, "..."]:
-    """Set each element to the negative limit of SELU with probability `rate`, then scale and shift all of them.
+    """Alpha dropout: set each element to the negative limit of SELU with probability `rate`, then scale and shift all
+    of them.
 
     Elements of mean 0 and variance 1 keep both. https://arxiv.org/abs/1706.02515, section 3.
     """

@@ -22,7 +22,7 @@ def linear(
     precision: lax.PrecisionLike = None,
     accum_dtype: Any = None,
 ) -> Float[Array, "... f"]:
-    """`x @ kernel + bias`, in the dtype of `x`; products are summed in `accum_dtype` if given."""
+    """A linear map: `x @ kernel + bias`, in the dtype of `x`; products are summed in `accum_dtype` if given."""
     if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"linear: the input has the shape {x.shape} but the kernel {kernel.shape}; "
@@ -58,7 +58,7 @@ def tied_logits(
 def embedding(
     x: Integer[Array, "..."], table: Float[Array, "v d"], *, padding: int | None = None
 ) -> Float[Array, "... d"]:
-    """The row of `table` for each index in `x`, in the dtype of the table.
+    """Embedding lookup: the row of `table` for each index in `x`, in the dtype of the table.
 
     An index out of bounds gives NaN, and no gradient, so that the mistake shows; `padding` gives no gradient either.
     """
@@ -75,7 +75,7 @@ def embedding_bag(
     by: Literal["sum", "mean", "max"] = "mean",
     padding: int | None = None,
 ) -> Float[Array, "... d"]:
-    """The sum, mean or maximum of the rows of `table` for the indices along the last axis of `x`.
+    """A bag of embeddings: the sum, mean or maximum of the rows of `table` for the indices along the last axis of `x`.
 
     `weights` are booleans that say which indices count, or, for the sum, numbers to multiply the rows with. `padding`
     does not count. Where none counts the result is 0.

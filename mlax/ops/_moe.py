@@ -25,7 +25,8 @@ class Routes(NamedTuple):
 
 
 def route(logits: Float[Array, "b t e"], k: int, *, renormalize: bool = True) -> Routes:
-    """The `k` most probable experts of each token by the softmax of `logits`, in the dtype of `logits`.
+    """Routing of a mixture of experts: the `k` most probable experts of each token by the softmax of `logits`, in the
+    dtype of `logits`.
 
     A gate is the expert's probability, divided by the sum of the k unless k is 1 or `renormalize=False`.
     The balance loss is equation 4 of https://arxiv.org/abs/2101.03961 without its factor alpha, with the k choices of

@@ -24,7 +24,8 @@ def batch_norm(
     axis: int = -1,
     eps: float = 1e-5,
 ) -> Float[Array, "..."]:
-    """`(x - mean) / sqrt(var + eps) * scale + shift` for each channel along `axis`, in the dtype of `x`.
+    """Batch normalization: `(x - mean) / sqrt(var + eps) * scale + shift` for each channel along `axis`, in the dtype
+    of `x`.
 
     It is computed in the dtype of the statistics, and the result cast once, at the end.
     """
@@ -82,7 +83,7 @@ def layer_norm(
     eps: float = 1e-5,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """`(x - mean) / sqrt(var + eps) * scale + shift` over `axes`, in the dtype of `x`.
+    """Layer normalization: `(x - mean) / sqrt(var + eps) * scale + shift` over `axes`, in the dtype of `x`.
 
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
@@ -100,7 +101,7 @@ def rms_norm(
     eps: float = 1e-6,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """`x / sqrt(mean(x * x) + eps) * scale` over `axes`, in the dtype of `x`.
+    """RMS normalization: `x / sqrt(mean(x * x) + eps) * scale` over `axes`, in the dtype of `x`.
 
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
@@ -120,7 +121,8 @@ def group_norm(
     eps: float = 1e-5,
     accum_dtype: Any = None,
 ) -> Float[Array, "b ..."]:
-    """Normalize to mean 0 and variance 1 over each group of channels and all axes but the batch, then scale and shift.
+    """Group normalization: normalize to mean 0 and variance 1 over each group of channels and all axes but the batch,
+    then scale and shift.
 
     The channels, c of them, are along `axis`; each group is contiguous. In the dtype of `x`, computed in `accum_dtype`
     if given.
@@ -157,7 +159,8 @@ def local_response_norm(
     axis: int = -1,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """`x / (k + alpha * mean(x * x)) ** beta`, the mean over `size` neighboring channels, in the dtype of `x`.
+    """Local response normalization: `x / (k + alpha * mean(x * x)) ** beta`, the mean over `size` neighboring channels,
+    in the dtype of `x`.
 
     The channels are along `axis`; those beyond the first and the last count as 0. It is computed in `accum_dtype` if
     given. https://papers.nips.cc/paper/4824, section 3.3, with PyTorch's mean in place of the sum.

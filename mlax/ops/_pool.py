@@ -40,7 +40,7 @@ def pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """Reduce the elements of each window, in order: (b, *spatial, c) to (b, *windows, c), in the dtype of `x`.
+    """Pooling: reduce the elements of each window, in order: (b, *spatial, c) to (b, *windows, c), in the dtype of `x`.
 
     `combine(a, b)` is associative and `start` is its identity, `combine(start, a) == a`; the padding holds it.
     `strides` are the window's sizes unless given. `ceil` lets the last window extend beyond the end. It is computed in
@@ -63,7 +63,7 @@ def max_pool(
     ceil: bool = False,
     layout: str = "channel_last",
 ) -> Float[Array, "..."]:
-    """The maximum of each window; NaN if one is. The rest is as in `pool`.
+    """Max pooling: the maximum of each window; NaN if one is. The rest is as in `pool`.
 
     The gradient goes to the first of equal elements, in row-major order, as in PyTorch.
     """
@@ -92,7 +92,8 @@ def mean_pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The mean of each window, over the elements of `x` in it, or over the padding too if `count_padding`.
+    """Average pooling: the mean of each window, over the elements of `x` in it, or over the padding too if
+    `count_padding`.
 
     Positions beyond the padding (by `ceil`) never count. The rest is as in `pool`.
     """
@@ -120,7 +121,7 @@ def global_pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the dtype of `x`.
+    """Global pooling: the mean, maximum or sum over all positions: (b, *spatial, c) to (b, c), in the dtype of `x`.
 
     With `keep_axes` the spatial axes remain, of size 1. Sums are taken in `accum_dtype` if given. The gradient of the
     maximum goes to the first of equal elements.
@@ -140,7 +141,7 @@ def adaptive_pool(
     layout: str = "channel_last",
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """The mean, maximum or sum of each of `size` bins along each spatial axis, in the dtype of `x`.
+    """Adaptive pooling: the mean, maximum or sum of each of `size` bins along each spatial axis, in the dtype of `x`.
 
     Bin i of m over n positions is PyTorch's: from floor(i n / m) up to ceil((i + 1) n / m), so that bins overlap
     where m does not divide n. A size of None leaves its axis as it is.
@@ -174,7 +175,8 @@ def patches(
     dilation: Sizes = 1,
     layout: str = "channel_last",
 ) -> Float[Array, "..."]:
-    """The elements of each window as features: (b, *spatial, c) to (b, *windows, window * c), in the dtype of `x`.
+    """Patch extraction: the elements of each window as features: (b, *spatial, c) to (b, *windows, window * c), in the
+    dtype of `x`.
 
     They are in the order of a kernel's axes in the layout, so that a convolution is the product of the patches with
     its flattened kernel. `strides` are the window's sizes unless given.

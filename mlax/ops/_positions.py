@@ -23,7 +23,8 @@ def sinusoids(
     base: float = 10_000.0,
     accum_dtype: Any = "float32",
 ) -> Float[Array, "*t {width}"]:
-    """Alternating sines and cosines of each position, `width` of them, with frequencies from 1 to 1 / base.
+    """Sinusoidal position embeddings: alternating sines and cosines of each position, `width` of them, with frequencies
+    from 1 to 1 / base.
 
     They are computed in `accum_dtype`, or `dtype` if that is wider or None is given, for positions as in `rotary`.
     https://arxiv.org/abs/1706.03762, section 3.5.
@@ -45,7 +46,8 @@ def rotary(
     magnitude: float = 1.0,
     accum_dtype: Any = "float32",
 ) -> Float[Array, "b t h k"]:
-    """Rotate each pair of features by position times the pair's frequency, in the dtype of `x`.
+    """Rotary position embeddings (RoPE): rotate each pair of features by position times the pair's frequency, in the
+    dtype of `x`.
 
     `frequencies` are `rotary_frequencies(k)` unless given; n of them rotate the first 2n features and leave the rest.
     Feature i is paired with i + n, as in Llama's weights, or 2i with 2i + 1 if `interleaved`, as in the paper:
@@ -155,7 +157,7 @@ def llama3_frequencies(
 def alibi(
     heads: int, queries: Integer[Array, " t"], keys: Integer[Array, " s"], dtype: Any
 ) -> Float[Array, "1 {heads} t s"]:
-    """The bias `-slope * |query position - key position|` to add to scores (b, h, t, s), in `dtype`.
+    """ALiBi: the bias `-slope * |query position - key position|` to add to scores (b, h, t, s), in `dtype`.
 
     `attention(..., alibi=True)` adds the same without storing it.
     """
@@ -184,7 +186,9 @@ def relative_bias(
     bidirectional: bool = True,
     farthest: int = 128,
 ) -> Float[Array, "b h t s"]:
-    """The row of `table` for the bucket of each distance between positions, heads first, in the table's dtype."""
+    """Relative position bias: the row of `table` for the bucket of each distance between positions, heads first, in the
+    table's dtype.
+    """
     offsets = keys[:, None, :] - queries[:, :, None]  # (b, t, s), positive where the key is ahead
     buckets = relative_buckets(offsets, table.shape[0], bidirectional=bidirectional, farthest=farthest)
     return jnp.moveaxis(gather_rows(table, buckets, mode="clip"), -1, 1)

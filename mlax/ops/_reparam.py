@@ -13,7 +13,9 @@ from mlax.ops._checks import check_same_dtype
 def weight_norm(
     direction: Float[Array, "..."], magnitude: Float[Array, "..."], *, axis: int = -1, accum_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """`magnitude * direction / norm(direction)`, the norm over all axes but `axis`, in the dtype of `direction`."""
+    """Weight normalization: `magnitude * direction / norm(direction)`, the norm over all axes but `axis`, in the dtype
+    of `direction`.
+    """
     check_same_dtype("weight_norm", direction=direction, magnitude=magnitude)
     length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
     wide = lax.convert_element_type(direction, length.dtype)
@@ -35,7 +37,8 @@ def spectral_norm(
     axis: int = -1,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "..."]:
-    """`kernel / (left @ matrix @ right)`, where `matrix` is the kernel with `axis` as rows and the rest flattened.
+    """Spectral normalization: `kernel / (left @ matrix @ right)`, where `matrix` is the kernel with `axis` as rows and
+    the rest flattened.
 
     In the dtype of the kernel, computed in that of the singular vectors, which gradients treat as constants.
     """

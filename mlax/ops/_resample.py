@@ -25,7 +25,7 @@ def upsample(
     align_corners: bool = False,
     layout: str = "channel_last",
 ) -> Float[Array, "..."]:
-    """Each spatial axis `factor` times as long: (b, *spatial, c) to (b, *larger, c), in the dtype of `x`.
+    """Upsampling by `factor` along each spatial axis: (b, *spatial, c) to (b, *larger, c), in the dtype of `x`.
 
     "nearest" repeats each position; "linear" interpolates between two along each axis (bilinear, trilinear), as
     PyTorch does. The positions are the centers of pixels, the first and the last of which are repeated at the border,
@@ -41,7 +41,7 @@ def upsample(
 
 
 def pixel_shuffle(x: Array, factor: Sizes, *, layout: str = "channel_last") -> Array:
-    """Channels to pixels: (b, *spatial, c * prod(factor)) to (b, *spatial * factor, c), in the dtype of `x`.
+    """Pixel shuffle: (b, *spatial, c * prod(factor)) to (b, *spatial * factor, c), in the dtype of `x`.
 
     The channels of a pixel are in the order (c, *factor), as in PyTorch. https://arxiv.org/abs/1609.05158, equation 4.
     """
@@ -58,7 +58,7 @@ def pixel_shuffle(x: Array, factor: Sizes, *, layout: str = "channel_last") -> A
 
 
 def pixel_unshuffle(x: Array, factor: Sizes, *, layout: str = "channel_last") -> Array:
-    """Pixels to channels: (b, *spatial, c) to (b, *spatial / factor, c * prod(factor)), in the dtype of `x`.
+    """Pixel unshuffle: (b, *spatial, c) to (b, *spatial / factor, c * prod(factor)), in the dtype of `x`.
 
     The inverse of `pixel_shuffle`.
     """

@@ -17,7 +17,7 @@ CANDIDATE, OUTPUT = 2, 3  # among an LSTM's gates: input, forget, candidate, out
 def gru(
     ahead: Float[Array, "... g"], product: Float[Array, "... g"], h: Float[Array, "... f"]
 ) -> Float[Array, "... f"]:
-    """The next `h` of a GRU whose reset gate acts after the product with `h`, in one dtype.
+    """A GRU step: the next `h` of a GRU whose reset gate acts after the product with `h`, in one dtype.
 
     `ahead` comes from the input and `product` from `h`, each the reset, update and candidate gates concatenated.
     """
@@ -33,7 +33,7 @@ def blend(
 
 
 def lstm(gates: Float[Array, "... g"], c: Float[Array, "... f"]) -> tuple[Float[Array, "... f"], Float[Array, "... f"]]:
-    """The next cell state and the output, (c, h), of an LSTM, in one dtype: `c' = f c + i u` and `h = o tanh(c')`.
+    """An LSTM step, `c' = f c + i u` and `h = o tanh(c')`: the next cell state and the output, (c, h), in one dtype.
 
     `gates` are the input, forget, candidate and output gates before their activations, concatenated.
     """

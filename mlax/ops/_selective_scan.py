@@ -23,7 +23,8 @@ def selective_scan(
     chunk: int = 32,
     accum_dtype: Any = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b c n"]]:
-    """Run a linear recurrence over time whose coefficients depend on the input: its outputs, and the last state.
+    """The selective scan of Mamba: run a linear recurrence over time whose coefficients depend on the input: its
+    outputs, and the last state.
 
         state = exp(-step * exp(log_rate)) * state + step * write * x
         y     = sum(read * state) + skip * x

@@ -138,7 +138,7 @@ def sizes_per_axis(name: str, what: str, value: Sizes, x: Any, layout: Layout, l
 def pad(
     x: Float[Array, "..."], axes: tuple[int, ...], widths: tuple[tuple[int, int], ...], pad_with: PadWith = "zeros"
 ) -> Float[Array, "..."]:
-    """`x` padded by (before, after) along each of `axes`, in its dtype.
+    """Padding: `x` padded by (before, after) along each of `axes`, in its dtype.
 
     The padding holds zeros; the elements of the other end ("circular"); the mirror image about the last element, which
     is not repeated ("reflect"); or the last element, repeated ("edge").

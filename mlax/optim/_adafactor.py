@@ -13,12 +13,17 @@ from mlax.optim._trees import moving_average
 
 @frozen
 class Adafactor(Leafwise):
-    """`g` over the root of a mean square that is factored into two vectors, in steps relative to the weights.
+    """Adafactor: `g` over the root of a mean square that is factored into two vectors, in steps relative to the
+    weights.
 
     The two longest axes are factored, if both have at least `min_dim_size_to_factor` elements. A step is `rate`, at
     most `1 / sqrt(t)`, times the root mean square (RMS) of the weights, at least `scale_eps`; its RMS is at most
     `clip`. Algorithms 4 and 5 of https://arxiv.org/abs/1804.04235. `decayed` as in `AdamW`. Slots: rows, without the
     second of the factored axes, and columns, without the first; square, for leaves that are not factored.
+
+    >>> optimizer = optim.Adafactor()
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'rows', 'columns')
     """
 
     rate: Rate = 0.01

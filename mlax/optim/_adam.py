@@ -16,9 +16,14 @@ from mlax.optim._trees import moving_average, norm, trust_ratio
 
 @frozen
 class Adam(Leafwise):
-    """`w - rate * mean / (sqrt(square) + eps)`, with bias-corrected moving averages of the gradient and its square.
+    """Adam: `w - rate * mean / (sqrt(square) + eps)`, with bias-corrected moving averages of the gradient and its
+    square.
 
     Algorithm 1 of https://arxiv.org/abs/1412.6980. Slots: mean, square.
+
+    >>> optimizer = optim.Adam(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     elementwise = True
@@ -51,10 +56,14 @@ def adam_direction(now: Hyperparams, mean: jax.Array, square: jax.Array) -> jax.
 
 @frozen
 class AdamW(Adam):
-    """Adam with decoupled weight decay: also subtracts `rate * decay * w` from leaves that match `decayed`.
+    """AdamW, Adam with decoupled weight decay: also subtracts `rate * decay * w` from leaves that match `decayed`.
 
     Without patterns, from leaves named kernel or table. Algorithm 2 of https://arxiv.org/abs/1711.05101.
     Slots: mean, square.
+
+    >>> optimizer = optim.AdamW(optim.WarmupCosine(3e-4, warmup=1_000, total=100_000), decay=0.1)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     decay: NonNegative = 0.01
@@ -67,10 +76,14 @@ class AdamW(Adam):
 
 @frozen
 class AMSGrad(Adam):
-    """Adam with the maximum so far of the mean square in place of the mean square.
+    """AMSGrad: Adam with the maximum so far of the mean square in place of the mean square.
 
     Algorithm 2 of https://openreview.net/forum?id=ryQu7f-RZ, with Adam's bias correction.
     Slots: mean, square, largest.
+
+    >>> optimizer = optim.AMSGrad(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'largest')
     """
 
     def leaf_slots(self, path, w):
@@ -84,10 +97,14 @@ class AMSGrad(Adam):
 
 @frozen
 class NAdam(Adam):
-    """Adam with Nesterov momentum, which grows to `b1` at a speed set by `momentum_decay`.
+    """NAdam: Adam with Nesterov momentum, which grows to `b1` at a speed set by `momentum_decay`.
 
     Algorithm 8 and section 3 of https://cs229.stanford.edu/proj2015/054_report.pdf.
     Slots: mean, square. Scalar: product, of the momenta so far.
+
+    >>> optimizer = optim.NAdam(2e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'product')
     """
 
     momentum_decay: NonNegative = 4e-3
@@ -109,9 +126,14 @@ class NAdam(Adam):
 
 @frozen
 class RAdam(Adam):
-    """Adam times a rectification of the variance of its mean square; the mean alone in steps where that is unknown.
+    """Rectified Adam: Adam times a rectification of the variance of its mean square, or its mean alone in steps where
+    that variance is unknown.
 
     Algorithm 2 of https://arxiv.org/abs/1908.03265. Slots: mean, square.
+
+    >>> optimizer = optim.RAdam(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     def shared_values(self, now, scalars):
@@ -146,9 +168,13 @@ def _sma_length(beta: Any, t: jax.Array) -> jax.Array:
 
 @frozen
 class AdaBelief(Adam):
-    """Adam with the mean square of `g - mean` in place of that of `g`.
+    """AdaBelief: Adam with the mean square of `g - mean` in place of that of `g`.
 
     Algorithm 2 of https://arxiv.org/abs/2010.07468. Slots: mean, surprise.
+
+    >>> optimizer = optim.AdaBelief(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'surprise')
     """
 
     eps: NonNegative = 1e-16
@@ -165,10 +191,14 @@ class AdaBelief(Adam):
 
 @frozen
 class AdEMAMix(Leafwise):
-    """AdamW whose numerator adds `alpha` times a slower moving average of the gradient, with decay rate `b3`.
+    """AdEMAMix: AdamW whose numerator adds `alpha` times a slower moving average of the gradient, with decay rate `b3`.
 
     Over `warmup` steps alpha grows linearly from 0, and b3 from b1 such that its half-life grows linearly.
     Algorithm 1 of https://arxiv.org/abs/2409.03137. `decayed` as in `AdamW`. Slots: mean, slow_mean, square.
+
+    >>> optimizer = optim.AdEMAMix(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'slow_mean', 'square')
     """
 
     elementwise = True
@@ -203,9 +233,13 @@ class AdEMAMix(Leafwise):
 
 @frozen
 class LAMB(AdamW):
-    """AdamW's step, weight decay included, scaled to the norm of the weights of each leaf.
+    """LAMB: AdamW's step, weight decay included, scaled to the norm of the weights of each leaf.
 
     Algorithm 2 of https://arxiv.org/abs/1904.00962. `decayed` as in `AdamW`. Slots: mean, square.
+
+    >>> optimizer = optim.LAMB(1e-3, decay=0.01)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     elementwise = False

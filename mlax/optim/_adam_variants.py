@@ -13,9 +13,13 @@ from mlax.optim._trees import moving_average
 
 @frozen
 class Adamax(Adam):
-    """Adam with the decayed maximum of `|g| + eps` in place of the root of the mean square.
+    """Adamax: Adam with the decayed maximum of `|g| + eps` in place of the root of the mean square.
 
     Algorithm 2 of https://arxiv.org/abs/1412.6980. Slots: mean, peak.
+
+    >>> optimizer = optim.Adamax(2e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'peak')
     """
 
     def leaf_slots(self, path, w):
@@ -30,11 +34,15 @@ class Adamax(Adam):
 
 @frozen
 class Yogi(Adam):
-    """Adam whose mean square moves by `(1 - b2) * g * g` towards `g * g`, and so decreases slowly.
+    """Yogi: Adam whose mean square moves by `(1 - b2) * g * g` towards `g * g`, and so decreases slowly.
 
     The mean square starts at `start`. Algorithm 2 of
     https://papers.nips.cc/paper/8186-adaptive-methods-for-nonconvex-optimization, with Adam's bias correction.
     Slots: mean, square.
+
+    >>> optimizer = optim.Yogi(1e-2)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     eps: NonNegative = 1e-3
@@ -53,10 +61,14 @@ class Yogi(Adam):
 
 @frozen
 class NAdamW(AdamW):
-    """AdamW with Nesterov momentum: the step uses `b1 * mean + (1 - b1) * g`, each with its bias correction.
+    """NAdamW, AdamW with Nesterov momentum: the step uses `b1 * mean + (1 - b1) * g`, each with its bias correction.
 
     Algorithm 8 of https://cs229.stanford.edu/proj2015/054_report.pdf with a constant momentum, and the weight decay of
     AdamW. `NAdam` has the momentum schedule of that report instead. Slots: mean, square.
+
+    >>> optimizer = optim.NAdamW(1e-3, decay=0.01)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     def leaf_update(self, now, g, w, slots):
@@ -69,10 +81,14 @@ class NAdamW(AdamW):
 
 @frozen
 class ADOPT(Leafwise):
-    """AdamW that divides each gradient by the mean square before it, and averages the quotients.
+    """ADOPT: AdamW that divides each gradient by the mean square before it, and averages the quotients.
 
     The quotients are clipped to the fourth root of the step; the first gradient only initializes the mean square.
     Algorithm 2 of https://arxiv.org/abs/2411.02853. `decayed` as in `AdamW`. Slots: mean, square.
+
+    >>> optimizer = optim.ADOPT(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     elementwise = True
@@ -98,12 +114,16 @@ class ADOPT(Leafwise):
 
 @frozen
 class Adan(Leafwise):
-    """Nesterov momentum in Adam by moving averages of the gradient and of its change from step to step.
+    """Adan: Nesterov momentum in Adam by moving averages of the gradient and of its change from step to step.
 
     With `change = g - previous`, the step is `mean + b2 * trend` over the root of the mean square of
     `g + b2 * change`, all bias-corrected. Weight decay is implicit: the new weights are divided by
     `1 + rate * decay`. Algorithm 1 of https://arxiv.org/abs/2208.06677, whose betas are one minus these.
     `decayed` as in `AdamW`. Slots: mean, trend, square, previous.
+
+    >>> optimizer = optim.Adan(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'trend', 'square', 'previous')
     """
 
     elementwise = True

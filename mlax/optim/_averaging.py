@@ -17,11 +17,16 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class Average(OptimizerWrapper):
-    """A moving average of the weights, which `eval_trainables` returns: exponential, or with `decay=None` uniform.
+    """An exponential moving average (EMA) of the weights, which `eval_trainables` returns; with `decay=None`, their
+    uniform average.
 
     The average begins at step `start`, before which it is the weights themselves; the exponential one is
     bias-corrected. https://doi.org/10.1137/0330046. Statistics such as BatchNorm's must be averaged too, by
     `update_average`, as `train.step` does. Slot: average, in `dtype`.
+
+    >>> optimizer, trainables = optim.Average(optim.AdamW(3e-4), decay=0.999), {"kernel": jnp.ones((4, 3))}
+    >>> state = optimizer.init(trainables)
+    >>> ema = optimizer.eval_trainables(state, trainables)
     """
 
     elementwise = True
@@ -56,9 +61,14 @@ class Average(OptimizerWrapper):
 
 @frozen
 class Lookahead(OptimizerWrapper):
-    """Every `every` steps, move slow weights the fraction `alpha` towards the fast ones, and reset these to them.
+    """Lookahead: every `every` steps, move slow weights the fraction `alpha` towards the fast ones, and reset these to
+    them.
 
     `eval_trainables` returns the slow weights. Algorithm 1 of https://arxiv.org/abs/1907.08610. Slot: slow.
+
+    >>> optimizer = optim.Lookahead(optim.AdamW(3e-4), every=6)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'slow')
     """
 
     elementwise = True

@@ -19,7 +19,12 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class ClipValue(OptimizerWrapper):
-    """Clip each element of a gradient to between `-limit` and `limit`."""
+    """Gradient clipping by value: clip each element of a gradient to between `-limit` and `limit`.
+
+    >>> optimizer = optim.ClipValue(optim.SGD(0.1), limit=0.5)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step',)
+    """
 
     elementwise = True
     limit: NonNegative = 1.0
@@ -61,7 +66,13 @@ class LeafClip(OptimizerWrapper):
 
 @frozen
 class ClipNorm(LeafClip):
-    """Scale each leaf of the gradient, or each layer of a stack, down to the norm `limit`, if its norm is larger."""
+    """Gradient clipping by norm: scale each leaf of the gradient, or each layer of a stack, down to the norm `limit`,
+    if its norm is larger.
+
+    >>> optimizer = optim.ClipNorm(optim.SGD(0.1), limit=1.0)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step',)
+    """
 
     limit: NonNegative = 1.0
 
@@ -71,9 +82,13 @@ class ClipNorm(LeafClip):
 
 @frozen
 class ClipGlobalNorm(OptimizerWrapper):
-    """Scale the whole gradient down to the norm `limit`, if its norm is larger.
+    """Gradient clipping by global norm: scale the whole gradient down to the norm `limit`, if its norm is larger.
 
     Algorithm 1 of https://proceedings.mlr.press/v28/pascanu13.html
+
+    >>> optimizer = optim.ClipGlobalNorm(optim.AdamW(3e-4), limit=1.0)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square')
     """
 
     elementwise = True  # except for the norm, which goes through `context.global_sum`
@@ -88,10 +103,15 @@ class ClipGlobalNorm(OptimizerWrapper):
 
 @frozen
 class ClipAdaptive(LeafClip):
-    """Scale the gradient of each output unit down to `limit` times the norm of its weights, which is at least `eps`.
+    """Adaptive gradient clipping (AGC): scale the gradient of each output unit down to `limit` times the norm of its
+    weights, which is at least `eps`.
 
     Units are on the last axis of a leaf of two axes, and on the first axis of one of more; a vector is one unit. The
     layers of a stack are separate leaves. Equation 3 of https://arxiv.org/abs/2102.06171
+
+    >>> optimizer = optim.ClipAdaptive(optim.SGD(0.1), limit=0.01)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step',)
     """
 
     limit: NonNegative = 0.01

@@ -21,13 +21,17 @@ from mlax.optim._slots import Slot
 
 @frozen
 class GaLore(AdamW):
-    """AdamW whose moments, for matrices, are those of the gradient projected to `rank` dimensions.
+    """GaLore: AdamW whose moments, for matrices, are those of the gradient projected to `rank` dimensions.
 
     A matrix is projected along its shorter side onto its gradient's leading singular vectors, which are computed every
     `every` steps; its step is projected back and multiplied by `scale`. Matrices are the leaves of two axes that match
     `matrices`, without patterns those named kernel; other leaves, and matrices no longer than `rank` along one side,
     are updated as by AdamW. Algorithm 2 of https://arxiv.org/abs/2403.03507. `decayed` as in `AdamW`.
     Slots: mean and square, (rank, columns) or (rows, rank) for a matrix; projection, (rows, rank) or (columns, rank).
+
+    >>> optimizer = optim.GaLore(1e-3, rank=2)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'projection')
     """
 
     elementwise = False

@@ -15,10 +15,14 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class Groups(Optimizer):
-    """Update each leaf by the optimizer of the first matching pattern: `Groups(("**/table", a), ("**", b))`.
+    """Parameter groups: update each leaf by the optimizer of the first matching pattern.
 
     A slot has one tree for all leaves, empty where the optimizer of a leaf does not have it. If the second group has a
     scalar of the same name as the first, it is stored as `name_1`, and so on. A group that gets no leaf is an error.
+
+    >>> optimizer = optim.Groups(("**/table", optim.SGD(0.1)), ("**", optim.AdamW(3e-4)))
+    >>> optimizer.init({"embed": {"table": jnp.ones((9, 4))}, "head": {"kernel": jnp.ones((4, 9))}})._fields
+    ('step', 'mean', 'square')
     """
 
     groups: tuple[tuple[str, Optimizer], ...]
@@ -127,6 +131,10 @@ class Freeze(OptimizerWrapper):
 
     They have no slots, their gradients count in no norm, and `update` does not need these: differentiate the others
     only, as `train.step` does.
+
+    >>> optimizer = optim.Freeze(optim.AdamW(3e-4), frozen=("embed/**",))
+    >>> optimizer.init({"embed": {"table": jnp.ones((9, 4))}, "head": {"kernel": jnp.ones((4, 9))}})._fields
+    ('step', 'mean', 'square')
     """
 
     frozen: Patterns = ()
@@ -142,7 +150,12 @@ class Freeze(OptimizerWrapper):
 
 @frozen
 class Rates(OptimizerWrapper):
-    """Multiply the rate of each leaf by the factor of the first matching pattern: `(("**/table", 0.1),)`."""
+    """Learning rates of parameter groups: multiply that of each leaf by the factor of the first matching pattern.
+
+    >>> optimizer = optim.Rates(optim.AdamW(3e-4), factors=(("**/table", 0.1),))
+    >>> optimizer.init({"embed": {"table": jnp.ones((9, 4))}, "head": {"kernel": jnp.ones((4, 9))}})._fields
+    ('step', 'mean', 'square')
+    """
 
     elementwise = True
     factors: tuple[tuple[str, float], ...] = ()
@@ -174,12 +187,16 @@ def _is_factor(value: Any) -> bool:
 
 @frozen
 class LayerwiseRates(OptimizerWrapper):
-    """Layer-wise rate decay: the last layer has the full rate, each layer before it `factor` times that of the next.
+    """Layer-wise learning rate decay: the last layer has the full rate, each layer before it `factor` times that of the
+    next.
 
     `layers` are patterns in order from the input. One that is `stacked` counts as many layers as the first axis of its
     leaves: None means those all of whose leaves are in a stack, as in `Repeat` (`mlax.stacked_axes`); name those of
     `layers` that were stacked by hand, or pass () for experts, which are not in sequence.
     https://arxiv.org/abs/2106.08254
+
+    >>> blocks = tuple(f"blocks/{i}/**" for i in range(12))
+    >>> optimizer = optim.LayerwiseRates(optim.AdamW(3e-4), layers=("embed/**", *blocks, "head/**"), factor=0.75)
     """
 
     layers: Patterns

@@ -21,7 +21,7 @@ Arrays = dict[str, jax.Array]  # by path
 
 @frozen
 class LBFGS(Optimizer):
-    """A step along minus the gradient times an inverse Hessian, approximated from the last `history` steps.
+    """L-BFGS: a step along minus the gradient times an inverse Hessian, approximated from the last `history` steps.
 
     Its length is `rate` with `max_search_steps=0`. Otherwise a line search of at most that many evaluations finds it,
     for which `update` needs the loss: `update(grads, state, trainables, value=value, loss=loss)`. The search satisfies
@@ -29,6 +29,10 @@ class LBFGS(Optimizer):
     of the full problem instead of a batch. Algorithm 7.5 of Nocedal and Wright, Numerical Optimization, 2006; the line
     search, by bisection, is Algorithm 2.6 of https://doi.org/10.1007/s10107-012-0514-2. Slots: steps and changes, past
     differences of weights and gradients, (history, ...); gradient and move, the last gradient and step.
+
+    >>> optimizer = optim.LBFGS(history=5)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'steps', 'changes', 'gradient', 'move')
     """
 
     rate: Rate = 1.0

@@ -19,7 +19,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of https://kellerjordan.github.io/po
 
 @frozen
 class Muon(Leafwise):
-    """`w - rate * (sqrt(max(1, outputs / inputs)) * orthogonalise(mean) + decay * w)` for matrices; `rest` for others.
+    """Muon: `w - rate * (sqrt(max(1, outputs / inputs)) * orthogonalise(mean) + decay * w)` for matrices; `rest` for
+    others.
 
     Matrices are the leaves that match `matrices`; without patterns, those named kernel. Each layer of a stack, of
     `Repeat` or of experts say, is a separate matrix. A leaf of more axes that `matrices` names, a convolution's say,
@@ -27,6 +28,10 @@ class Muon(Leafwise):
     `rest` has too is Muon's. `newton_dtype` is the dtype of the matrix products.
     https://kellerjordan.github.io/posts/muon, with the weight decay of https://arxiv.org/abs/2502.16982. Slots: mean,
     and those of `rest` for the other leaves.
+
+    >>> optimizer = optim.Muon(0.02)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean')
     """
 
     shadows_overrides = True

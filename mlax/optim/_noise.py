@@ -11,11 +11,16 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class GradientNoise(OptimizerWrapper):
-    """Add Gaussian noise of the variance `variance / t ** power` to the gradient at update `t`, counted from 1.
+    """Gradient noise: add Gaussian noise of the variance `variance / t ** power` to the gradient at update `t`, counted
+    from 1.
 
     The noise depends on `seed`, the update and the path of the leaf. The seed is stored in the state, so that members
     of an ensemble under `jax.vmap` can have different ones: `state._replace(noise_seed=jnp.arange(members))`.
     Equation 1 of https://arxiv.org/abs/1511.06807. Scalar: noise_seed.
+
+    >>> optimizer = optim.GradientNoise(optim.SGD(0.1), variance=0.01)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'noise_seed')
     """
 
     variance: NonNegative = 0.01

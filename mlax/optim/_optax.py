@@ -45,6 +45,10 @@ class FromOptax(Optimizer):
     Each part of its state with the tree structure of the trainables is a slot, under Optax's name (`mu`, `nu`); the
     leaves that `optax.masked` leaves out of it have shape (0,). The other parts are scalars. Weights narrower than
     float32 are passed to Optax in float32, and so are its slots.
+
+    >>> optimizer = optim.from_optax(optax.adam, 1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'count', 'mu', 'nu')
     """
 
     nesting_error: ClassVar[str] = (

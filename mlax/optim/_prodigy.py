@@ -18,12 +18,16 @@ from mlax.optim._update import UpdateContext
 
 @frozen
 class Prodigy(Leafwise):
-    """AdamW with a learning rate of `rate * distance`, where `distance` estimates how far the solution is.
+    """Prodigy: AdamW with a learning rate of `rate * distance`, where `distance` estimates how far the solution is.
 
     Leave `rate` at 1, or make it a schedule from 1 to 0. The estimate starts at `start`, never decreases, and is scaled
     by `factor`. Algorithm 4 of https://arxiv.org/abs/2306.06101, with the bias correction of the authors' code; with
     `safeguard_warmup` the rate does not enter the denominator of the estimate. `decayed` as in `AdamW`.
     Slots: mean, square, gradient_sum, origin. Scalars: distance; numerator, of the estimate.
+
+    >>> optimizer = optim.Prodigy()
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'gradient_sum', 'origin', 'distance', 'numerator')
     """
 
     elementwise = True  # except for two sums, which go through `context.global_sum`

@@ -43,9 +43,13 @@ class RoundToNearest(Rounding):
 
 @frozen
 class MasterWeights(Rounding):
-    """Round to nearest, from a master copy of the weights in the wide dtype. https://arxiv.org/abs/1710.03740
+    """Master weights: round to nearest, from a copy of the weights in the wide dtype. https://arxiv.org/abs/1710.03740
 
     The update reads the slot `master` and not the weights: after replacing the weights, make a new state.
+
+    >>> optimizer = optim.AdamW(3e-4, rounding=optim.MasterWeights())
+    >>> optimizer.init({"kernel": jnp.ones((4, 3), "bfloat16")})._fields
+    ('step', 'mean', 'square', 'master')
     """
 
     reads_weights = False
@@ -62,9 +66,14 @@ class MasterWeights(Rounding):
 
 @frozen
 class KahanSummation(Rounding):
-    """Round to nearest, and add the rounding error, stored in the slot `remainder`, to the weights in the next step.
+    """Kahan (compensated) summation: round to nearest, and add the rounding error, stored in the slot `remainder`, to
+    the weights in the next step.
 
     Compensated summation, https://doi.org/10.1145/363707.363723. The slot has the dtype of the weights.
+
+    >>> optimizer = optim.AdamW(3e-4, rounding=optim.KahanSummation())
+    >>> optimizer.init({"kernel": jnp.ones((4, 3), "bfloat16")})._fields
+    ('step', 'mean', 'square', 'remainder')
     """
 
     def slots(self):
@@ -81,10 +90,15 @@ class KahanSummation(Rounding):
 
 @frozen
 class StochasticRounding(Rounding):
-    """Round up or down at random, with probabilities that make the mean exact. https://arxiv.org/abs/2010.06192
+    """Stochastic rounding: up or down at random, with probabilities that make the mean exact.
+    https://arxiv.org/abs/2010.06192
 
     The random bits are a function of `seed`, the step, the path, the index of the element and its value: members of
     an ensemble under `jax.vmap` round independently of each other, and equal ones equally.
+
+    >>> optimizer = optim.AdamW(3e-4, rounding=optim.StochasticRounding())
+    >>> optimizer.init({"kernel": jnp.ones((4, 3), "bfloat16")})._fields
+    ('step', 'mean', 'square')
     """
 
     seed: int = 0

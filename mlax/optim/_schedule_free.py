@@ -64,6 +64,10 @@ class ScheduleFree(ScheduleFreeAverage):
     Statistics such as BatchNorm's are not averaged: they are those of `y`, which stays close to `x`.
     Algorithm 1 of https://arxiv.org/abs/2405.15682. `decayed` as in `AdamW`.
     Slots: base, square. Scalars: weight, the sum of all weights; largest_rate, the largest rate so far.
+
+    >>> optimizer = optim.ScheduleFree(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'base', 'square', 'weight', 'largest_rate')
     """
 
     elementwise = True
@@ -91,6 +95,10 @@ class ScheduleFreeSGD(ScheduleFreeAverage):
 
     Its rate should be as large as trains, often well above that of SGD with momentum. Equations 3 to 5 of
     https://arxiv.org/abs/2405.15682. `decayed` as in `AdamW`. Slot: base. Scalars: weight, largest_rate.
+
+    >>> optimizer = optim.ScheduleFreeSGD(1.0)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'base', 'weight', 'largest_rate')
     """
 
     elementwise = True

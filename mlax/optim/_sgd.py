@@ -14,10 +14,15 @@ from mlax.optim._trees import moving_average, norm, trust_ratio
 
 @frozen
 class SGD(Leafwise):
-    """`w - rate * g`; with momentum, `m = momentum * m + g` in place of `g`; with Nesterov's, `g + momentum * m`.
+    """Stochastic gradient descent (SGD): `w - rate * g`; with momentum, `m = momentum * m + g` in place of `g`; with
+    Nesterov's, `g + momentum * m`.
 
     Equations 1 to 4 of https://proceedings.mlr.press/v28/sutskever13.html, with the rate outside of the momentum.
     Slot, if there is a momentum: momentum.
+
+    >>> optimizer = optim.SGD(0.1, momentum=0.9, nesterov=True)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'momentum')
     """
 
     elementwise = True
@@ -51,10 +56,15 @@ def momentum_override_error(optimizer: Any, name: str) -> str:
 
 @frozen
 class LARS(Leafwise):
-    """SGD with momentum and the rate `rate * trust * |w| / (|g| + decay * |w|)` for each leaf, weight decay included.
+    """LARS: SGD with momentum and the rate `rate * trust * |w| / (|g| + decay * |w|)` for each leaf, weight decay
+    included.
 
     Leaves without weight decay, mostly biases and norms, use `rate`. Algorithm 1 of https://arxiv.org/abs/1708.03888.
     `decayed` as in `AdamW`. Slot: momentum.
+
+    >>> optimizer = optim.LARS(1.0, decay=1e-4)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'momentum')
     """
 
     rate: Rate
@@ -78,10 +88,14 @@ class LARS(Leafwise):
 
 @frozen
 class Lion(Leafwise):
-    """`w - rate * (sign(b1 * mean + (1 - b1) * g) + decay * w)`, where `mean` is a moving average with `b2`.
+    """Lion: `w - rate * (sign(b1 * mean + (1 - b1) * g) + decay * w)`, where `mean` is a moving average with `b2`.
 
     Its rate should be 3 to 10 times smaller than Adam's, and its decay larger by as much.
     Program 1 of https://arxiv.org/abs/2302.06675. `decayed` as in `AdamW`. Slot: mean.
+
+    >>> optimizer = optim.Lion(1e-4, decay=1.0)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean')
     """
 
     elementwise = True
@@ -101,11 +115,15 @@ class Lion(Leafwise):
 
 @frozen
 class RMSProp(Leafwise):
-    """`w - rate * g / (sqrt(square) + eps)`, where `square` is a moving average of `g * g`.
+    """RMSProp: `w - rate * g / (sqrt(square) + eps)`, where `square` is a moving average of `g * g`.
 
     With `centred`, `square` is the variance; with `momentum`, steps accumulate as in SGD.
     https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf; centred, equations 38 to 45 of
     https://arxiv.org/abs/1308.0850. Slots: square; mean, if centred; momentum, if there is one.
+
+    >>> optimizer = optim.RMSProp(1e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'square')
     """
 
     elementwise = True
@@ -138,9 +156,13 @@ class RMSProp(Leafwise):
 
 @frozen
 class Adagrad(Leafwise):
-    """`w - rate * g / (sqrt(total) + eps)`, where `total` is `start` plus the sum of all squared gradients.
+    """Adagrad: `w - rate * g / (sqrt(total) + eps)`, where `total` is `start` plus the sum of all squared gradients.
 
     Figure 1 of https://jmlr.org/papers/v12/duchi11a.html. Slot: total.
+
+    >>> optimizer = optim.Adagrad(1e-2)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'total')
     """
 
     elementwise = True
@@ -158,9 +180,14 @@ class Adagrad(Leafwise):
 
 @frozen
 class Adadelta(Leafwise):
-    """`w - rate * sqrt(change + eps) / sqrt(square + eps) * g`, with mean squares of past steps and of gradients.
+    """Adadelta: `w - rate * sqrt(change + eps) / sqrt(square + eps) * g`, with mean squares of past steps and of
+    gradients.
 
     Algorithm 1 of https://arxiv.org/abs/1212.5701. Slots: square, of the gradients; change, of the steps.
+
+    >>> optimizer = optim.Adadelta()
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'square', 'change')
     """
 
     elementwise = True

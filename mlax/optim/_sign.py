@@ -13,10 +13,14 @@ from mlax.optim._trees import moving_average
 
 @frozen
 class SignSGD(Leafwise):
-    """`w - rate * (sign(g) + decay * w)`; with momentum (Signum), the sign of a moving average of `g`.
+    """Sign SGD: `w - rate * (sign(g) + decay * w)`; with momentum (Signum), the sign of a moving average of `g`.
 
     Algorithms 1 and 2 of https://arxiv.org/abs/1802.04434. `decayed` as in `AdamW`.
     Slot, if there is a momentum: mean.
+
+    >>> optimizer = optim.SignSGD(1e-3, momentum=0.9)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean')
     """
 
     elementwise = True
@@ -44,6 +48,10 @@ class Rprop(Leafwise):
     changes, it is multiplied by `shrink` and the element skips that step. Sizes stay between `min_size` and `max_size`.
     For full batches: the signs of stochastic gradients change too often. https://doi.org/10.1109/ICNN.1993.298623, in
     the variant iRprop- of https://doi.org/10.1016/S0925-2312(01)00700-7, as PyTorch has it. Slots: previous, size.
+
+    >>> optimizer = optim.Rprop()
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'previous', 'size')
     """
 
     elementwise = True

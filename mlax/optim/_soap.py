@@ -30,7 +30,7 @@ Sides = dict[str, jax.Array]  # a matrix for "left", for "right", or for both
 
 @frozen
 class SOAP(Leafwise):
-    """AdamW with its mean square and its step in the eigenbases of moving averages of `g g'` and `g' g`.
+    """SOAP: AdamW with its mean square and its step in the eigenbases of moving averages of `g g'` and `g' g`.
 
     The averages have the decay rate `b2`; every `every` steps one power iteration updates the bases. A leaf of more
     than two axes is a matrix of its first axis against the others; a side longer than `max_precond_dim` is not rotated,
@@ -38,6 +38,10 @@ class SOAP(Leafwise):
     first gradient only initialises the bases: in its own eigenbasis it is mostly rounding errors, which Adam would
     amplify. `decayed` as in `AdamW`. Slots: mean; square, in the eigenbases; left and right, (rows, rows) and
     (columns, columns); left_basis and right_basis, of the same shapes.
+
+    >>> optimizer = optim.SOAP(3e-3)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'left', 'left_basis', 'right', 'right_basis')
     """
 
     rate: Rate

@@ -20,11 +20,15 @@ from mlax.optim._trees import moving_average
 
 @frozen
 class SophiaG(Leafwise):
-    """`w - rate * clip(mean / max(gamma * curvature, eps), -1, 1)`, with weight decay as in `AdamW`.
+    """Sophia-G: `w - rate * clip(mean / max(gamma * curvature, eps), -1, 1)`, with weight decay as in `AdamW`.
 
     The curvature is a moving average over calls of `estimate`, which is due `every` updates; without any, the steps are
     those of the sign of `mean`. `train.step` makes them, given `sampled=`. Algorithm 3, and 2 for the estimate, of
     https://arxiv.org/abs/2305.14342. Slots: mean, curvature.
+
+    >>> optimizer = optim.SophiaG(1e-4)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'curvature')
     """
 
     elementwise = True

@@ -83,9 +83,13 @@ class OptimizerWrapper(Optimizer):
 
 @frozen
 class Accumulate(OptimizerWrapper):
-    """Take a step with the mean of `every` gradients; in between nothing else changes.
+    """Gradient accumulation: take a step with the mean of `every` gradients; in between nothing else changes.
 
     Schedules inside count the steps that are taken. Slot: gathered, the sum of the gradients, in `dtype`.
+
+    >>> optimizer = optim.Accumulate(optim.AdamW(3e-4), every=8)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'gathered')
     """
 
     elementwise = True
@@ -153,10 +157,15 @@ def _reject_global_sum(amount: jax.Array) -> jax.Array:
 
 @frozen
 class Decay(OptimizerWrapper):
-    """Subtract `decay * w` from the weights after each step or, if `coupled`, add it to the gradient.
+    """Weight decay: subtract `decay * w` from the weights after each step or, if `coupled` (L2 regularization), add it
+    to the gradient.
 
     It is not multiplied by the rate, which only the optimizer inside knows. It applies to leaves that match `decayed`;
     without patterns, to those named kernel or table. Section 2 of https://arxiv.org/abs/1711.05101
+
+    >>> optimizer = optim.Decay(optim.SGD(0.1, momentum=0.9), decay=5e-4, decayed=("**/kernel",), coupled=True)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'momentum')
     """
 
     elementwise = True
@@ -185,12 +194,17 @@ class Decay(OptimizerWrapper):
 
 @frozen
 class Plateau(OptimizerWrapper):
-    """Multiply the rate by `factor` whenever `value`, passed to `update`, has not improved for `patience` steps.
+    """Reduce the learning rate on a plateau: multiply it by `factor` whenever `value`, passed to `update`, has not
+    improved for `patience` steps.
 
     An improvement is a decrease below the best value by more than the fraction `threshold` of its size. The `cooldown`
     steps after each reduction do not count, whether the value improves or not; the total factor is at least
     `min_scale`. With `every` above 1, the mean value of that many updates is compared.
     Scalars: best, gathered_value, waited, scale.
+
+    >>> optimizer, trainables = optim.Plateau(optim.SGD(0.1), factor=0.1, patience=10), {"kernel": jnp.ones((4, 3))}
+    >>> state = optimizer.init(trainables)
+    >>> trainables, state = optimizer.update(trainables, state, trainables, value=jnp.float32(0.7))  # the loss
     """
 
     elementwise = True
@@ -239,6 +253,10 @@ class SAM(OptimizerWrapper):
 
     It needs a second gradient, and so the loss: `update(grads, state, trainables, loss=function of the trainables)`.
     Algorithm 1 of https://arxiv.org/abs/2010.01412
+
+    >>> optimizer = optim.SAM(optim.SGD(0.1), radius=0.05)
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step',)
     """
 
     radius: NonNegative = 0.05
@@ -254,9 +272,14 @@ class SAM(OptimizerWrapper):
 
 @frozen
 class SkipNonFinite(OptimizerWrapper):
-    """Leave weights, slots and step unchanged if a gradient is not finite. Scalar: skipped, counts such updates.
+    """Skip updates with NaN or infinite gradients: weights, slots and step stay unchanged. Scalar: skipped, counts such
+    updates.
 
     Inside `Groups` or `Accumulate`, which go on counting, it holds back the step of the optimizer inside only.
+
+    >>> optimizer = optim.SkipNonFinite(optim.AdamW(3e-4))
+    >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
+    ('step', 'mean', 'square', 'skipped')
     """
 
     elementwise = True  # except for the count, which goes through `context.global_sum`

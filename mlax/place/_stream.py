@@ -33,7 +33,7 @@ class LayerInputs(NamedTuple):
 
 @frozen
 class Stream(Wrapper):
-    """`Stream(Repeat(layer, 36))` computes what the `Repeat` does, with its weights in host memory.
+    """Offloading: `Stream(Repeat(layer, 36))` computes what the `Repeat` does, with its weights in host memory.
 
     `init` creates the trainables there. While one layer is computed, the weights of the next are prefetched, so the
     device holds two layers at a time. For the backward pass only each layer's input is stored, as by `mode="remat"`,

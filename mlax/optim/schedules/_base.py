@@ -15,7 +15,8 @@ from mlax.optim.schedules._plot import format_table, plot, plot_text
 
 @frozen
 class Schedule(abc.ABC):
-    """A value that depends on the step: `schedule(step)`, where `step` is the number of updates so far.
+    """A learning rate schedule, or another value that depends on the step: `schedule(step)`, where `step` is the number
+    of updates so far.
 
     `step` is an integer or an array of integers; the result is float32 of the same shape. A negative step counts as 0.
     A subclass defines `at`, `length` and `lengthen`; `breakpoints` if it has more than its length; `bounds` if known.

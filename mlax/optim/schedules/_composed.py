@@ -20,7 +20,11 @@ from mlax.optim.schedules._checks import (
 
 @frozen
 class ScaledSchedule(Schedule):
-    """`schedule` times `factor`."""
+    """A scaled schedule: `schedule` times `factor`.
+
+    >>> print(optim.ScaledSchedule(optim.Cosine(1.0, 4), 0.1).values(7).round(2))
+    [0.1  0.09 0.05 0.01 0.   0.   0.  ]
+    """
 
     schedule: Schedule
     factor: float
@@ -50,9 +54,14 @@ class ScaledSchedule(Schedule):
 
 @frozen
 class JoinedSchedules(Schedule):
-    """Each schedule of `parts` for its number of steps, each from its beginning.
+    """Schedules one after another: each schedule of `parts` for its number of steps, each from its beginning.
 
     The steps of the last part may be None: it is not cut off. Otherwise its value stays constant after its steps.
+
+    >>> warmup = optim.LinearSchedule(0.0, 1.0, 2)
+    >>> schedule = optim.JoinedSchedules(((warmup, 2), (optim.Cosine(1.0, 4), None)))
+    >>> print(schedule.values(7).round(2))
+    [0.   0.5  1.   0.85 0.5  0.15 0.  ]
     """
 
     parts: tuple[tuple[Schedule, int | None], ...]
@@ -118,9 +127,13 @@ class JoinedSchedules(Schedule):
 
 @frozen
 class WarmRestarts(Schedule):
-    """`schedule` repeated `times` times, each time `stretch` times as long and `factor` times as high as before.
+    """Warm restarts: `schedule` repeated `times` times, each time `stretch` times as long and `factor` times as high as
+    before.
 
     SGDR, section 3 of https://arxiv.org/abs/1608.03983, where `stretch` is T_mult and the schedule is Cosine.
+
+    >>> print(optim.WarmRestarts(optim.Cosine(1.0, 3), times=2).values(7).round(2))
+    [1.   0.75 0.25 1.   0.75 0.25 0.  ]
     """
 
     schedule: Schedule

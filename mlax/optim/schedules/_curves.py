@@ -54,7 +54,11 @@ def interpolate(start: Any, end: Any, elapsed: jax.Array, remaining: jax.Array, 
 
 @frozen
 class ConstantSchedule(Schedule):
-    """`value` at every step."""
+    """A constant schedule: `value` at every step.
+
+    >>> print(optim.ConstantSchedule(0.1).values(7).round(2))
+    [0.1 0.1 0.1 0.1 0.1 0.1 0.1]
+    """
 
     value: float
 
@@ -108,7 +112,11 @@ class Transition(Schedule):
 
 @frozen
 class LinearSchedule(Transition):
-    """From `start` to `end` in `steps` equal steps."""
+    """A linear schedule: from `start` to `end` in `steps` equal steps.
+
+    >>> print(optim.LinearSchedule(1.0, 0.0, 4).values(7).round(2))
+    [1.   0.75 0.5  0.25 0.   0.   0.  ]
+    """
 
     start: float
     end: float
@@ -117,7 +125,11 @@ class LinearSchedule(Transition):
 
 @frozen
 class Polynomial(Transition):
-    """From `start` to `end` over `steps`: `end + (start - end) * (1 - step / steps) ** power`."""
+    """Polynomial decay: from `start` to `end` over `steps`: `end + (start - end) * (1 - step / steps) ** power`.
+
+    >>> print(optim.Polynomial(1.0, 0.0, 4).values(7).round(2))
+    [1.   0.56 0.25 0.06 0.   0.   0.  ]
+    """
 
     start: float
     end: float
@@ -135,7 +147,11 @@ class Polynomial(Transition):
 
 @frozen
 class Cosine(Transition):
-    """From `start` to `end` over `steps` by half a cosine. Equation 5 of https://arxiv.org/abs/1608.03983"""
+    """Cosine decay: from `start` to `end` over `steps` by half a cosine. Equation 5 of https://arxiv.org/abs/1608.03983
+
+    >>> print(optim.Cosine(1.0, 4).values(7).round(2))
+    [1.   0.85 0.5  0.15 0.   0.   0.  ]
+    """
 
     start: float
     steps: int
@@ -147,10 +163,13 @@ class Cosine(Transition):
 
 @frozen
 class Exponential(Schedule):
-    """`start * factor ** (step / every)`, no further than `end`.
+    """Exponential decay: `start * factor ** (step / every)`, no further than `end`.
 
     With `staircase` the exponent is rounded down: one factor after each `every` steps. `end` is the lower bound of a
     schedule that decays and the upper bound of one that grows, which needs one; None: no bound.
+
+    >>> print(optim.Exponential(1.0, 0.5, every=2).values(7).round(2))
+    [1.   0.71 0.5  0.35 0.25 0.18 0.12]
     """
 
     start: float
@@ -210,7 +229,11 @@ class Exponential(Schedule):
 
 @frozen
 class PiecewiseConstant(Schedule):
-    """`start`, multiplied by a factor at each step of `drops`: `drops=((30_000, 0.1), (60_000, 0.1))`."""
+    """Step decay: `start`, multiplied by a factor at each step of `drops`: `drops=((30_000, 0.1), (60_000, 0.1))`.
+
+    >>> print(optim.PiecewiseConstant(1.0, ((2, 0.1), (4, 0.1))).values(7).round(2))
+    [1.   1.   0.1  0.1  0.01 0.01 0.01]
+    """
 
     start: float
     drops: tuple[tuple[int, float], ...]
@@ -268,9 +291,13 @@ class PiecewiseConstant(Schedule):
 
 @frozen
 class PiecewiseLinear(Schedule):
-    """Straight lines between points, each a step and a value: `points=((0, 0.0), (1_000, 3e-4), (10_000, 0.0))`.
+    """A piecewise linear schedule: straight lines between points, each a step and a value: `points=((0, 0.0), (1_000,
+    3e-4), (10_000, 0.0))`.
 
     Before the first point it has the value of the first, and after the last that of the last.
+
+    >>> print(optim.PiecewiseLinear(((0, 0.0), (2, 1.0), (6, 0.0))).values(7).round(2))
+    [0.   0.5  1.   0.75 0.5  0.25 0.  ]
     """
 
     points: tuple[tuple[int, float], ...]
@@ -317,10 +344,14 @@ class PiecewiseLinear(Schedule):
 
 @frozen
 class Cyclic(Schedule):
-    """Triangles between `low` and `high`: `rise` steps up, `fall` steps down, again and again.
+    """A cyclic (triangular) schedule: triangles between `low` and `high`: `rise` steps up, `fall` steps down, again and
+    again.
 
     `fall=None` is `rise`. After each cycle the height above `low` is multiplied by `factor`: PyTorch's CyclicLR, where
     0.5 is the mode triangular2. https://arxiv.org/abs/1506.01186
+
+    >>> print(optim.Cyclic(0.0, 1.0, rise=2).values(7).round(2))
+    [0.  0.5 1.  0.5 0.  0.5 1. ]
     """
 
     low: float
@@ -370,6 +401,9 @@ class FunctionSchedule(Schedule):
     A hyperparameter that is given a function wraps it: `optim.Adam(lambda step: 1e-3 / (step + 1))`. The function
     takes an int32 array and returns an array of its shape, or a number. Two descriptions are equal, and share one
     compilation, if their functions are the same object.
+
+    >>> print(optim.FunctionSchedule(lambda step: 1 / (1 + step)).values(7).round(2))
+    [1.   0.5  0.33 0.25 0.2  0.17 0.14]
     """
 
     function: Callable[[Any], Any]

@@ -15,9 +15,13 @@ SHAPES = {"linear": linear, "cosine": cosine, "root": square_root}
 
 @frozen
 class Warmup(Schedule):
-    """From `start` to the first value of `schedule` in `steps` equal steps, then `schedule` from its beginning.
+    """A linear warm-up: from `start` to the first value of `schedule` in `steps` equal steps, then `schedule` from its
+    beginning.
 
     Section 2.2 of https://arxiv.org/abs/1706.02677
+
+    >>> print(optim.Warmup(optim.Exponential(1.0, 0.5), steps=2).values(7).round(2))
+    [0.   0.5  1.   0.5  0.25 0.12 0.06]
     """
 
     schedule: Schedule
@@ -52,9 +56,13 @@ class Warmup(Schedule):
 
 @frozen
 class WarmupCosine(Schedule):
-    """From `start` to `peak` in `warmup` equal steps, then by half a cosine to `end` at step `total`.
+    """Learning rate warm-up and cosine decay: from `start` to `peak` in `warmup` equal steps, then by half a cosine to
+    `end` at step `total`.
 
     Section 2.2 of https://arxiv.org/abs/1706.02677, then equation 5 of https://arxiv.org/abs/1608.03983
+
+    >>> print(optim.WarmupCosine(1.0, warmup=2, total=6).values(7).round(2))
+    [0.   0.5  1.   0.85 0.5  0.15 0.  ]
     """
 
     peak: float
@@ -96,10 +104,14 @@ class WarmupCosine(Schedule):
 
 @frozen
 class WarmupStableDecay(Schedule):
-    """From `start` to `peak` in `warmup` equal steps, constant, then to `end` over the last `decay` of `total` steps.
+    """Warm-up, stable, decay (WSD): from `start` to `peak` in `warmup` equal steps, constant, then to `end` over the
+    last `decay` of `total` steps.
 
     Section 4 of https://arxiv.org/abs/2404.06395. `shape` is that of the decay; "root" is 1 - sqrt, section 3 of
     https://arxiv.org/abs/2405.18392
+
+    >>> print(optim.WarmupStableDecay(1.0, warmup=2, total=6, decay=2).values(7).round(2))
+    [0.  0.5 1.  1.  1.  0.5 0. ]
     """
 
     peak: float
@@ -148,9 +160,13 @@ class WarmupStableDecay(Schedule):
 
 @frozen
 class InverseSqrt(Schedule):
-    """From 0 to `peak` in `warmup` equal steps, then `peak * sqrt(warmup / step)`.
+    """Inverse square root decay after a warm-up: from 0 to `peak` in `warmup` equal steps, then `peak * sqrt(warmup /
+    step)`.
 
     Equation 3 of https://arxiv.org/abs/1706.03762, where `peak` is `(width * warmup) ** -0.5`.
+
+    >>> print(optim.InverseSqrt(1.0, warmup=2).values(7).round(2))
+    [0.   0.5  1.   0.82 0.71 0.63 0.58]
     """
 
     peak: float
@@ -183,10 +199,14 @@ class InverseSqrt(Schedule):
 
 @frozen
 class OneCycle(Schedule):
-    """From `peak / div_factor` up to `peak`, then down to `peak / div_factor / final_div_factor`, by cosines.
+    """The one-cycle policy: from `peak / div_factor` up to `peak`, then down to `peak / div_factor / final_div_factor`,
+    by cosines.
 
     The rise takes the fraction `pct_start` of `total`. The last value is at step `total - 1`, the last update, and the
     peak at step `pct_start * total - 1`, which need not be an integer: PyTorch's OneCycleLR with two phases. https://arxiv.org/abs/1708.07120
+
+    >>> print(optim.OneCycle(1.0, total=6).values(7).round(2))
+    [0.04 0.99 0.81 0.46 0.13 0.   0.  ]
     """
 
     peak: float

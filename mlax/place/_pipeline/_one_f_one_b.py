@@ -22,7 +22,8 @@ Loss = Callable[[Tree, Any, Tree, jax.Array], tuple[jax.Array, tuple[Tree, Tree]
 def one_forward_one_backward(
     loss: Loss, trainables: Tree, parts: Any, non_trainables: Tree, rngs: jax.Array, *, axis: str = "stage"
 ) -> tuple[Tree, Tree, Tree]:
-    """The sums of a loss's values and gradients over the microbatches of a batch: (values, grads, non_trainables).
+    """The 1F1B schedule of a pipeline: the sums of a loss's values and gradients over the microbatches of a batch:
+    (values, grads, non_trainables).
 
     `loss(trainables, part, non_trainables, rng)` returns `(loss, (values, non_trainables))` for one microbatch; `parts`
     and `rngs` have a leading axis of microbatches. The loss calls one `Pipelined` part, once: the first stage computes
