@@ -11,7 +11,7 @@ from mlax.core._composite import (
     parts_of,
     split_parts,
 )
-from mlax.core._display import align_columns, count_of, format_bytes, print_pretty
+from mlax.core._display import Text, align_columns, count_of, format_bytes, function_name, print_pretty
 from mlax.core._errors import (
     error_scope,
     short_repr,

@@ -6,7 +6,7 @@ import html
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -27,6 +27,13 @@ def tree_html(node: Node) -> str:
     """The tree as nested `<details>`, the first level unfolded: neither a script nor a style sheet, in any theme."""
     style = "font-family: var(--jp-code-font-family, monospace); font-size: 0.95em; line-height: 1.5; white-space: pre"
     return f'<div style="{style}">{_details(node, is_open=True)}</div>'
+
+
+class Text(str):
+    """A string of several lines that a REPL and a notebook show as `print` does."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def print_pretty(value: Any, printer: Any) -> None:
@@ -52,8 +59,9 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def align_columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+def align_columns(rows: Iterable[tuple[str, ...]], right: Container[int] = ()) -> list[str]:
     """Lines in which the cells of each column start below each other, or end in the columns `right`."""
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -31,6 +31,13 @@ class DtypeViolation:
         return f"{layer}{self.primitive} {inputs}-> {', '.join(self.outputs)}, declared {self.declared}{line}"
 
 
+class Violations(tuple[DtypeViolation, ...]):
+    """A tuple that is printed with a line for each violation."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "every operation is in the declared dtype"
+
+
 class DtypeError(TypeError):
     """Raised by `check`: an operation leaves the declared dtype."""
 
@@ -61,7 +68,7 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
         raise TypeError(f"audit: {function!r} is not a function; the call is audit(function, *arguments).")
     jaxpr = _trace(function, args, kwargs)
     declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
-    return tuple(_find_violations(jaxpr, declared))
+    return Violations(_find_violations(jaxpr, declared))
 
 
 def check(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax._jax import path_of, scopes_of_stack
-from mlax.core import format_bytes
+from mlax.core import align_columns, format_bytes
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
 from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
@@ -41,17 +41,13 @@ class Transfers(NamedTuple):
             *map(_format_row, self.rows),
             *(_format_row(row._replace(layer="total")) for row in self.totals),
         ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        shown = align_columns(lines, right=range(2, len(head)))
         if sum(row.count for row in self.rows) > sum(row.count for row in self.totals):
             shown.append("A collective of several layers counts in the row of each of them, and once in the total.")
         return "\n".join(shown)
+
+    def __repr__(self) -> str:
+        return str(self)  # so that it need not be printed in a notebook
 
 
 def transfers(function: Any, *args: Any) -> Transfers:

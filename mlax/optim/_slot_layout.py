@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mlax._jax import at_least_float32, widest_dtype
-from mlax.core import match_paths, signature
+from mlax.core import Text, align_columns, match_paths, signature
 from mlax.optim._rounding import LeafPolicy, RoundToNearest
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
 from mlax.optim._trees import FlatTree
@@ -177,13 +177,8 @@ def slot_table(layout: SlotLayout) -> str:
         state += _table_rows(name, [((), layout.scalar_dtype(name))])
     lines = [("", "dtype", "leaves", "elements", "bytes")]
     lines += [(name, dtype, *(f"{count:,}" for count in counts)) for name, dtype, *counts in (*weights, *state)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
-        for cells in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
     total = sum(row[-1] for row in state)
-    return "\n".join([layout.tree.owner, *map(str.rstrip, aligned), f"the state: {total:,} bytes"])
+    return Text("\n".join([layout.tree.owner, *align_columns(lines, right=range(2, 5)), f"the state: {total:,} bytes"]))
 
 
 def _table_rows(name: str, leaves: list[tuple[tuple[int, ...], Any]]) -> list[tuple[str, str, int, int, int]]:

@@ -33,7 +33,7 @@ class LayerMemory:
         return self.weights + self.slots + self.gradients + self.activations
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Description:
     """The memory of each device and the transfers of a step; `print` it, or `plot` it.
 
@@ -122,6 +122,9 @@ class Description:
         if self.transfers is not None:
             lines += ["", "transfers in a step", str(_group_by_part(self.transfers))]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)  # so that it need not be printed in a notebook
 
     def _table(self) -> list[str]:
         cells = [("layer", *LayerMemory.KINDS, "in")]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mlax._metric import MetricSums, compute_metrics, scalar_metrics
 from mlax._objective import Objective, batch_weight, reduce_values, unpack_output
-from mlax.core import check_not_donated
+from mlax.core import check_not_donated, function_name
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
@@ -45,6 +45,9 @@ class Evaluation:
         self.aot = CompiledFunction(
             self._sums, names, donate=False, compilations=compilations, plan=plan, owner="evaluation"
         )
+
+    def __repr__(self) -> str:
+        return f"Evaluation({function_name(self.objective)}, {self.optimizer!r})"
 
     def __call__(self, state: TrainState, batches: Any) -> dict[str, Any]:
         if not isinstance(state, TrainState):

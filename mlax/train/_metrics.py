@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from mlax._jax import at_least_float32, widest_dtype
 from mlax.core import NoMatch
@@ -66,7 +67,10 @@ class Metrics(Mapping[str, jax.Array]):
         return len(self.names)
 
     def __repr__(self) -> str:
-        return f"Metrics({self.to_numpy()})"
+        if isinstance(self.packed, Tracer) or not isinstance(self.packed, jax.Array) or self.packed.is_deleted():
+            return f"Metrics({', '.join(self.names)})"
+        values = self.to_numpy().items()
+        return f"Metrics({', '.join(f'{name}={np.array2string(value, precision=4)}' for name, value in values)})"
 
     def to_numpy(self) -> dict[str, np.ndarray]:
         """All metrics on the host; waits for the step."""

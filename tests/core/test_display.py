@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import dtypes, nn, optim
+from mlax import dtypes, inspect, nn, optim, place, train
 
 RNG = jax.random.key(0)
 
@@ -271,3 +271,36 @@ def test_the_state_of_an_optimizer_prints_by_slot_and_stays_a_named_tuple():
     assert type(again) is type(real)
     assert real._replace(step=jnp.ones((), jnp.int32)).step == 1
     assert jax.tree.structure(again) == jax.tree.structure(real)
+
+
+def test_reports_show_as_they_print_without_print(tmp_path):
+    model, x = mlax.Series(nn.Linear(3), jax.nn.relu), jnp.ones((2, 4))
+    trainables = model.init(RNG, x)[0]
+    narrow = functools.partial(lambda x: (x.astype(jnp.bfloat16) + 1).astype(jnp.float32))
+    plan = place.single()
+    reports = {
+        "describe of a plan": (plan.describe(model, x, optim.Adam(1e-3), compile=False), "needed"),
+        "describe of an optimizer": (optim.Adam(1e-3).describe(trainables), "the state: 124 bytes"),
+        "transfers": (inspect.transfers(jnp.sin, x), "No collectives"),
+        "audit": (dtypes.audit(narrow, x), "bfloat16, declared float32"),
+    }
+    for name, (report, words) in reports.items():
+        assert repr(report) == str(report), name
+        assert words in str(report), name
+    assert repr(dtypes.audit(jnp.sin, x)) == "every operation is in the declared dtype"
+    assert dtypes.audit(jnp.sin, x) == ()
+    checkpoints = train.Checkpoints(tmp_path)
+    assert repr(checkpoints) == f"Checkpoints({str(tmp_path)!r}, keep=3)"
+    checkpoints.save(3, trainables, metrics={"loss": 0.5})
+    checkpoints.wait()
+    restored = checkpoints.restore(trainables)
+    assert repr(restored) == "RestoredCheckpoint(step=3, metrics={'loss': 0.5}; 2 leaves, 60 bytes)"
+    assert "linear_0/kernel  (4, 3)" in str(restored)
+
+
+def test_metrics_print_their_values_and_inside_jit_their_names():
+    metrics = train.Metrics(("loss", "rate"), jnp.array([0.123456, 0.5]))
+    assert repr(metrics) == "Metrics(loss=0.1235, rate=0.5)"
+    seen = []
+    jax.eval_shape(lambda metrics: seen.append(repr(metrics)), metrics)
+    assert seen == ["Metrics(loss, rate)"]

@@ -103,6 +103,10 @@ class Checkpoints:
         self._damaged: set[str] = set()  # paths of steps that `restore` has skipped
         weakref.finalize(self, _report_failures, self._failures, self.report)
 
+    def __repr__(self) -> str:
+        best = "" if self.criterion is None else f", best={self.criterion!r}"
+        return f"Checkpoints({self.folder!r}, keep={self.keep}{best})"
+
     def save(
         self,
         step: int,

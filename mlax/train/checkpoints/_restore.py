@@ -1,5 +1,6 @@
 """Restore a step: match saved arrays to the leaves of a target, verify their hashes, and place them like the target."""
 
+import html
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mlax._jax import is_typed_key, with_weak_type
-from mlax.core import STACKED, NoMatch, matches, no_match_message
+from mlax.core import STACKED, NoMatch, matches, no_match_message, short_summary, tabulate
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
 from mlax.train.checkpoints._blocks import intersect_blocks, storage_shape
 from mlax.train.checkpoints._manifest import (
@@ -32,6 +33,16 @@ class RestoredCheckpoint(NamedTuple):
     metrics: Mapping[str, float]
     notes: Mapping[str, Any]
     skipped: tuple[tuple[int, str], ...] = ()  # (step, reason), the newest first
+
+    def __repr__(self) -> str:
+        rest = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items() if value and name != "tree")
+        return f"RestoredCheckpoint({rest}; {short_summary(self.tree)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{tabulate(self.tree)}"
+
+    def _repr_html_(self) -> str:
+        return f"<div>{html.escape(repr(self))}</div>{tabulate(self.tree)._repr_html_()}"
 
 
 class TargetMismatch(ValueError):
