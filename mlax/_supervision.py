@@ -20,9 +20,10 @@ class Phase(enum.StrEnum):
     STEP = "step"
     AFTER_STEP = "after a step"
     EVALUATION = "evaluation"
+    CALLBACK = "callback"
     SAVING = "saving"
     WAITING_FOR_DATA = "waiting for data"
     ENDING = "ending"
 
 
-SLOW_PHASES = (Phase.COMPILING, Phase.SAVING, Phase.ENDING)  # may take long without a heartbeat
+SLOW_PHASES = (Phase.COMPILING, Phase.CALLBACK, Phase.SAVING, Phase.ENDING)  # may take long without a heartbeat

@@ -92,7 +92,7 @@ GROUPS = {
         "The training step": "step Step TrainState",
         "The training loop": "fit Fitted Evaluation Maximize Minimize",
         "Metrics": "accuracy F1 Precision Recall ConfusionMatrix AUC Perplexity Metric MetricSums",
-        "Logs and curves": "Metrics plot_curves heartbeat",
+        "Loggers and curves": "TensorBoard JSONLines WandB Logger Metrics plot_curves heartbeat",
         "Feeds": "Feed Source ExampleSource IterableFeed Buckets PackedSequences pack_sequences BatchIterator Position",
         "Checkpoints": "Checkpoints RestoredCheckpoint from_orbax to_orbax",
         "Loss scaling and differential privacy": "DynamicLossScale StaticLossScale LossScale DifferentialPrivacy",

@@ -14,11 +14,11 @@ from mlax.train._evaluation import Evaluation
 from mlax.train._fingerprint import differences as differences
 from mlax.train._fingerprint import fingerprint as fingerprint
 from mlax.train._fit import Fitted, fit
+from mlax.train._loggers import JSONLines, Logger, TensorBoard, WandB
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
 from mlax.train._metrics import MetricsLog as MetricsLog
 from mlax.train._metrics import truncate_log as truncate_log
-from mlax.train._monitor import TensorBoard as TensorBoard
 from mlax.train._monitor import peak_flops as peak_flops
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._run import RunFolder as RunFolder
@@ -53,6 +53,8 @@ __all__ = [
     "Feed",
     "Fitted",
     "IterableFeed",
+    "JSONLines",
+    "Logger",
     "LossScale",
     "Maximize",
     "Metric",
@@ -69,7 +71,9 @@ __all__ = [
     "Source",
     "StaticLossScale",
     "Step",
+    "TensorBoard",
     "TrainState",
+    "WandB",
     "accuracy",
     "fit",
     "from_orbax",

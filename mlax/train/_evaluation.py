@@ -112,8 +112,8 @@ class Evaluation:
 
 def _add(totals: dict[str, Any], sums: BatchSums) -> None:
     packed, metrics = sums
-    arrays = {**packed.to_numpy(), **metrics}
-    for name, value in jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), arrays).items():
+    for name, array in {**packed.to_numpy(), **metrics}.items():  # in the order of the objective's values
+        value = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), array)
         totals[name] = totals[name] + value if name in totals else value
 
 

@@ -41,8 +41,8 @@ ABSENT = "none"  # of a function that the feed may have
 UNKNOWN = b"unknown"
 
 
-def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, evaluate: Any) -> Fingerprint:
-    """The fingerprint of a run that starts with this state."""
+def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, feeds: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint of a run that starts with this state; `feeds` are those of its evaluations, by name."""
     key = f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}"
     found: Fingerprint = {"the key of the state": key, **_describe_function(objective, "the objective")}
     for name in ("map_example", "map_batch"):
@@ -50,7 +50,8 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, eva
         found |= (
             {f"{name} of the feed": ABSENT} if function is None else _describe_function(function, f"{name} of the feed")
         )
-    for name, data in (("the data", feed), ("the data of evaluations", evaluate)):
+    evaluated = {f"the data of evaluations{f' ({name})' if name else ''}": each for name, each in feeds.items()}
+    for name, data in {"the data": feed, **evaluated}.items():
         if (digest := _hash_source(getattr(data, "source", None))) is not None:
             found[name] = f"{type(data).__name__} #{digest}"
     if int(state.step) == 0:  # those of a later state are not the first

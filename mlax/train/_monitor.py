@@ -1,4 +1,4 @@
-"""Monitoring of a training run: the log, a progress bar with throughput, TensorBoard and curves."""
+"""Monitoring of a training run: the log, a progress bar with throughput, loggers and curves."""
 
 import collections
 import contextlib
@@ -7,15 +7,15 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from mlax.core import Tree, flatten_paths, signature
 from mlax.inspect import format_bytes, used_bytes
+from mlax.train._loggers import Logger, LoggerGroup
 from mlax.train._metrics import Metrics, MetricsLog, Record
-from mlax.train._run import RunFolder
+from mlax.train._run import RunFolder, format_fact, public_config
 from mlax.train._step import Step
 
 # Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets. The first name that occurs in the name of the
@@ -46,22 +46,34 @@ NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # on the p
 class Monitor:
     """Logs and shows the progress of a run."""
 
-    def __init__(self, run: RunFolder, step: Step, feed: Any, start: int, steps: int, *, tensorboard: bool, show: bool):
-        self.run, self.step = run, step
+    def __init__(
+        self,
+        run: RunFolder,
+        step: Step,
+        feed: Any,
+        start: int,
+        steps: int,
+        *,
+        loggers: Sequence[Logger] = (),
+        config: Mapping[str, Any] | None = None,
+        show: bool = True,
+    ):
+        self.run, self.step, self.start, self.config = run, step, start, config or {}
         self.log = MetricsLog(run.path("metrics.jsonl") if run.is_main else None, steps_per_call=step.steps_per_call)
-        self.tensorboard = TensorBoard(run.path("tensorboard") if tensorboard and run.is_main else None, start=start)
         self.progress = Progress(start, steps, show=show and run.is_main)
+        self.loggers = LoggerGroup(loggers if run.is_main else (), self.progress.warn)
         self.examples = getattr(feed, "batch", 0)
         self.print, self.warn = self.progress.print, self.progress.warn
         self._flops: int | None = None
 
     def __enter__(self) -> Self:
+        self.loggers.start(self.run.root, self.start, self.config)
         self.progress.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.log.flush()
-        self.tensorboard.close()
+        self.loggers.close()
         self.progress.__exit__()
 
     def log_metrics(self, at: int, metrics: Metrics, *, wait: bool = False) -> list[Record]:
@@ -84,7 +96,8 @@ class Monitor:
             done = records[-1]["step"]
             speed = format_throughput(self.progress.tick(done), self.examples, self._flops or 0)
             self.progress.show(done, records[-1], speed, used_bytes(jax.local_devices()[0]))
-            self.tensorboard.add(records)
+            for record in records:
+                self.loggers.log_record(record)
             self.run.update_curves()
         return records
 
@@ -92,11 +105,11 @@ class Monitor:
         """Log that something happened at step `at`."""
         self.log.write({"step": at, "event": event, **details})
 
-    def log_evaluation(self, at: int, scores: Mapping[str, float]) -> None:
-        """Log the scores of the evaluation after step `at`."""
+    def log_evaluation(self, at: int, scores: Mapping[str, float], *, prefix: str = "") -> None:
+        """Log the scores of the evaluation after step `at`; loggers get their names with a prefix."""
         self.log.write({"step": at, "evaluation": dict(scores)})
         self.log.flush()
-        self.tensorboard.add([{"step": at, **scores}], "evaluation")
+        self.loggers.log(at, {f"{prefix}{name}": value for name, value in scores.items()})
         self.progress.show_evaluation(at, scores)
 
 
@@ -176,39 +189,6 @@ class Progress:
         return "?" if seconds is None else f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-class TensorBoard:
-    """Writes records as scalars into a folder for `tensorboard --logdir`; without a folder, nothing.
-
-    `start` is the step that training resumes from: points of later steps, which run again, are hidden.
-    """
-
-    def __init__(self, folder: Path | None, start: int | None = None):
-        self._writer: Any = None
-        if folder is not None:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError:
-                raise ImportError("tensorboard=True needs tensorboardX; pip install 'mlax[train]'.") from None
-            # Points from `purge_step` on are hidden; the point of `start` itself is not written again. The suffix
-            # keeps apart two files created within the same second, which would otherwise have the same name.
-            purged = None if start is None else start + 1
-            self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=f".{start or 0:012}")
-
-    def add(self, records: Sequence[Mapping[str, Any]], prefix: str = "train") -> None:
-        """Write each numeric value of each record."""
-        if self._writer is None:
-            return
-        for record in records:
-            for name, value in record.items():
-                if name not in ("step", "seconds") and isinstance(value, int | float):
-                    self._writer.add_scalar(f"{prefix}/{name}", value, record["step"])
-
-    def close(self) -> None:
-        """Write the buffered records."""
-        if self._writer is not None:
-            self._writer.close()
-
-
 def format_values(values: Mapping[str, Any]) -> str:
     """Values by name on one line."""
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -234,11 +214,10 @@ def peak_flops(device: Any) -> float | None:
 def describe_run(run: RunFolder, config: Mapping[str, Any], trainables: Tree, at: int) -> str:
     """The configuration of a run, and a table of the model's parameters."""
     where = "no folder: nothing is saved" if run.root is None else f"{run.root}"
-    shown = {name: value for name, value in config.items() if name != "fingerprint"}
-    lines = {"run": f"{where}, resumes from step {at}" if at else where, **shown}
+    lines = {"run": f"{where}, resumes from step {at}" if at else where, **public_config(config)}
     width = max(map(len, lines)) + 2
     table = parameter_table(trainables)
-    return "\n".join([*(f"{name:{width}}{value}" for name, value in lines.items()), "parameters", table])
+    return "\n".join([*(f"{name:{width}}{format_fact(value)}" for name, value in lines.items()), "parameters", table])
 
 
 def parameter_table(trainables: Tree, *, max_rows: int = 24) -> str:

@@ -161,7 +161,7 @@ class RunFolder:
         text = [
             f"# {title}",
             "",
-            *(f"- **{name}**: {_format_fact(facts[name])}" for name in facts if name != "fingerprint"),
+            *(f"- **{name}**: {format_fact(value)}" for name, value in public_config(facts).items()),
             "",
         ]
         text += [*_evaluation_table(records), "", "![curves](curves.png)", ""]
@@ -212,8 +212,12 @@ def restore_latest(
             f"fit: {run.root} holds the run of another model or optimizer: {error.fault}; "
             "choose another folder for run=, or change them back."
         ) from None
-    jax.tree.map(lambda leaf: leaf.delete(), state)  # as the first step would, by donation
     return restored.step, restored.tree, restored.notes
+
+
+def delete_leaves(state: TrainState) -> None:
+    """Free a state that a restored one replaces, as the first step would by donation."""
+    jax.tree.map(lambda leaf: leaf.delete(), state)
 
 
 def trim_log(run: RunFolder, at: int) -> str:
@@ -271,11 +275,17 @@ def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
     return ConfigChanges(refused, announced, fault)
 
 
-def check_config(run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume) -> None:
-    """Refuse to continue another experiment, or to return the result of a finished one, unless `resume` allows it."""
-    changed = changes.refused + (changes.announced if at >= steps else [])
+def check_config(
+    run: RunFolder, changes: ConfigChanges, at: int, steps: int, resume: Resume, *, finished: bool = False
+) -> None:
+    """Refuse to continue another experiment, or to return the result of a finished one, unless `resume` allows it.
+
+    A run that ended early is `finished`, too.
+    """
+    finished = finished or at >= steps
+    changed = changes.refused + (changes.announced if finished else [])
     if changed and resume != "anyway":
-        state = f"a finished run, {at} of {steps} steps," if at >= steps else f"a run at step {at} of {steps}"
+        state = f"a finished run, {at} of {steps} steps," if finished else f"a run at step {at} of {steps}"
         raise ValueError(
             f"fit: {run.root} holds {state} of another configuration ({'; '.join(changed)}); choose another folder for "
             'this one, or pass resume="anyway" to continue all the same, or resume="restart" to move the old run aside '
@@ -309,6 +319,11 @@ def configuration(**parts: Any) -> dict[str, Any]:
         "processes": jax.process_count(),
         "versions": f"Python {platform.python_version()}, JAX {jax.__version__}",
     }
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that is for people, without hashes."""
+    return {name: value for name, value in config.items() if name != "fingerprint"}
 
 
 def command() -> str:
@@ -387,7 +402,10 @@ def _format_score(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _format_fact(value: Any) -> str:
+def format_fact(value: Any) -> str:
+    """A value of a configuration, on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {format_fact(each)}" for name, each in value.items())
     return _format_score(value) if isinstance(value, float) else str(value)
 
 

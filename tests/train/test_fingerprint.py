@@ -33,7 +33,7 @@ def changed(state):
     """The names under which the fingerprints of two objectives, feeds or states differ."""
 
     def compare(first, second, part="objective"):
-        parts = {"objective": objective, "state": state, "feed": feed(), "evaluate": None}
+        parts = {"objective": objective, "state": state, "feed": feed(), "feeds": {}}
         marks = [fingerprint(**{**parts, part: each}) for each in (first, second)]
         return [name for name, _, _ in differences(*marks)]
 
@@ -128,14 +128,14 @@ def test_globals_and_the_functions_that_are_called_count(changed, monkeypatch):
     from tests.train import test_fingerprint
 
     before = functools.partial(fingerprint, state=init_state(train.step(objective, optim.SGD(0.1))), feed=feed())
-    marks = {each: before(each, evaluate=None) for each in (multiply, call_multiply)}
+    marks = {each: before(each, feeds={}) for each in (multiply, call_multiply)}
     monkeypatch.setattr(test_fingerprint, "SCALE", 2.0)
-    names = {each: [name for name, *_ in differences(marks[each], before(each, evaluate=None))] for each in marks}
+    names = {each: [name for name, *_ in differences(marks[each], before(each, feeds={}))] for each in marks}
     assert names == {multiply: ["the objective: SCALE"], call_multiply: ["the objective: multiply"]}
 
 
 def test_code_of_another_version_of_python_is_not_compared(state):
-    now = fingerprint(multiply, state, feed(), None)
+    now = fingerprint(multiply, state, feed(), {})
     code = {name: mark for name, mark in now.items() if "Python 3." in mark}
     before = {name: mark.replace("Python 3.", "Python 2.").replace("#", "#0") for name, mark in code.items()}
     assert list(differences(before, now)) == []
@@ -195,7 +195,7 @@ def test_the_data_are_compared_by_their_contents(changed):
     assert changed(stored[0], stored[2], "feed") == ["the data"], "arrays on disk are sampled"
     noisy = [train.Feed(Rows(value, noise=True), batch=8) for value in (1, 2)]
     assert changed(*noisy, "feed") == [], "what differs each time cannot be compared"
-    assert changed(train.Feed(arrays(), batch=8), train.Feed(arrays(seed=1), batch=8), "evaluate") == [
+    assert changed({"": train.Feed(arrays(), batch=8)}, {"": train.Feed(arrays(seed=1), batch=8)}, "feeds") == [
         "the data of evaluations"
     ]
 

@@ -214,7 +214,7 @@ def test_accumulation_over_batches_resumes_in_the_middle(tmp_path):
 
 def test_metrics_go_to_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
-    fit(tmp_path / "run", 10, tensorboard=True)
+    fit(tmp_path / "run", 10, loggers=[train.TensorBoard()])
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
@@ -354,7 +354,7 @@ def test_the_files_of_a_finished_run_stay_unchanged(uninterrupted):
                 show=False,
             ),
             KeyError,
-            "the objective returns loss, accuracy",
+            "the scores are loss, accuracy",
         ),
     ],
 )
@@ -367,7 +367,7 @@ def test_the_metric_of_best_is_checked_for_a_step_that_was_compiled_before():
     state = init_state(STEP)
     with feed().stream(stop=1) as batches:
         state, _ = STEP(state, next(iter(batches)))
-    with pytest.raises(KeyError, match=r"best is .*, but the objective returns loss, accuracy"):
+    with pytest.raises(KeyError, match=r"best is .*, but the scores are loss, accuracy"):
         train.fit(STEP, state, feed(), steps=5, evaluate=feed(), best=train.Maximize("f1"), show=False)
 
 

@@ -30,8 +30,10 @@ def visible_points(folder):
 
 
 def write_session(folder, start, steps, value):
-    board = TensorBoard(folder, start=start)
-    board.add([{"step": step, "seconds": 1.0, "loss": value} for step in steps])
+    board = TensorBoard(folder)
+    board.start(None, start, {})
+    for step in steps:
+        board.log(step, {"train/loss": value})
     board.close()
 
 
@@ -43,6 +45,6 @@ def test_points_of_steps_that_run_again_are_shown_once(tmp_path):
     assert visible_points(tmp_path) == [("train/loss", step, value) for step, value in values.items()]
 
 
-def test_without_a_folder_nothing_is_written():
-    TensorBoard(None).add([{"step": 1, "loss": 0.5}])
-    TensorBoard(None).close()
+def test_without_a_folder_there_is_advice():
+    with pytest.raises(ValueError, match=r"the run has no folder; pass run= to fit, or TensorBoard\(folder\)"):
+        TensorBoard().start(None, 0, {})

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 _MAX_TEXT_BYTES = 1 << 14
+_MAX_GATHERED_BYTES = 1 << 11  # of each process
 
 
 class ProcessGroup(NamedTuple):
@@ -54,6 +55,19 @@ def all_succeeded(succeeded: bool, count: int) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.asarray(multihost_utils.process_allgather(np.array(succeeded))).all())
+
+
+def gather_texts(text: str, count: int) -> list[str]:
+    """The texts of all `count` processes, in their order."""
+    if count == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    data = text.encode()[:_MAX_GATHERED_BYTES]
+    padded = np.frombuffer(b"".join([len(data).to_bytes(4), data.ljust(_MAX_GATHERED_BYTES, b" ")]), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(count, -1)
+    sizes = [int.from_bytes(row[:4].tobytes()) for row in rows]
+    return [row[4 : 4 + size].tobytes().decode(errors="ignore") for row, size in zip(rows, sizes, strict=True)]
 
 
 def wait_until(ready: Callable[[], bool], failed: Callable[[], bool], timeout: float, process: str, task: str) -> None:

@@ -1,0 +1,95 @@
+"""Profiling: a trace of a few steps of a run, for Perfetto and TensorBoard."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from mlax.inspect import format_bytes
+from mlax.train._checks import int_or_none
+
+TRACE_NAME = "train"  # of each call of the step in the trace
+
+
+class Profile:
+    """Traces the calls of a step that contain the steps from `first` to `last`, without what runs before and after.
+
+    `window` is (first, last), both included, or None. The trace goes into `folder`, or into a temporary one.
+    """
+
+    def __init__(self, window: tuple[int, int] | None, folder: Path | None, report: Callable[[str], None]):
+        self.window, self.folder, self.report = window, folder, report
+        self._tracing = contextlib.ExitStack()  # of one call
+        self._open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def before(self, step: int, state: Any) -> None:
+        """Before a call of the step, after `step` steps: start the trace if the call is in the window."""
+        if self.window is None or not self.window[0] <= step + 1 <= self.window[1]:
+            return
+        if not self._open:
+            jax.block_until_ready(state)
+            self._start()
+        self._tracing.enter_context(jax.profiler.StepTraceAnnotation(TRACE_NAME, step_num=step + 1))
+
+    def after(self, step: int, state: Any) -> None:
+        """After a call of the step that ended with `step`: stop the trace if the window ends."""
+        if self.window is None:
+            return
+        self._tracing.close()
+        if self._open and step >= self.window[1]:
+            jax.block_until_ready(state)
+            self._stop()
+
+    def _start(self) -> None:
+        self.folder = self.folder or Path(tempfile.mkdtemp(prefix="mlax-profile-"))
+        try:
+            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
+            self._open = True
+        except Exception as error:  # such as another trace in progress
+            self.window = None
+            self.report(f"no profile: the trace could not be started: {error}")
+
+    def _stop(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._tracing.close()
+        try:
+            jax.profiler.stop_trace()
+            self.report(self._describe())
+        except Exception as error:  # such as a full disk
+            self.report(f"no profile: the trace could not be written: {error}")
+        self.window = None
+
+    def _describe(self) -> str:
+        assert self.folder is not None and self.window is not None
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        newest = max(files, key=lambda path: path.stat().st_mtime)
+        trace = next(newest.parent.glob("perfetto_trace.json.gz"))
+        size = sum(path.stat().st_size for path in newest.parent.iterdir())
+        first, last = self.window
+        return (
+            f"profile of steps {first} to {last}, {format_bytes(size)}: open {trace} in https://ui.perfetto.dev, or "
+            f"run tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)"
+        )
+
+
+def check_window(window: Any) -> tuple[int, int] | None:
+    """(first, last) as ints; None stays None."""
+    if window is None:
+        return None
+    first, last = map(int_or_none, window) if isinstance(window, list | tuple) and len(window) == 2 else (None, None)
+    if first is None or last is None or not 1 <= first <= last:
+        raise ValueError(
+            f"fit: profile is {window!r}, but must be the first and the last step to trace, counted from 1: (100, 105)."
+        )
+    return first, last
