@@ -35,8 +35,8 @@ GROUPS = {
         "Normalization": "BatchNorm LayerNorm RMSNorm GroupNorm InstanceNorm LocalResponseNorm WeightNorm SpectralNorm",
         "Dropout": "Dropout ChannelDropout PathDropout AlphaDropout",
         "Attention": "MultiHeadAttention Attention KeyValueCache",
-        "Position embeddings": "LearnedPositions SinusoidalPositions Rotary LinearScaling NTKScaling DynamicNTKScaling "
-        "YaRNScaling Llama3Scaling RelativeBias",
+        "Positional encodings": "LearnedPositions SinusoidalPositions Rotary LinearScaling NTKScaling "
+        "DynamicNTKScaling YaRNScaling Llama3Scaling RelativeBias",
         "Recurrent cells": "RNNCell GRUCell LSTMCell MGUCell ConvLSTMCell Stacked Bidirectional ForgetBias",
         "Mixture of experts and state-space models": "MoE Mamba",
         "Low-rank adaptation": "LoRA merge_lora",
@@ -52,7 +52,7 @@ GROUPS = {
         "spectral_norm mean",
         "Dropout": "dropout alpha_dropout",
         "Attention": "attention attention_weights attention_backend",
-        "Positions": "rotary rotary_frequencies linear_frequencies ntk_frequencies dynamic_ntk_frequencies "
+        "Positional encodings": "rotary rotary_frequencies linear_frequencies ntk_frequencies dynamic_ntk_frequencies "
         "yarn_frequencies llama3_frequencies sinusoids alibi alibi_slopes relative_bias relative_buckets",
         "Recurrent cells": "gru lstm lstm_memory lstm_output blend",
         "Mixture of experts": "route dispatch combine",

@@ -21,7 +21,14 @@ from scripts.groups import GROUPS, TITLES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # kept in the root
-SEARCH_BOOSTS = {"guides/from-": 0.8, "guides/": 2, "design/": 0.3, "contributing": 0.3}
+SEARCH_BOOSTS = {
+    "guides/README": 0.3,
+    "guides/": 1.5,
+    "reference/ops": 0.7,
+    "jax/index": 0.3,
+    "design/": 0.3,
+    "contributing": 0.3,
+}
 FENCED = re.compile(r"^(?P<indent> *)```.*?^(?P=indent)```[ ]*$", re.S | re.M)
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:href|src)=\"([^\"]+)\"", re.M)
 
