@@ -100,6 +100,7 @@ GROUPS = {
     },
     "inspect": {
         "NaN and infinity": "nonfinite NonFinite Statistics",
+        "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",
         "Transfers": "transfers Transfers Transfer",
     },

@@ -8,10 +8,23 @@ from mlax.inspect._memory import free_bytes as free_bytes
 from mlax.inspect._memory import total_bytes as total_bytes
 from mlax.inspect._memory import used_bytes as used_bytes
 from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
+from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
 from mlax.inspect._transfer_events import TransferEvent as TransferEvent
 from mlax.inspect._transfer_events import instruction_events as instruction_events
 from mlax.inspect._transfers import Transfer, Transfers, transfers
 from mlax.inspect._transfers import program_events as program_events
 from mlax.inspect._transfers import summarize_events as summarize_events
 
-__all__ = ["NonFinite", "Statistics", "Transfer", "Transfers", "flops", "nonfinite", "transfers"]
+__all__ = [
+    "ArgumentChange",
+    "Compilation",
+    "NonFinite",
+    "Retraced",
+    "Statistics",
+    "Transfer",
+    "Transfers",
+    "flops",
+    "nonfinite",
+    "retrace",
+    "transfers",
+]

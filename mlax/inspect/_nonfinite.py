@@ -201,22 +201,25 @@ def _enter(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -
 
 
 def _enter_scan(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -> _Program | None:
-    params = equation.params
-    body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
-    consts, carry, xs = (
-        inputs[:num_consts],
-        inputs[num_consts : num_consts + num_carry],
-        inputs[num_consts + num_carry :],
-    )
+    body, length = equation.params["jaxpr"], equation.params["length"]
+    # the names of the parameters that count them differ between versions of JAX
+    num_xs = _count_stacked(equation.invars, body.jaxpr.invars)
+    num_carry = len(equation.outvars) - _count_stacked(equation.outvars, body.jaxpr.outvars)
+    num_consts = len(inputs) - num_carry - num_xs
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts : len(inputs) - num_xs], inputs[len(inputs) - num_xs :]
     run = jax.jit(_jaxpr_as_function(body))
-    indices = range(params["length"])
-    for i in reversed(indices) if params["reverse"] else indices:
+    for i in reversed(range(length)) if equation.params["reverse"] else range(length):
         arguments = [*consts, *carry, *(x[i] for x in xs)]
         outputs = run(*arguments)
         if any(_any(is_bad, value) for value in outputs):
             return _Program(body.jaxpr, body.consts, arguments, nest=(*program.nest, (equation, i)))
         carry = outputs[:num_carry]
     return None
+
+
+def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """How many arrays of a scan have an axis of iterations, which those of its body lack."""
+    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(outer, inner, strict=True))
 
 
 def _enter_while(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -> _Program | None:
