@@ -5,19 +5,23 @@ python _curves.py curves.png runs/digits/metrics.jsonl [runs/other/metrics.jsonl
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 COLORS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # safe for color blindness
 NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "scale")
 NOT_SMOOTHED = ("rate",)
+LINES = (".--", "x:", "+-.", "d--")  # of the feeds of an evaluation, where the colors are those of the runs
 MAX_POINTS = 2000  # per line
 MAX_LINE_BYTES = 1 << 20  # of a log
 
 
 def plot_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Plot each metric over the steps: training as a line, evaluations as dots, in one color per run."""
+    """Plot each metric over the steps: training as a line, evaluations as dots, in one color per run.
+
+    The scores "valid/loss" and "test/loss" are shown beside the loss of training.
+    """
     from matplotlib.figure import Figure
 
     names = _metric_names(runs)
@@ -99,16 +103,26 @@ def _estimate_lines(path: Path) -> int:
 def _metric_names(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     names: dict[str, None] = {"loss": None}
     for records in runs.values():
+        trained = {name for record in records for name in record}
         for record in records:
-            values = {**record, **record.get("evaluation", {})}
-            names |= dict.fromkeys(name for name in values if name not in NOT_PLOTTED and _is_number(values[name]))
+            scores = record.get("evaluation", {})
+            found = [name for name in record if name not in NOT_PLOTTED and _is_number(record[name])]
+            found += [_split_score(name, trained)[1] for name in scores if _is_number(scores[name])]
+            names |= dict.fromkeys(name for name in found if name not in NOT_PLOTTED)
     return list(names)
+
+
+def _split_score(name: str, trained: Collection[str]) -> tuple[str, str]:
+    """The feed and the metric of a score: "valid/loss" is the loss of valid, unless training has a metric of that name.
+
+    The only feed of a run has no name.
+    """
+    feed, slash, metric = name.partition("/")
+    return (feed, metric) if slash and name not in trained else ("", name)
 
 
 def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], color: str, run: str) -> None:
     training = [(r["step"], r[name]) for r in records if _is_number(r.get(name))]
-    scores = [(r["step"], r["evaluation"].get(name)) for r in records if "evaluation" in r]
-    evaluations = [(step, value) for step, value in scores if _is_number(value)]
     if training:
         points = training[:: max(1, len(training) // MAX_POINTS)]
         smooth = len(points) > 100 and name not in NOT_SMOOTHED
@@ -117,9 +131,23 @@ def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], col
         axes.plot(steps, smooth_values(values) if smooth else values, color=color, label=f"{run} training".strip())
         if name in ("loss", "gradient_norm") and min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")
-    if evaluations:
-        label = f"{run} evaluation".strip()
-        axes.plot(*zip(*evaluations, strict=True), ".--", color=color if run else COLORS[1], label=label)
+    for at, (feed, points) in enumerate(_evaluations(name, records).items()):
+        label = f"{run} {feed or 'evaluation'}".strip()
+        style = LINES[at % len(LINES)] if run else LINES[0]
+        others = COLORS[1:]
+        axes.plot(*zip(*points, strict=True), style, color=color if run else others[at % len(others)], label=label)
+
+
+def _evaluations(name: str, records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The scores of a metric by feed: steps and values."""
+    trained = {key for record in records for key in record}
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for score, value in record.get("evaluation", {}).items():
+            feed, metric = _split_score(score, trained)
+            if metric == name and _is_number(value):
+                found.setdefault(feed, []).append((record["step"], value))
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -81,9 +81,10 @@ class Loop:
 
     def _call_step(self, batch: Any, hyperparams: Mapping[str, Any]) -> Metrics:
         heartbeat(self.current_step, Phase.STEP)
-        self.profile.before(self.current_step, self.state)
+        end = self.current_step + self.step.steps_per_call
+        self.profile.before(self.current_step + 1, end, self.state)
         self.state, metrics = self.step(self.state, batch, **hyperparams)
-        self.current_step += self.step.steps_per_call
+        self.current_step = end
         self.profile.after(self.current_step, self.state)
         heartbeat(self.current_step, Phase.AFTER_STEP)
         return metrics

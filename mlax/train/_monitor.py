@@ -4,6 +4,7 @@ import collections
 import contextlib
 import math
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,10 @@ class Monitor:
 
 
 class Progress:
-    """A progress bar with step, metrics, throughput and time left in a terminal; elsewhere a line now and then."""
+    """A progress bar with step, metrics, throughput and time left in a terminal; in a notebook, a line that changes.
+
+    Elsewhere, such as in a file, a line now and then.
+    """
 
     def __init__(self, start: int, steps: int, *, show: bool = True, every: float = 20.0):
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -123,6 +127,7 @@ class Progress:
         self.steps, self.every = steps, every
         self.terminal = show and sys.stdout.isatty()
         self.plain = show and not self.terminal
+        self.notebook = NotebookLine(shell) if self.plain and (shell := notebook_shell()) is not None else None
         self._evaluation = ""  # the last one, formatted
         self._ticks: collections.deque[tuple[float, int]] = collections.deque(maxlen=40)  # (time, steps done by then)
         self._printed_at, self._tenth = time.monotonic(), 10 * start // max(steps, 1)
@@ -169,9 +174,12 @@ class Progress:
         with contextlib.suppress(*PRINT_ERRORS):
             self.bar.update(self.task, completed=step, description=text)
             self.bar.refresh()
-        if self.plain and (tenth > self._tenth or now - self._printed_at > self.every):
+        line = f"{step}/{self.steps}  {text}  {self._time_left(step)} left"
+        if self.notebook is not None:
+            self.notebook.show(line)
+        elif self.plain and (tenth > self._tenth or now - self._printed_at > self.every):
             self._tenth, self._printed_at = tenth, now
-            self.print(f"{step}/{self.steps}  {text}  {self._time_left(step)} left")
+            self.print(line)
 
     def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Show the scores of the evaluation after `step`, until the next one."""
@@ -187,6 +195,28 @@ class Progress:
         rate = self._steps_per_second()
         seconds = round((self.steps - step) / rate) if rate else None
         return "?" if seconds is None else f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class NotebookLine:
+    """A line of output in a Jupyter notebook, each text of which replaces the one before."""
+
+    def __init__(self, shell: Any):
+        self._publisher = shell.display_pub
+        self._transient = {"display_id": secrets.token_hex(16)}
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Show this text."""
+        with contextlib.suppress(Exception):  # whatever a front end does, it must not end a training
+            self._publisher.publish({"text/plain": text}, transient=self._transient, update=self._shown)
+            self._shown = True
+
+
+def notebook_shell() -> Any:
+    """The IPython shell of a Jupyter kernel, if this process is one; else None. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 def format_values(values: Mapping[str, Any]) -> str:

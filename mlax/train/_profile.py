@@ -31,14 +31,14 @@ class Profile:
     def __exit__(self, *error: object) -> None:
         self._stop()
 
-    def before(self, step: int, state: Any) -> None:
-        """Before a call of the step, after `step` steps: start the trace if the call is in the window."""
-        if self.window is None or not self.window[0] <= step + 1 <= self.window[1]:
+    def before(self, first: int, last: int, state: Any) -> None:
+        """Before a call that makes the steps from `first` to `last`: start the trace if one is in the window."""
+        if self.window is None or last < self.window[0] or first > self.window[1]:
             return
         if not self._open:
             jax.block_until_ready(state)
             self._start()
-        self._tracing.enter_context(jax.profiler.StepTraceAnnotation(TRACE_NAME, step_num=step + 1))
+        self._tracing.enter_context(jax.profiler.StepTraceAnnotation(TRACE_NAME, step_num=first))
 
     def after(self, step: int, state: Any) -> None:
         """After a call of the step that ended with `step`: stop the trace if the window ends."""

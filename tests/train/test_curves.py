@@ -34,3 +34,23 @@ def test_a_damaged_log_is_drawn_without_its_damaged_lines(tmp_path):
     assert len(records) == 197
     plot_curves(tmp_path / "curves.png", {"run": records})
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_scores_of_several_feeds_share_the_panel_of_their_metric(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = {}
+
+    def savefig(figure, path, **options):
+        path.touch()
+        for axes in figure.axes:
+            drawn[axes.get_title()] = axes.get_legend_handles_labels()[1]
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    scores = {"valid/loss": 0.5, "test/loss": 0.6, "valid/f1": 0.7, "aux/balance": 1.0}
+    records = [{"step": 1, "loss": 1.0, "aux/balance": 0.5}, {"step": 1, "evaluation": scores}]
+    plot_curves(tmp_path / "curves.png", {"run": records})
+    assert drawn == {"loss": ["training", "valid", "test"], "aux/balance": ["training", "evaluation"], "f1": ["valid"]}
+    drawn.clear()
+    plot_curves(tmp_path / "curves.png", {"a": records, "b": records})
+    assert drawn["f1"] == ["a valid", "b valid"]
