@@ -15,8 +15,8 @@ from mlax.core._paths import STACKED, flatten_paths
 
 KEY_ADVICE = "pass jax.random.key(0), for example"
 DONATION_ADVICE = (
-    "`train.step`, `train.fit` and functions jitted with `donate_argnums` donate arrays: use those that they returned, "
-    "or make them again."
+    "`train.step`, `train.fit` and functions jitted with `donate_argnums` donate arrays, so use those that they "
+    "returned, or make them again."
 )
 
 
@@ -96,11 +96,11 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
 
 
 def check_not_donated(owner: str, advice: str = DONATION_ADVICE, **trees: Any) -> None:
-    """Raise if an array was donated to an earlier call; `advice` says which call that may have been, and what to do."""
+    """Raise if an array was donated to an earlier call; `advice` ends the sentence, with what to do."""
     if not any(map(_is_deleted, jax.tree.leaves(trees))):
         return
     path = next(path for path, leaf in leaves_with_paths(trees) if _is_deleted(leaf))
-    raise ValueError(f"{owner}: {path} was donated to an earlier call, which reused its memory. {advice}")
+    raise ValueError(f"{owner}: {path} was donated to an earlier call, which reused its memory; {advice}")
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -11,7 +11,16 @@ from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mlax._jax import is_on_host, is_workaround
-from mlax.core import Layer, Tree, check_key, flatten_paths, replace_leaves, signature, variable_shapes
+from mlax.core import (
+    Layer,
+    Tree,
+    check_key,
+    check_not_donated,
+    flatten_paths,
+    replace_leaves,
+    signature,
+    variable_shapes,
+)
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place._estimate import Objective, describe
 from mlax.place._init import init_sharded, with_memory_kinds
@@ -109,6 +118,7 @@ class Plan:
 
     def place(self, variables: Any) -> Any:
         """Move existing variables, trainables or a pair with non_trainables, to their shardings by `jax.device_put`."""
+        check_not_donated("Plan.place", variables=variables)
         return jax.device_put(variables, self.shardings(variables))
 
     def parallelize(self, model: Layer, x: Any) -> Layer:

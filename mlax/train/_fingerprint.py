@@ -36,15 +36,18 @@ Fingerprint = dict[str, Any]
 MAX_HASHED_BYTES = 1 << 28  # of an array; of a larger one, blocks at equal distances
 SAMPLED_ROWS = 16  # of a source whose arrays are not at hand
 SAMPLED_LEAVES, SAMPLED_VALUES = 16, 4  # of the weights
+KEY = "the key of the state"
 WEIGHTS = "the first weights"  # compared within a tolerance, as devices round differently
 ABSENT = "none"  # of a function that the feed may have
 UNKNOWN = b"unknown"
 
 
 def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, feeds: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of a run that starts with this state; `feeds` are those of its evaluations, by name."""
-    key = f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}"
-    found: Fingerprint = {"the key of the state": key, **_describe_function(objective, "the objective")}
+    """The fingerprint of a run that starts with this state; `feeds` are those of its evaluations, by name.
+
+    A donated state has no values any more: its key and weights are not compared.
+    """
+    found = _describe_function(objective, "the objective")
     for name in ("map_example", "map_batch"):
         function = getattr(feed, name, None)
         found |= (
@@ -54,8 +57,10 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, fee
     for name, data in {"the data": feed, **evaluated}.items():
         if (digest := _hash_source(getattr(data, "source", None))) is not None:
             found[name] = f"{type(data).__name__} #{digest}"
-    if int(state.step) == 0:  # those of a later state are not the first
-        found[WEIGHTS] = _sample_weights(state.trainables)
+    if not state.rng.is_deleted():
+        found[KEY] = f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}"
+        if int(state.step) == 0:  # the weights of a later state are not the first
+            found[WEIGHTS] = _sample_weights(state.trainables)
     return found
 
 

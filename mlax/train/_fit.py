@@ -140,8 +140,12 @@ def fit(
     patience = check_patience(patience, best)
     window, loggers = check_window(profile), check_loggers(loggers)
     with RunFolder(run) as run_folder, Signals(grace) as signals:
+        if resume == "restart":
+            check_not_donated("fit", DONATED_STATE, state=state)  # before anything is moved
         moved = run_folder.move_aside() if resume == "restart" else ""
         checkpoints = open_checkpoints(run_folder, keep, best, resume)
+        if checkpoints is None or checkpoints.latest() is None:  # to restore one, the shapes of the state are enough
+            check_not_donated("fit", DONATED_STATE, state=state)
         run_config = configuration(
             step=repr(step),
             feed=repr(feed),
@@ -193,7 +197,7 @@ def fit(
         if notes:
             delete_leaves(initial)
         if loop.is_complete():
-            monitor.print(_closing_message(run_folder, loop, ""))
+            monitor.print(_restored_message(run_folder, loop))
             return _result(loop, loop.last_on_disk(), "")
         run_folder.write_config(run_config)
         with monitor, loop.profile:
@@ -227,6 +231,15 @@ def _result(loop: Loop, saved: int | None, interrupted: str) -> Fitted:
     return Fitted(loop.state, scoring.scores, loop.current_step, saved, stopped, scoring.best.step, loop.checkpoints)
 
 
+def _restored_message(run: RunFolder, loop: Loop) -> str:
+    if loop.stop is not None:
+        return _closing_message(run, loop, "")
+    return (
+        f"already trained: {run.root} holds step {loop.current_step} of {loop.intervals.steps}, which fit returns; "
+        f'pass more steps to continue, or resume="restart" to start over  {format_values(loop.scoring.scores)}'
+    )
+
+
 def _closing_message(run: RunFolder, loop: Loop, interrupted: str) -> str:
     steps, skipped = loop.intervals.steps, int(loop.state.skipped)
     if interrupted:
@@ -254,7 +267,6 @@ def _check_arguments(step: Any, state: Any, feed: Any, best: Any, resume: Any, g
         raise TypeError(f"fit: step is a {type(step).__name__}; make it by train.step(objective, optimizer).")
     if not isinstance(state, TrainState):
         raise TypeError(f"fit: state is a {type(state).__name__}; make it by step.init(rng, *model.init(...)).")
-    check_not_donated("fit", DONATED_STATE, state=state)
     check_feed("feed", feed)
     if grace is not None and (not isinstance(grace, int | float) or isinstance(grace, bool) or not grace >= 0):
         raise ValueError(f"fit: grace is {grace!r}, but must be a number of seconds, or None.")

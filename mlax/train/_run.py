@@ -24,7 +24,7 @@ from mlax import files
 from mlax.core import Tree
 from mlax.optim import Optimizer
 from mlax.train._curves import parse_record, read_lines
-from mlax.train._fingerprint import ABSENT, WEIGHTS, differences
+from mlax.train._fingerprint import ABSENT, KEY, WEIGHTS, differences
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
@@ -270,8 +270,8 @@ def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
             announced += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
         else:
             announced.append(_describe_change(name, str(old), str(new)))
-    if WEIGHTS in marks:
-        config["fingerprint"].setdefault(WEIGHTS, marks[WEIGHTS])
+    for name in {KEY, WEIGHTS} & marks.keys():
+        config["fingerprint"].setdefault(name, marks[name])
     return ConfigChanges(refused, announced, fault)
 
 

@@ -13,11 +13,11 @@ from mlax.place import Plan
 from mlax.train._loss_scale import LossScale
 
 DONATED_STATE = (
-    "`step` and `fit` donate their state: use the one that they returned, as in `state, metrics = step(state, batch)`, "
-    "or `result.state` of fit. To run a cell again, run the one that makes the state first."
+    "use the state that it returned, `result.state` of `fit` or `state, metrics = step(state, batch)`, or, to run a "
+    "notebook's cell again, first run the one that makes the state."
 )
 DONATED_VARIABLES = (
-    "`step.init` does not copy the variables, so that the first `step` or `fit` donates them: call `model.init` again, "
+    "`step.init` does not copy the variables, and the first `step` or `fit` donates them, so call `model.init` again, "
     "or pass copies, jax.tree.map(jnp.copy, variables)."
 )
 

@@ -1,11 +1,14 @@
 """Donated arrays used again are named, with what to use instead; other errors of a step keep their words."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from mlax import files, nn, optim, train
+from mlax import files, nn, optim, place, train
+from tests.asserts import unequal_leaves
 from tests.train.tasks import batch, feed
 
 SGD = optim.SGD(0.1)
@@ -25,13 +28,14 @@ def donated():
     return step, variables, state, new
 
 
-STATE = r"state/step was donated to an earlier call.*use the one that they returned.*result\.state.*To run a cell again"
+STATE = r"state/step was donated to an earlier call.*use the state that it returned, `result\.state`.*first run the one"
 CASES = {
     "step": (lambda step, variables, state, folder: step(state, batch()), STATE),
     "step with a rate": (lambda step, variables, state, folder: step(state, batch(), rate=0.1), STATE),
     "an uncompiled step": (lambda step, variables, state, folder: train.step(doubled, SGD)(state, batch()), STATE),
     "evaluation": (lambda step, variables, state, folder: step.evaluation(state, [batch()]), STATE),
     "fit": (lambda step, variables, state, folder: train.fit(step, state, feed(), steps=2, show=False), STATE),
+    "Plan.place": (lambda step, variables, state, folder: place.single().place(variables), "variables/w was donated"),
     "step.init": (
         lambda step, variables, state, folder: step.init(jax.random.key(0), variables),
         r"step\.init: trainables/w was donated to an earlier call.*call `model\.init` again, or pass copies",
@@ -90,3 +94,57 @@ def test_a_runtime_error_inside_of_a_step_keeps_its_words():
     with pytest.raises(RuntimeError, match="the disk is on fire") as caught:
         jax.block_until_ready(step(step.init(jax.random.key(0), {"w": jnp.ones(())}), batch()))
     assert any("resume from the last checkpoint" in note for note in getattr(caught.value, "__notes__", []))
+
+
+VARIABLES_CELL = "variables = {'w': jnp.ones(())}, None"
+STATE_CELL = "state = step.init(jax.random.key(1), *variables)"
+FIT_CELL = "result = train.fit(step, state, feed, steps=4, run=run, show=run is not None)"
+
+
+def run_notebook(step, run):
+    """The names of a notebook whose cells were each run once."""
+    names = {"train": train, "jax": jax, "jnp": jnp, "step": step, "feed": feed(), "run": run}
+    for cell in (VARIABLES_CELL, STATE_CELL, FIT_CELL):
+        exec(cell, names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def step():
+    return train.step(doubled, SGD)
+
+
+def test_a_notebooks_cell_that_is_run_twice_says_what_happened_in_one_sentence(step):
+    names = run_notebook(step, None)
+    cells = {FIT_CELL: "first run the one that makes the state", STATE_CELL: "call `model.init` again"}
+    for cell, way_out in cells.items():
+        with pytest.raises(ValueError, match="was donated to an earlier call, which reused its memory; ") as caught:
+            exec(cell, names)
+        message = str(caught.value)
+        assert way_out in message
+        assert message.endswith(".")
+        assert ". " not in message
+        assert len(message) < 300
+    for cell in (VARIABLES_CELL, STATE_CELL, FIT_CELL):  # the way out
+        exec(cell, names)
+
+
+def test_with_a_run_folder_a_cell_that_is_run_twice_returns_the_result_again(step, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # takes a second to import
+    run = tmp_path / "run"
+    names = run_notebook(step, run)
+    first = names["result"]
+    capsys.readouterr()
+    exec(FIT_CELL, names)
+    assert f"already trained: {run} holds step 4 of 4, which fit returns; pass more" in capsys.readouterr().out
+    assert names["result"].step == 4
+    assert not unequal_leaves(names["result"].state, first.state)
+    longer = FIT_CELL.replace("steps=4", "steps=6")
+    exec(longer, names)  # continues, although the state was donated
+    assert names["result"].step == 6
+    with pytest.raises(ValueError, match="donated"):
+        exec(FIT_CELL.replace("run=run", "run=run, resume='restart'"), names)
+    assert not list(tmp_path.glob("run-before-*"))  # refused before anything was moved
+    exec(f"{VARIABLES_CELL}; {STATE_CELL}".replace("key(1)", "key(2)"), names)
+    with pytest.raises(ValueError, match="the key of the state"):  # the key of the first run was kept
+        exec(longer, names)
