@@ -138,6 +138,7 @@ class MultiHeadAttention(Composite):
     - lengths (b,): how many tokens of each row of the source, or of x, are not padding;
     - positions (t,) or (b, t): for rotary embeddings alone, 0, 1, 2, ... unless given; causal and window go by order;
     - mask, boolean, and bias (b, h, t, s), each axis of that size or 1.
+    A name whose value is None counts as absent.
 
     Each of `heads` query heads is `head_width` wide, d / heads unless given, and each of its values `value_width`,
     `head_width` unless given; each of `kv_heads` keys and values is shared by an equal number of them. `qk_norm` is a
@@ -310,7 +311,8 @@ class MultiHeadAttention(Composite):
     def _named_inputs(self, x: Any) -> dict[str, Any]:
         """The input as a dict: from an array, a pair or a dict."""
         name, arrays = type(self).__name__, x if isinstance(x, tuple) else (x,)
-        inputs: dict[str, Any] = dict(x) if isinstance(x, dict) else dict(zip(MULTI_HEAD_INPUTS, arrays, strict=False))
+        pairs = x.items() if isinstance(x, dict) else zip(MULTI_HEAD_INPUTS, arrays, strict=False)
+        inputs: dict[str, Any] = {each: array for each, array in pairs if array is not None or not isinstance(x, dict)}
         unknown = ", ".join(inputs.keys() - set(MULTI_HEAD_INPUTS))
         if unknown or "x" not in inputs or (isinstance(x, tuple) and len(x) != 2):
             raise ValueError(

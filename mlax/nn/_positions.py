@@ -13,6 +13,7 @@ from mlax import ops
 from mlax._jax import named_key
 from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
+from mlax.nn._kv_cache import Position
 
 
 @frozen
@@ -21,8 +22,10 @@ class LearnedPositions(Layer):
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t). An input
     longer than `length`, or a position of `length` or more, is an error; a traced position, as inside `jit`, gives NaN.
-    Trainables: table (length, d). With `decoding`, non-trainables: count (), the tokens so far, from which the next
-    call continues.
+    Trainables: table (length, d).
+
+    With `decoding`, each row continues after its tokens in earlier calls, and the input may be a pair of it and lengths
+    (b,): how many tokens of each row are not padding, and so counted. Non-trainables: count (b,), the tokens so far.
 
     >>> layer, x = nn.LearnedPositions(512), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -37,14 +40,13 @@ class LearnedPositions(Layer):
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
-        x, _ = _split_positions(self, x)
+        x, _ = _split_pair(self, x)
         self._check_time(x)
         table = self.table_init(named_key(rng, "table"), (self.length, x.shape[-1]), self.param_dtype or x.dtype)
-        return {"table": table}, _init_count(self)
+        return {"table": table}, _init_count(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        x, positions = _split_positions(self, x)
-        positions, non_trainables = _next_positions(x, positions, non_trainables)
+        x, positions, non_trainables = _next_positions(self, x, non_trainables)
         self._check_time(x)
         ops.check_positions(str(self), positions, self.length, x.shape[:2])
         return x + ops.embedding(jnp.atleast_2d(positions), cast(trainables["table"], x.dtype)), non_trainables
@@ -59,8 +61,8 @@ class SinusoidalPositions(Layer):
     """Sinusoidal position embeddings, added to the input: (b, t, d) to (b, t, d), in the dtype of the input.
 
     Positions are 0, 1, 2, ...; the input may also be a pair of it and its positions, (t,) or (b, t).
-    With `decoding`, non-trainables: count (), the tokens so far, from which the next call continues.
-    Positions are at most 2^20 - 1, as in `ops.rotary`. https://arxiv.org/abs/1706.03762, section 3.5.
+    Positions are at most 2^20 - 1, as in `ops.rotary`. `decoding` is as in LearnedPositions.
+    https://arxiv.org/abs/1706.03762, section 3.5.
 
     >>> nn.SinusoidalPositions().fwd(jnp.ones((8, 20, 64)), None)[0].shape
     (8, 20, 64)
@@ -74,14 +76,13 @@ class SinusoidalPositions(Layer):
     accum_dtype: DType = "float32"  # of the sines from position 1,024 on; None: the input's
 
     def init(self, rng, x):
-        x, _ = _split_positions(self, x)
+        x, _ = _split_pair(self, x)
         if x.shape[-1] % 2:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[-1]} wide, but the width must be even.")
-        return None, _init_count(self)
+        return None, _init_count(self, x)
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        x, positions = _split_positions(self, x)
-        positions, non_trainables = _next_positions(x, positions, non_trainables)
+        x, positions, non_trainables = _next_positions(self, x, non_trainables)
         ops.check_positions(str(self), positions, 2**20, x.shape[:2])
         positions = positions[None] if positions.ndim == 1 else positions
         waves = ops.sinusoids(positions, x.shape[-1], x.dtype, base=self.base, accum_dtype=self.accum_dtype)
@@ -303,28 +304,32 @@ class RelativeBias(Layer):
         return y, non_trainables
 
 
-def _split_positions(layer: Any, x: Any) -> tuple[Any, Any]:
-    """The input, and its positions or None."""
-    x, positions = x if isinstance(x, tuple) else (x, None)
+def _split_pair(layer: Any, x: Any) -> tuple[Any, Any]:
+    """The input, and None or what came with it: its positions, or its lengths when decoding."""
+    x, other = x if isinstance(x, tuple) else (x, None)
     if x.ndim != 3:
         raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")
-    if positions is not None and layer.decoding:
-        raise ValueError(
-            f"{layer}: it counts positions itself when decoding; pass the input alone, or positions of each row and "
-            "decoding=False."
-        )
-    return x, positions
+    if other is not None and layer.decoding:
+        if other.ndim != 1:
+            raise ValueError(
+                f"{layer}: it counts positions itself when decoding, but the input is a pair with {other.shape}; pass "
+                "lengths (batch,), or positions of each row and decoding=False."
+            )
+        ops.check_lengths(str(layer), other, x.shape[0], x.shape[1], "tokens")
+    return x, other
 
 
-def _init_count(layer: Any) -> dict[str, jax.Array] | None:
-    return {"count": jnp.zeros((), np.int32)} if layer.decoding else None
+def _init_count(layer: Any, x: Any) -> dict[str, jax.Array] | None:
+    return {"count": jnp.zeros(x.shape[0], np.int32)} if layer.decoding else None
 
 
-def _next_positions(x: jax.Array, positions: Any, state: Any) -> tuple[Any, Any]:
-    """The position of each token, and the state after them."""
-    if positions is not None:
-        return positions, state
-    positions = ops.default_positions(x.shape[1])
-    if state is None:
-        return positions, None
-    return state["count"] + jnp.asarray(positions), {"count": state["count"] + x.shape[1]}
+def _next_positions(layer: Any, x: Any, state: Any) -> tuple[Any, Any, Any]:
+    """The input, the position of each token, and the state after them."""
+    x, other = _split_pair(layer, x)
+    time = ops.default_positions(x.shape[1])
+    if not layer.decoding:
+        return x, time if other is None else other, state
+    positions, state = Position().fwd((x, other), None, state)
+    if other is not None:  # padding has no position, and may be past the last one
+        positions = jnp.where(time < other[:, None], positions, np.zeros((), np.int32))
+    return x, positions, state

@@ -262,8 +262,9 @@ ROWS = {
     "LearnedPositions decoding": LayerRow(
         lambda dtype: nn.LearnedPositions(9, decoding=True),
         (3, 5, 4),
-        ({"table": (9, 4)}, {"count": ()}),
+        ({"table": (9, 4)}, {"count": (3,)}),
         lambda x, w: x + w["table"][:5],
+        no_single_example="its state has a row for each example",
         variant=True,
     ),
     "SinusoidalPositions": LayerRow(

@@ -298,6 +298,14 @@ def test_empty_and_single_axes_work(kernel, shape):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
 
 
+def test_an_input_of_attention_that_is_none_counts_as_absent():
+    layer, x = nn.MultiHeadAttention(2, causal=True), normal(1, 3, 8)
+    trainables, _ = layer.init(RNG, {"x": x, "lengths": None})
+    np.testing.assert_array_equal(
+        fwd(layer, {"x": x, "lengths": None, "mask": None}, trainables), fwd(layer, x, trainables)
+    )
+
+
 def test_packed_sequences_attend_as_if_alone(kernel):
     layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
     one, two = normals((1, 5, 8), (1, 3, 8))

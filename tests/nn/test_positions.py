@@ -104,7 +104,25 @@ def test_decoding_continues_at_the_next_position(layer):
     first, state = layer.fwd(x[:, :5], trainables, state)
     rest, state = layer.fwd(x[:, 5:], trainables, state)
     np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-6)
-    assert int(state["count"]) == 8
+    assert state["count"].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize("layer", [nn.LearnedPositions(8, decoding=True), nn.SinusoidalPositions(decoding=True)])
+def test_rows_with_prompts_of_different_lengths_continue_each_at_their_own_position(layer):
+    x = normal(2, 8, 4)
+    trainables, state = layer.init(RNG, x)
+    whole, _ = layer.fwd(x, trainables, state)
+    for lengths in ([5, 2], [1, 6], [2, 0]):  # the padding of the second call would be past the table
+        done, t = state["count"], max(lengths)
+        tokens = np.full((2, t, 4), 50.0, np.float32)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = x[row, done[row] : done[row] + length]
+        y, state = layer.fwd((jnp.asarray(tokens), jnp.asarray(lengths)), trainables, state)
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(y[row, :length], whole[row, done[row] : done[row] + length], rtol=1e-6)
+    assert state["count"].tolist() == [8, 8]
+    with pytest.raises(ValueError, match=r"counts positions itself when decoding.*pass lengths \(batch,\)"):
+        layer.fwd((x, jnp.zeros((2, 8), jnp.int32)), trainables, state)
 
 
 def test_a_learned_position_out_of_range_is_an_error_and_nan_if_traced():
