@@ -44,6 +44,8 @@ from mlax.core._layer import (
 from mlax.core._paths import (
     STACKED,
     NoMatch,
+    as_patterns,
+    check_patterns,
     flatten_paths,
     match_paths,
     matches,
@@ -67,6 +69,7 @@ from mlax.core._surgery import (
     rename,
     replace,
     select,
+    wrap,
 )
 from mlax.core._tabulate import Table, print_as_table, short_summary, tabulate
 from mlax.core._tied import Tie, Tied, untie
@@ -120,4 +123,5 @@ __all__ = [
     "select",
     "stacked_axes",
     "tabulate",
+    "wrap",
 ]

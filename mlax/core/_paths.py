@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+EXCLUDE = "!"  # the first character of a pattern for what is left out
 STACKED = "stacked"  # the name in a path below which every leaf has one more leading axis: see `stacked_axes`
 
 
@@ -52,34 +53,67 @@ def replace_leaves(tree: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
     return None if tree is None else leaves[path]
 
 
+def as_patterns(patterns: Any) -> tuple[Any, ...]:
+    """One pattern or several as a tuple."""
+    return tuple(patterns) if isinstance(patterns, tuple | list) else (patterns,)
+
+
 def match_paths(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
-    """The paths that match any of the patterns, in their order; a pattern without a match raises NoMatch.
+    """The paths that match the patterns, in their order; a pattern without a match raises NoMatch.
 
-    In a pattern `*` matches any characters of one name, and `**` any number of whole names.
+    In a pattern `*` matches any characters of one name, and `**` any number of whole names. What matches a pattern
+    that starts with `!` is excluded: from what the others match or, if all of them start with `!`, from all paths.
     """
+    patterns, paths = tuple(patterns), list(paths)
+    check_patterns(patterns, paths)
+    found = [path for path in paths if matches(patterns, path)]
+    if patterns and not found:
+        raise NoMatch(f"{', '.join(map(repr, patterns))} exclude all that they match; leave out a pattern with '!'.")
+    return found
+
+
+def check_patterns(patterns: Iterable[str], paths: Iterable[str]) -> None:
+    """Raise NoMatch if one of the patterns matches none of the paths; one with `!`, if it excludes none of them."""
     paths = list(paths)
-    found: set[str] = set()
     for pattern in patterns:
-        hits = [path for path in paths if matches(pattern, path)]
-        if not hits:
+        if not any(matches(pattern.removeprefix(EXCLUDE), path) for path in paths):
             raise NoMatch(no_match_message(pattern, paths))
-        found.update(hits)
-    return [path for path in paths if path in found]
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether one path matches one pattern; the empty path is that of a bare array, which `**` matches."""
-    return _regex(pattern).fullmatch(f"{path}/") is not None or (not path and _regex(pattern).fullmatch("") is not None)
+def matches(patterns: str | tuple[str, ...], path: str) -> bool:
+    """Whether a path matches a pattern, or several patterns together; see `match_paths`. Nothing matches none."""
+    included, excluded = _split(as_patterns(patterns))
+    return any(_is_match(each, path) for each in included) and not any(_is_match(each, path) for each in excluded)
+
+
+@functools.cache
+def _split(patterns: tuple[str, ...]) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
+    """The patterns of what is included, all if there are only others, and those of what is excluded."""
+    excluded = [pattern.removeprefix(EXCLUDE) for pattern in patterns if pattern.startswith(EXCLUDE)]
+    included = [pattern for pattern in patterns if not pattern.startswith(EXCLUDE)] or ["**"] * bool(excluded)
+    return list(map(_regex, included)), list(map(_regex, excluded))
+
+
+def _is_match(regex: re.Pattern[str], path: str) -> bool:
+    # the empty path is that of a bare array, which `**` matches
+    return regex.fullmatch(f"{path}/") is not None or (not path and regex.fullmatch("") is not None)
 
 
 def no_match_message(path: str, paths: Iterable[str]) -> str:
     """The message for a path or pattern without a match, with the closest path."""
     paths = [other for other in paths if other]  # the path of the model itself is empty
-    if hint := _stack_hint(path, paths) or _rename_hint(path, paths):
-        return f"{path!r} matches nothing; {hint}"
+    mark, path = (EXCLUDE, path[1:]) if path.startswith(EXCLUDE) else ("", path)
+    return f"{mark + path!r} {'excludes' if mark else 'matches'} nothing; {_suggestion(mark, path, paths)}"
+
+
+def _suggestion(mark: str, path: str, paths: list[str]) -> str:
+    if hint := _stack_hint(path, paths):
+        return hint
+    if renamed := _rename(path, paths):
+        return f"did you mean {mark + renamed!r}?"
     close = max(paths, key=lambda other: _similarity(path, other), default="")
     near = _similarity(path, close)[0] >= 0.6
-    return f"{path!r} matches nothing; " + (f"did you mean {close!r}?" if near else f"there are {_few(paths)}.")
+    return f"did you mean {mark + _like(path, close)!r}?" if near else f"there are {_few(paths)}."
 
 
 _LEAVES_ELSEWHERE = {  # a leaf's name in other libraries: its names here
@@ -92,12 +126,11 @@ _LEAVES_ELSEWHERE = {  # a leaf's name in other libraries: its names here
 }
 
 
-def _rename_hint(path: str, paths: list[str]) -> str | None:
-    """The path with its last name replaced by what the leaf is called here, as a question."""
+def _rename(path: str, paths: list[str]) -> str | None:
+    """The path with its last name replaced by what the leaf is called here, if that matches one."""
     *parents, name = path.split("/")
     here = ["/".join((*parents, other)) for other in _LEAVES_ELSEWHERE.get(name, ())]
-    found = next((other for other in here if any(matches(other, each) for each in paths)), None)
-    return f"did you mean {found!r}?" if found else None
+    return next((other for other in here if any(matches(other, each) for each in paths)), None)
 
 
 def _stack_hint(path: str, paths: list[str]) -> str | None:
@@ -108,6 +141,13 @@ def _stack_hint(path: str, paths: list[str]) -> str | None:
         if name.isdigit() and any(matches(stacked, each) for each in paths):
             return f"the layers of a Repeat or Map are stacked: index {name} of the first axis of {stacked!r}."
     return None
+
+
+def _like(pattern: str, path: str) -> str:
+    """The pattern for all below the part that was meant, if the pattern is one, else the path."""
+    names = pattern.split("/")
+    below = "/".join((*path.split("/")[: len(names) - 1], "**"))
+    return below if names[-1] == "**" and "*" not in "".join(names[:-1]) and matches(below, path) else path
 
 
 def _similarity(path: str, other: str) -> tuple[float, int]:

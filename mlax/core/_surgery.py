@@ -8,7 +8,15 @@ from mlax.core._composite import Composite, check_layer, parts_of
 from mlax.core._errors import short_repr, short_signature
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer, Tree
-from mlax.core._paths import STACKED, NoMatch, flatten_paths, match_paths, no_match_message, unflatten_paths
+from mlax.core._paths import (
+    STACKED,
+    NoMatch,
+    as_patterns,
+    flatten_paths,
+    match_paths,
+    no_match_message,
+    unflatten_paths,
+)
 from mlax.core._wrappers import Wrapper
 
 T = TypeVar("T")
@@ -70,8 +78,53 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
 
     edited = map_layers(model, "", set_fields)
     if not matches:
-        raise ValueError(f"override: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}.")
+        raise ValueError(_no_kind_message("override", kind, kinds))
     return edited
+
+
+def wrap(model: Layer, where: type | tuple[type, ...] | str | tuple[str, ...], function: Callable[[Any], Layer]) -> Any:
+    """A copy of a model with `function(layer)` in place of each layer of a class, or at each path that matches.
+
+        mlax.wrap(model, nn.Linear, lambda layer: nn.LoRA(layer, rank=8))
+        mlax.wrap(model, "blocks/stacked/attend", mlax.Remat)
+
+    The model itself counts as a layer, and parts are wrapped before their owner. Equal layers stay equal: the function
+    is called once for each. Wrappers add no name, so that the variables of the model keep their paths.
+    """
+    check_layer("wrap", "the model", model)
+    made: dict[Layer, Layer] = {}
+
+    def wrap_layer(layer: Layer) -> Layer:
+        if layer not in made:
+            made[layer] = function(layer)
+            check_layer("wrap", f"what the function returned for {short_repr(layer)}", made[layer])
+        return made[layer]
+
+    each = as_patterns(where)
+    kinds = tuple(kind for kind in each if isinstance(kind, type))
+    patterns = tuple(pattern for pattern in each if isinstance(pattern, str))
+    if each and kinds == each:
+        return _wrap_kinds(model, kinds, wrap_layer)
+    if each and patterns == each:
+        return _wrap_paths(model, patterns, wrap_layer)
+    raise TypeError(
+        f"wrap: got {short_repr(where)}, but takes a class, a pattern, or a tuple of either: "
+        "wrap(model, nn.Linear, function)."
+    )
+
+
+def _wrap_kinds(model: Layer, kinds: tuple[type, ...], wrap_layer: Callable[[Layer], Layer]) -> Layer:
+    found = {type(layer) for layer in all_layers(model)}
+    if not any(issubclass(kind, kinds) for kind in found):
+        raise ValueError(_no_kind_message("wrap", kinds, {kind.__name__ for kind in found}))
+    return map_layers(model, "", lambda path, layer: wrap_layer(layer) if isinstance(layer, kinds) else layer)
+
+
+def _wrap_paths(model: Layer, patterns: tuple[str, ...], wrap_layer: Callable[[Layer], Layer]) -> Layer:
+    chosen = match_paths(patterns, ["", *layers(model)])
+    for path in sorted(chosen, key=lambda path: path.count("/") if path else -1, reverse=True):  # parts first
+        model = replace(model, path, wrap_layer(get(model, path))) if path else wrap_layer(model)
+    return model
 
 
 def layers(model: Layer) -> dict[str, Layer]:
@@ -133,6 +186,10 @@ def map_layers(
     return function(path, layer)
 
 
+def _no_kind_message(function: str, kind: type | tuple[type, ...], kinds: set[str]) -> str:
+    return f"{function}: no part is a {_names(kind)}; the model is made of {', '.join(sorted(kinds))}."
+
+
 def _names(kind: type | tuple[type, ...]) -> str:
     return " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
 
@@ -144,7 +201,7 @@ def paths(tree: Tree) -> tuple[str, ...]:
 
 
 def select(tree: Tree, *patterns: str) -> Tree:
-    """The leaves that match any of the patterns, under their paths."""
+    """The leaves that match the patterns, under their paths: `select(trainables, "**/kernel", "!head/**")`."""
     _check_variables("select", tree)
     _check_patterns("select", patterns)
     leaves = flatten_paths(tree)
@@ -154,7 +211,8 @@ def select(tree: Tree, *patterns: str) -> Tree:
 def freeze(tree: Tree, *patterns: str) -> tuple[Tree, Tree]:
     """Split trainables for fine-tuning: (trainable, frozen), where the patterns select the frozen leaves.
 
-    Differentiate and update the first; pass `merge(first, second)` to the layer.
+    `freeze(trainables, "!**/lora/*")` freezes all but those. `train.step(train=...)` needs no split; in a loop without
+    it, differentiate and update the first; pass `merge(first, second)` to the layer.
     """
     _check_variables("freeze", tree)
     _check_patterns("freeze", patterns)
@@ -197,7 +255,7 @@ def rename(tree: Tree, names: Mapping[str, str]) -> Tree:
 
 
 def count(tree: Tree, *patterns: str) -> int:
-    """The number of parameters: of all leaves, or of those that match any of the patterns."""
+    """The number of parameters: of all leaves, or of those that match the patterns."""
     _check_variables("count", tree)
     leaves = flatten_paths(tree)
     return sum(math.prod(leaves[path].shape) for path in (match_paths(patterns, leaves) if patterns else leaves))

@@ -33,18 +33,17 @@ from mlax.nn._linear import Linear
 
 @frozen
 class LoRA(Wrapper):
-    """Low-rank adaptation (LoRA) of a Linear: `x @ (kernel + alpha / rank * down @ up) + bias`.
+    """Low-rank adaptation (LoRA) of a Linear, for fine-tuning: `x @ (kernel + alpha / rank * down @ up) + bias`.
 
     Shapes and dtype as in the Linear. Trainables: those of the Linear, under the same paths and with the same initial
-    values as without LoRA, so that a checkpoint of the plain model fits, and lora/down (d, rank) and lora/up
-    (rank, features), initially zero. To train only these:
+    values as without LoRA, so that pretrained weights fit, and lora/down (d, rank) and lora/up (rank, features),
+    initially zero. To train only these:
 
-        path = "blocks/stacked/attend/query"
-        model = mlax.replace(model, path, nn.LoRA(mlax.get(model, path), rank=8))
-        lora = mlax.select(model.init(rng, x)[0], "**/lora/*")
+        tuned = mlax.wrap(model, nn.Linear, lambda layer: nn.LoRA(layer, rank=8))
+        trainables = mlax.merge(pretrained, mlax.select(tuned.init(rng, x)[0], "**/lora/*"))
 
-    and take gradients with respect to `lora` of a loss of `mlax.merge(lora, pretrained)`; `nn.merge_lora` then gives
-    the trainables of the plain model. https://arxiv.org/abs/2106.09685, section 4.1.
+    and `train.step(objective, optimizer, train="**/lora/*")`; `nn.merge_lora(tuned, trainables)` then gives the
+    trainables of `model`. https://arxiv.org/abs/2106.09685, section 4.1.
 
     >>> layer, x = nn.LoRA(nn.Linear(32), rank=4), jnp.ones((8, 16))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -63,7 +62,10 @@ class LoRA(Wrapper):
         if isinstance(self.layer, type):
             check_layer("LoRA", "layer", self.layer)
         if not isinstance(self.layer, Linear):
-            raise TypeError(f"LoRA: {self.layer!r} is not a Linear; wrap each Linear inside it, with mlax.replace.")
+            raise TypeError(
+                f"LoRA: {short_repr(self.layer)} is not a Linear; wrap each Linear that it is made of, once: "
+                "mlax.wrap(model, nn.Linear, lambda layer: nn.LoRA(layer, rank=8))."
+            )
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"LoRA: rank is {self.rank!r}, but must be an integer of at least 1.")
 

@@ -7,7 +7,7 @@ from mlax.optim._averaging import Average, Lookahead
 from mlax.optim._base import Leafwise, Optimizer
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
 from mlax.optim._galore import GaLore
-from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates
+from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates, train_only
 from mlax.optim._hyperparams import Beta, Count, NonNegative, Positive, PositiveCount, Rate
 from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
 from mlax.optim._hyperparams import hyperparams_at as hyperparams_at

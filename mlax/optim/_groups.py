@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mlax.core import NoMatch, frozen, matches, short_repr, stacked_axes
+from mlax.core import NoMatch, frozen, matches, short_repr, stacked_axes, with_fields
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Patterns, Range, matches_any
+from mlax.optim._optax import FromOptax
 from mlax.optim._slots import unused_name
 from mlax.optim._wrappers import OptimizerWrapper
 
@@ -127,7 +128,7 @@ class Groups(Optimizer):
 
 @frozen
 class Freeze(OptimizerWrapper):
-    """Leave the leaves that match `frozen` bitwise unchanged.
+    """Freeze the leaves that match `frozen`: they stay bitwise unchanged. `"!**/lora/*"` freezes all others.
 
     They have no slots, their gradients count in no norm, and `update` does not need these: differentiate the others
     only, as `train.step` does.
@@ -145,7 +146,18 @@ class Freeze(OptimizerWrapper):
         return (*self.frozen, *self.optimizer.patterns())
 
     def is_frozen(self, path):
-        return any(matches(pattern, path) for pattern in self.frozen) or super().is_frozen(path)
+        return matches(self.frozen, path) or super().is_frozen(path)
+
+
+def train_only(optimizer: Optimizer, trained: tuple[str, ...]) -> Optimizer:
+    """The optimizer with all leaves frozen but those that match the patterns."""
+    if isinstance(optimizer, FromOptax):
+        return with_fields(optimizer, trained=trained)
+    excluded = tuple(pattern.removeprefix("!") for pattern in trained if pattern.startswith("!"))
+    others = tuple(f"!{pattern}" for pattern in trained if not pattern.startswith("!"))
+    for patterns in filter(None, (others, excluded)):
+        optimizer = Freeze(optimizer, patterns)
+    return optimizer
 
 
 @frozen

@@ -52,7 +52,7 @@ Count = Annotated[int, Range(0, MAX_COUNT)]  # an integer of at least 0, such as
 PositiveCount = Annotated[int, Range(1, MAX_COUNT)]  # an integer of at least 1, such as a period
 Patterns = str | tuple[str, ...]  # a field of this type takes one path pattern or several, and stores a tuple
 SlotDTypes = tuple[tuple[str, str], ...]  # a field of this type has pairs of a slot and its dtype
-DECAYED_NAMES = ("kernel", "table")  # of the leaves that decay where no patterns say which
+DECAYED_NAMES = ("kernel", "table", "down", "up")  # of the leaves that decay where no patterns say which; LoRA's too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,10 +273,10 @@ def _check_range(optimizer: Any, name: str, value: float, allowed: Range) -> Non
 
 
 def matches_any(patterns: Patterns | None, path: str, names: tuple[str, ...] = DECAYED_NAMES) -> bool:
-    """Whether a leaf matches one of the patterns or, if they are None, has one of the names."""
+    """Whether a leaf matches the patterns or, if they are None, has one of the names."""
     if patterns is None:
         return path.split("/")[-1] in names
-    return any(matches(pattern, path) for pattern in patterns)
+    return matches(patterns, path)
 
 
 def check_decayed(optimizer: Any, paths: Collection[str]) -> None:

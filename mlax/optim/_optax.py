@@ -1,5 +1,6 @@
 """from_optax and to_optax: an Optax transformation as an mlax optimizer, and the reverse."""
 
+import dataclasses
 import functools
 import inspect
 import pickle
@@ -10,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import at_least_float32, count_non_finite, is_on_host, leaves_with_paths
-from mlax.core import Tree, check_not_donated, frozen, short_repr
+from mlax.core import Tree, check_not_donated, check_patterns, frozen, matches, short_repr
 from mlax.optim._base import Optimizer
-from mlax.optim._hyperparams import hyperparam_ranges
+from mlax.optim._hyperparams import Patterns, hyperparam_ranges
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state, unused_name
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 
@@ -44,7 +45,8 @@ class FromOptax(Optimizer):
 
     Each part of its state with the tree structure of the trainables is a slot, under Optax's name (`mu`, `nu`); the
     leaves that `optax.masked` leaves out of it have shape (0,). The other parts are scalars. Weights narrower than
-    float32 are passed to Optax in float32, and so are its slots.
+    float32 are passed to Optax in float32, and so are its slots. Optax sees only the leaves that match `trained`, if
+    there are any patterns, as `train.step(train=...)` sets them; the others are frozen.
 
     >>> optimizer = optim.from_optax(optax.adam, 1e-3)
     >>> optimizer.init({"kernel": jnp.ones((4, 3))})._fields
@@ -53,10 +55,11 @@ class FromOptax(Optimizer):
 
     nesting_error: ClassVar[str] = (
         "cannot be wrapped, since Optax does not update leaf by leaf; use Optax's own wrappers inside from_optax: "
-        "from_optax(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+        "from_optax(optax.chain(optax.clip_by_global_norm(1.0), ...)). To freeze leaves, pass train= to train.step."
     )
 
     transformation: Any  # an Optax transformation, or the call that makes it
+    trained: Patterns = dataclasses.field(default=(), kw_only=True)
 
     def __repr__(self) -> str:
         call = self.transformation
@@ -77,7 +80,7 @@ class FromOptax(Optimizer):
         if tree.is_abstract:
             return jax.eval_shape(self.init, trainables)
         with jax.numpy_dtype_promotion("standard"):
-            inner = self._transformation.init(_upcast(trainables))
+            inner = self._transformation.init(_upcast(self._mask_frozen(tree, tree.by_path)))
         _refuse_lookahead(inner)
         state = self._to_named(tree, inner, jax.tree.map(jnp.asarray, inner))
         return self._map_state(tree, state, trainables, _shard_like)
@@ -98,38 +101,42 @@ class FromOptax(Optimizer):
         check_not_donated(short_repr(self), gradients=grads, state=state, trainables=trainables)
         tree = flatten_trainables(self, trainables)
         _refuse_host_memory(tree.by_path)
-        tree.flatten_gradients(grads, tree.by_path)
+        grads = self._mask_frozen(tree, tree.flatten_gradients(grads, self._live(tree)))
         if overrides:
             raise TypeError(
                 f"FromOptax: update has no hyperparameters such as {min(overrides)!r}; use optax.inject_hyperparams."
             )
         with jax.numpy_dtype_promotion("standard"):
-            template = self._template(trainables)
+            template = self._template(tree)
             inner = self._from_named(tree, template, state)
-            grads, weights = _upcast(grads), _upcast(trainables)
+            live = self._mask_frozen(tree, tree.by_path)
+            grads, weights = _upcast(grads), _upcast(live)
+            loss = loss and functools.partial(self._loss_of_live, tree, loss)
             extra = _extra_args(self._transformation, grads, value, loss, loss_scale)
             updates, inner = self._transformation.update(grads, inner, weights, **extra)
-            new = jax.tree.map(lambda new, u, w: cast_like(new + u.astype(new.dtype), w), weights, updates, trainables)
+            new = jax.tree.map(lambda new, u, w: cast_like(new + u.astype(new.dtype), w), weights, updates, live)
             after = self._to_named(tree, template, inner)
         cast = {name: jax.tree.map(cast_like, getattr(after, name), getattr(state, name)) for name in after._fields[1:]}
         after = after._replace(**cast, step=state.step + 1)
         if skip_nonfinite:
             finite = count_non_finite(dict(leaves_with_paths(new))) == 0
             apply_if = finite if apply_if is None else finite & apply_if
-        if apply_if is None:
-            return new, after
-        return jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), (new, after), (trainables, state))
+        if apply_if is not None:
+            select = functools.partial(jnp.where, apply_if)
+            new, after = jax.tree.map(select, new, live), jax.tree.map(select, after, state)
+        return self._fill_in_frozen(tree, new), after
 
     def partition(self, specs, trainables=None):
         if trainables is None:
             raise ValueError("FromOptax: Optax's state depends on the parameters; call partition(specs, trainables).")
         tree = flatten_trainables(self, trainables)
-        template = self._template(trainables)
+        template = self._template(tree)
         state = self._to_named(tree, template, template)
         return self._map_state(tree, state, specs, lambda leaf, spec, alike: spec if alike else Slot(()).sharding(spec))
 
     def describe(self, trainables):
-        tree, template = flatten_trainables(self, trainables), self._template(trainables)
+        tree = flatten_trainables(self, trainables)
+        template = self._template(tree)
         state = self._to_named(tree, template, template)
         sizes = {
             name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(field))
@@ -141,12 +148,19 @@ class FromOptax(Optimizer):
         import optax.contrib
 
         tree = flatten_trainables(self, trainables)
-        inner = self._from_named(tree, self._template(trainables), state)
+        inner = self._from_named(tree, self._template(tree), state)
         for node in _nodes(inner, optax.contrib.ScheduleFreeState):
             with jax.numpy_dtype_promotion("standard"):
-                average = optax.contrib.schedule_free_eval_params(node, _upcast(trainables))
-            return jax.tree.map(cast_like, average, trainables)
+                live = self._mask_frozen(tree, tree.by_path)
+                average = optax.contrib.schedule_free_eval_params(node, _upcast(live))
+            return jax.tree.map(cast_like, self._fill_in_frozen(tree, average), trainables)
         return trainables
+
+    def patterns(self):
+        return self.trained
+
+    def is_frozen(self, path):
+        return bool(self.trained) and not matches(self.trained, path)
 
     def slots(self, path, w):
         raise TypeError(f"FromOptax {self.nesting_error}")
@@ -164,10 +178,27 @@ class FromOptax(Optimizer):
         made = _call(self.transformation) if isinstance(self.transformation, OptaxCall) else self.transformation
         return optax.with_extra_args_support(made)
 
-    def _template(self, trainables: Tree) -> Any:
+    def _template(self, tree: FlatTree) -> Any:
         """The shapes of Optax's state."""
         with jax.numpy_dtype_promotion("standard"):
-            return jax.eval_shape(self._transformation.init, _upcast(trainables))
+            return jax.eval_shape(self._transformation.init, _upcast(self._mask_frozen(tree, tree.by_path)))
+
+    def _live(self, tree: FlatTree) -> list[str]:
+        return [path for path in tree.by_path if not self.is_frozen(path)]
+
+    def _mask_frozen(self, tree: FlatTree, leaves: Mapping[str, Any]) -> Any:
+        """The tree of these leaves, with Optax's masked nodes for frozen ones: what `optax.masked` passes on."""
+        import optax
+
+        check_patterns(self.trained, tree.by_path)
+        return tree.unflatten({p: optax.MaskedNode() if self.is_frozen(p) else leaves[p] for p in tree.by_path})
+
+    def _fill_in_frozen(self, tree: FlatTree, live: Any) -> Any:
+        """The inverse of `_mask_frozen`, with the frozen leaves of the trainables."""
+        return tree.unflatten({**tree.by_path, **dict(zip(self._live(tree), jax.tree.leaves(live), strict=True))})
+
+    def _loss_of_live(self, tree: FlatTree, loss: Callable[[Any], Any], live: Any) -> Any:
+        return loss(self._fill_in_frozen(tree, live))
 
     def _map_state(
         self, tree: FlatTree, state: OptimizerState, like: Tree, function: Callable[[Any, Any, bool], Any]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
-from mlax.core import Tree, frozen, match_paths, matches, signature, unflatten_paths
+from mlax.core import Tree, check_patterns, frozen, matches, signature, unflatten_paths
 from mlax.optim._trees import leaves_by_path
 
 
@@ -44,7 +44,7 @@ class Packing:
     def of(cls, trainables: Tree, *groups: tuple[str, str]) -> "Packing":
         """The packing of a tree of arrays or `jax.ShapeDtypeStruct`s."""
         by_path = leaves_by_path(trainables)
-        match_paths([pattern for _, pattern in groups], by_path)
+        check_patterns([pattern for _, pattern in groups], by_path)
 
         def vector(path: str, dtype: str) -> str:
             names = [name for name, pattern in groups if matches(pattern, path)] + ["rest"] * bool(groups)

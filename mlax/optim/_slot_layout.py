@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mlax._jax import at_least_float32, widest_dtype
-from mlax.core import Text, align_columns, match_paths, signature
+from mlax.core import Text, align_columns, check_patterns, signature
 from mlax.optim._rounding import LeafPolicy, RoundToNearest
 from mlax.optim._slots import EMPTY, OptimizerState, Slot, make_state
 from mlax.optim._trees import FlatTree
@@ -133,8 +133,7 @@ class SlotLayout:
 
 def slot_layout(optimizer: Any, tree: FlatTree) -> SlotLayout:
     """The layout of an optimizer's slots; a pattern or a name in `slot_dtypes` that matches nothing is an error."""
-    if patterns := optimizer.patterns():
-        match_paths(patterns, tree.by_path)
+    check_patterns(optimizer.patterns(), tree.by_path)
     optimizer.check_paths(tree.by_path)
     leaves: dict[str, LeafLayout] = {}
     rounding_names: set[str] = set()

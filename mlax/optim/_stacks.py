@@ -17,7 +17,7 @@ from mlax.optim._trees import UnknownShape
 def count_stacked_axes(patterns: Patterns, path: str) -> int:
     """The leading axes of a leaf that count layers: those that its path names, or one if a pattern matches it."""
     named = stacked_axes(path)
-    if not any(matches(pattern, path) for pattern in patterns):
+    if not matches(patterns, path):
         return named
     if named:
         raise ValueError(

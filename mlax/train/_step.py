@@ -23,8 +23,8 @@ from mlax._objective import (
     gradients,
     loss_function,
 )
-from mlax.core import Layer, Tree, check_not_donated, short_repr, signature
-from mlax.optim import Optimizer, OptimizerState, UpdateContext
+from mlax.core import Layer, NoMatch, Tree, as_patterns, check_not_donated, match_paths, short_repr, signature
+from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
 from mlax.train._evaluation import Evaluation
@@ -38,6 +38,7 @@ def step(
     objective: Objective,
     optimizer: Optimizer,
     *,
+    train: str | tuple[str, ...] | None = None,
     steps_per_call: int = 1,
     accumulate: int = 1,
     scaling: LossScale | None = None,
@@ -56,6 +57,8 @@ def step(
     are any. A scalar is used as it is, so an objective that returns one must itself leave out the padding of a batch.
     A `train.Metric`, such as `train.F1`, is computed from sums over the batch.
 
+    - `train`: for fine-tuning, patterns of the leaves that are trained, such as "**/lora/*", or "!embed/**" for all but
+      these. The others are frozen: they cost no backward pass, no gradients and no optimizer slots.
     - `steps_per_call`: steps that one call runs, by a scan; if several, batches and metrics have a leading axis of that
       size.
     - `accumulate`: microbatches that a batch is split into: the same gradient in less memory.
@@ -66,14 +69,23 @@ def step(
     - `plan`: how the state and the batches are sharded, a `place.Plan`. Feeds take `sharding=plan.batch_sharding`.
     - `compilations`: how many batch signatures to compile for; more than 1 with `train.Buckets`, for example.
     - `privacy`: gradients clipped for each example and noised, `train.DifferentialPrivacy(clip=1.0, noise=1.1)`.
-
     - `sampled`: for optimizers that estimate the curvature, `optim.SophiaG`: the objective with labels that are sampled
       from the predictions of the model, `jax.random.categorical(rng, logits)`.
 
     Clipping, weight averaging and accumulation over several batches are wrappers of the optimizer (`mlax.optim`).
     """
     return Step(
-        objective, optimizer, steps_per_call, accumulate, scaling, skip_nonfinite, compilations, plan, privacy, sampled
+        objective,
+        optimizer,
+        train,
+        steps_per_call,
+        accumulate,
+        scaling,
+        skip_nonfinite,
+        compilations,
+        plan,
+        privacy,
+        sampled,
     )
 
 
@@ -82,7 +94,8 @@ class Step:
     """A compiled training step, made by `train.step`. `evaluation` evaluates the same objective."""
 
     objective: Objective
-    optimizer: Optimizer
+    optimizer: Optimizer  # with the leaves frozen that `train` leaves out
+    train: str | tuple[str, ...] | None
     steps_per_call: int
     accumulate: int
     scaling: LossScale | None
@@ -91,12 +104,16 @@ class Step:
     plan: Plan | None
     privacy: DifferentialPrivacy | None
     sampled: Objective | None
+    given_optimizer: Optimizer = dataclasses.field(init=False)
     evaluation: Evaluation = dataclasses.field(init=False)
     aot: CompiledFunction = dataclasses.field(init=False)
     overriding_aot: CompiledFunction = dataclasses.field(init=False)  # for calls that override hyperparameters
 
     def __post_init__(self):
         _check_options(self)
+        self.given_optimizer = self.optimizer
+        if self.train is not None:
+            self.optimizer = train_only(self.optimizer, as_patterns(self.train))
         allowed = max(8, self.compilations)
         self.evaluation = Evaluation(self.objective, self.optimizer, compilations=allowed, plan=self.plan)
         compile_step = functools.partial(
@@ -130,7 +147,7 @@ class Step:
             self.aot.compile(state, batch)
 
     def __repr__(self) -> str:
-        defaults = {"steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
+        defaults = {"train": None, "steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
         defaults |= {"plan": None, "privacy": None}
         options = [
             f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
@@ -138,10 +155,11 @@ class Step:
         if self.sampled is not None:
             options.append(f"sampled={_function_name(self.sampled)}")
         name = _function_name(self.objective)
-        return f"train.step({', '.join([name, repr(self.optimizer), *options])})"
+        return f"train.step({', '.join([name, repr(self.given_optimizer), *options])})"
 
     def init(self, rng: jax.Array, trainables: Tree, non_trainables: Tree = None) -> TrainState:
         """The first state, sharded as the plan specifies. The variables are not copied: the first step donates them."""
+        self._check_trained(trainables)
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
 
     def flops(self) -> int:
@@ -158,6 +176,7 @@ class Step:
 
     def advance(self, state: TrainState, batch: Any, **hyperparams: Any) -> tuple[TrainState, Metrics]:
         """One step as a pure function, neither compiled nor donating."""
+        self._check_trained(state.trainables)
         rng = random.fold_in(state.rng, state.step)
         scale = None if self.scaling is None else state.scaling["scale"]
         values, grads, non_trainables = self._gradients(self.objective, state, batch, rng)
@@ -203,6 +222,21 @@ class Step:
             new = new._replace(scaling=self.scaling.update(state.scaling, ~skipped))
             metrics["scale"] = state.scaling["scale"]
         return new, Metrics.pack(metrics)
+
+    def _check_trained(self, trainables: Tree) -> None:
+        """Raise if `train` matches nothing, or only leaves that the optimizer freezes."""
+        if self.train is None or not isinstance(trainables, dict):
+            return
+        paths = [path for path, _ in leaves_with_paths(trainables)]
+        try:
+            trained = match_paths(as_patterns(self.train), paths)
+        except NoMatch as error:
+            raise NoMatch(f"train.step: train: {error}") from None
+        if all(map(self.optimizer.is_frozen, trained)):
+            raise ValueError(
+                f"train.step: {short_repr(self.given_optimizer)} freezes all that train={self.train!r} matches, such "
+                f"as {trained[0]!r}; leave out one of the two."
+            )
 
     def _estimate(
         self, sampled: Objective, state: TrainState, batch: Any, rng: jax.Array, finite: jax.Array | None
@@ -276,6 +310,8 @@ def _check_options(step: Step) -> None:
         raise TypeError(
             f"train.step: {step.optimizer!r} is not an optimizer of mlax; wrap one of Optax in optim.from_optax."
         )
+    if step.train is not None:
+        _check_train(step.train)
     for name in ("steps_per_call", "accumulate"):
         if not isinstance(getattr(step, name), int) or getattr(step, name) < 1:
             raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
@@ -291,6 +327,14 @@ def _check_options(step: Step) -> None:
         _raise_sampled_error(step)
     if step.scaling is not None and not step.skip_nonfinite:
         raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")
+
+
+def _check_train(patterns: Any) -> None:
+    if patterns == () or not all(isinstance(pattern, str) for pattern in as_patterns(patterns)):
+        raise TypeError(
+            f"train.step: train is {short_repr(patterns)}, but must be a pattern or a tuple of them, such as "
+            '"**/lora/*" or ("!embed/**",); leave it out to train all leaves.'
+        )
 
 
 def _raise_sampled_error(step: Step) -> None:

@@ -1,5 +1,7 @@
 """Surgery on descriptions and on variable trees, by path."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn
+from mlax.core import find_layers, matches
 from tests.layers import Block
 
 X = jnp.ones((2, 6))
@@ -189,3 +192,123 @@ def test_presets_of_mixed_precision_widen_only_the_statistics():
     assert mlax.get(mixed, "tail/layer").accum_dtype == "float32"
     assert mlax.get(mixed, "blocks/stacked/up").accum_dtype is None
     assert (mixed.compute, mixed.output, mixed.param_dtype) == ("bfloat16", "float32", "float32")
+
+
+LEAVES = {name: {"kernel": 0, "bias": 0} for name in ("embed", "norm", "head")}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "wanted"),
+    [
+        (("!embed/**",), ("head/bias", "head/kernel", "norm/bias", "norm/kernel")),
+        (("!embed/**", "!**/bias"), ("head/kernel", "norm/kernel")),
+        (("**/kernel", "!embed/**"), ("head/kernel", "norm/kernel")),
+        (("!embed/**", "**/kernel"), ("head/kernel", "norm/kernel")),
+        (("head/*", "embed/kernel", "!**/bias"), ("embed/kernel", "head/kernel")),
+    ],
+)
+def test_a_pattern_with_an_exclamation_mark_leaves_out_what_it_matches_in_any_order(patterns, wanted):
+    assert mlax.paths(mlax.select(LEAVES, *patterns)) == wanted
+    live, frozen = mlax.freeze(LEAVES, *patterns)
+    assert mlax.paths(frozen) == wanted and not set(mlax.paths(live)) & set(wanted)
+    assert tuple(path for path in mlax.paths(LEAVES) if matches(patterns, path)) == wanted
+
+
+def test_a_pattern_that_leaves_out_nothing_or_all_is_an_error():
+    with pytest.raises(KeyError, match=r"'!embd/\*\*' excludes nothing; did you mean '!embed/\*\*'\?"):
+        mlax.select(LEAVES, "!embd/**")
+    with pytest.raises(KeyError, match=r"'!norm/weight' excludes nothing; did you mean '!norm/kernel'\?"):
+        mlax.count(LEAVES, "**", "!norm/weight")
+    with pytest.raises(KeyError, match=r"'norm/\*', '!\*\*/\*' exclude all that they match"):
+        mlax.freeze(LEAVES, "norm/*", "!**/*")
+
+
+@mlax.frozen
+class Twice(mlax.Wrapper):
+    """A user's wrapper, without variables."""
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y, new = self.layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return 2 * y, new
+
+
+@mlax.frozen
+class Grouped(mlax.Composite):
+    """Parts in a tuple and in a dict, and one that is not a field."""
+
+    layers: tuple[mlax.Layer, ...]
+    heads: dict[str, mlax.Layer]
+
+    def parts(self):
+        return {**super().parts(), "last": nn.Linear(6)}
+
+    def wire(self, sub, x):
+        for layer in sub.layers:
+            x = layer(x)
+        return sub.last(sub.heads["a"](x))
+
+
+GROUPED = Grouped((nn.Linear(6), nn.LayerNorm()), {"a": nn.Linear(6)})
+NESTED = mlax.Series(
+    nn.Linear(6), blocks=MODEL, groups=GROUPED, each=mlax.Map(nn.Linear(1), variables=0), out=mlax.Remat(nn.Linear(6))
+)
+NESTED = mlax.replace(NESTED, "blocks/blocks/stacked/norm", nn.Linear(6))  # an edit
+NESTED = mlax.Series(first=NESTED, last=nn.Linear(6))
+WRAPPERS = {
+    "LoRA": lambda layer: nn.LoRA(layer, rank=1),
+    "Remat": mlax.Remat,
+    "SpectralNorm": nn.SpectralNorm,
+    "WeightNorm": nn.WeightNorm,
+    "Mixed": lambda layer: dtypes.Mixed(layer, compute="bfloat16", output="float32"),
+    "Twice": Twice,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_every_layer_of_a_class_is_wrapped_once_and_the_other_variables_keep_their_paths(name):
+    x = X[..., None]
+
+    def call(model, rng, x):
+        made = model.init(rng, x)
+        return made[0], model.fwd(x, *made, rng=rng)[0]
+
+    shapes = {}
+    for model in (NESTED, mlax.wrap(NESTED, nn.Linear, WRAPPERS[name])):
+        shapes[model], y = jax.eval_shape(functools.partial(call, model), jax.random.key(0), x)
+        assert y.shape == (2, 6, 6) and y.dtype == x.dtype
+    plain, wrapped = (set(mlax.paths(tree)) for tree in shapes.values())
+    owners = {path.removesuffix("kernel") for path in plain if path.endswith("kernel")}
+    kept = {path for path in plain if not path.endswith("kernel")}
+    added = {"LoRA": ("kernel", "lora/down", "lora/up"), "WeightNorm": ("kernel/direction", "kernel/magnitude")}
+    assert wrapped == kept | {f"{owner}{leaf}" for owner in owners for leaf in added.get(name, ("kernel",))}
+    assert len(owners) == len(find_layers(model, type(WRAPPERS[name](nn.Linear(1))))) - (name == "Remat") * 2
+
+
+def test_layers_are_wrapped_by_pattern_parts_before_their_owners():
+    edited = mlax.wrap(MODEL, ("blocks/**/norm", "tail", "tail/*", "!embed"), Twice)
+    assert mlax.get(edited, "blocks/stacked/norm") == Twice(nn.LayerNorm())
+    assert mlax.get(edited, "tail") == Twice(mlax.Residual(Twice(nn.LayerNorm())))
+    assert mlax.get(edited, "embed") == nn.Linear(6)
+    assert mlax.wrap(nn.Linear(3), "**", Twice) == mlax.wrap(nn.Linear(3), nn.Linear, Twice) == Twice(nn.Linear(3))
+    outside = mlax.wrap(mlax.Series(a=mlax.Remat(nn.Linear(3))), "a", Twice)
+    assert mlax.get(outside, "a") == Twice(mlax.Remat(nn.Linear(3)))
+
+
+def test_equal_layers_stay_equal_and_those_of_several_classes_are_wrapped():
+    model = mlax.Series(a=nn.Linear(6), b=nn.Linear(6), norm=nn.LayerNorm())
+    edited = mlax.wrap(model, (nn.Linear, nn.LayerNorm), lambda layer: mlax.Series(layer, mlax.F(lambda x: x)))
+    assert mlax.get(edited, "a") == mlax.get(edited, "b") and isinstance(mlax.get(edited, "norm"), mlax.Series)
+    assert mlax.wrap(model, nn.Linear, Twice) == mlax.wrap(model, ("a", "b"), Twice)
+
+
+def test_errors_of_wrap_say_what_to_wrap():
+    with pytest.raises(ValueError, match=r"wrap: no part is a Embed or Conv; the model is made of Block, .*LayerNorm"):
+        mlax.wrap(MODEL, (nn.Embed, nn.Conv), Twice)
+    with pytest.raises(KeyError, match="'blocks/nrom' matches nothing; did you mean 'blocks/stacked/norm'"):
+        mlax.wrap(MODEL, "blocks/nrom", Twice)
+    with pytest.raises(TypeError, match=r"what the function returned for LayerNorm\(\) is the class Twice, .*Twice\("):
+        mlax.wrap(MODEL, nn.LayerNorm, lambda layer: Twice)
+    with pytest.raises(TypeError, match=r"wrap: got \(\), but takes a class, a pattern, or a tuple of either"):
+        mlax.wrap(MODEL, (), Twice)
+    with pytest.raises(TypeError, match=r"LoRA\(Linear\(6\), 1\) is not a Linear; wrap each Linear .*, once"):
+        mlax.wrap(mlax.wrap(MODEL, nn.Linear, WRAPPERS["LoRA"]), nn.Linear, WRAPPERS["LoRA"])

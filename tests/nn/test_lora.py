@@ -44,9 +44,7 @@ MODEL = mlax.Series(embed=nn.Linear(6), blocks=mlax.Repeat(mlax.Remat(Block(6, d
 
 
 def with_lora(model):
-    for path in ("blocks/stacked/up", "head"):
-        model = mlax.replace(model, path, nn.LoRA(mlax.get(model, path), rank=2, alpha=4.0))
-    return model
+    return mlax.wrap(model, ("blocks/stacked/up", "head"), lambda layer: nn.LoRA(layer, rank=2, alpha=4.0))
 
 
 def test_parts_of_a_model_are_wrapped_and_merged_by_path():
@@ -134,20 +132,21 @@ def test_a_tied_kernel_that_merging_would_change_is_refused_and_can_be_untied(fi
     np.testing.assert_allclose(plain.fwd(IDS, merged)[0], model.fwd(IDS, trainables)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_example_in_the_docstring_trains_only_the_lora():
+def test_the_example_in_the_docstring_gives_pretrained_weights_a_lora():
     attend = mlax.Series(query=nn.Linear(6), out=nn.Linear(6))
     model = mlax.Series(blocks=mlax.Repeat(mlax.Series(attend=attend), 2))
     pretrained, _ = model.init(RNG, X)
     lines = [
-        line.strip()
-        for line in nn.LoRA.__doc__.splitlines()
-        if line.strip().startswith(("path =", "model =", "lora ="))
+        line.strip() for line in nn.LoRA.__doc__.splitlines() if line.strip().startswith(("tuned =", "trainables ="))
     ]
-    names = {"mlax": mlax, "nn": nn, "model": model, "rng": RNG, "x": X}
+    names = {"mlax": mlax, "nn": nn, "model": model, "pretrained": pretrained, "rng": jax.random.key(1), "x": X}
     exec("\n".join(lines).replace("rank=8", "rank=2"), names)
-    assert mlax.paths(names["lora"]) == (f"{names['path']}/lora/down", f"{names['path']}/lora/up")
-    tuned = mlax.merge(names["lora"], pretrained)
-    np.testing.assert_array_equal(names["model"].fwd(X, tuned)[0], model.fwd(X, pretrained)[0])
+    tuned, trainables = names["tuned"], names["trainables"]
+    assert mlax.paths(mlax.select(trainables, "!**/lora/*")) == mlax.paths(pretrained)
+    assert len(mlax.paths(trainables)) == 2 * len(mlax.paths(pretrained))
+    np.testing.assert_array_equal(tuned.fwd(X, trainables)[0], model.fwd(X, pretrained)[0])
+    merged = nn.merge_lora(tuned, trainables)
+    jax.tree.map(np.testing.assert_array_equal, merged, pretrained)
 
 
 def test_surgery_reaches_the_inner_linear():
@@ -164,7 +163,7 @@ def test_weights_may_be_stored_in_another_dtype():
 
 
 def test_errors_say_what_is_wrong():
-    with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is not a Linear; wrap each Linear inside it"):
+    with pytest.raises(TypeError, match=r"MLP\(\(3,\)\) is not a Linear; wrap each Linear that it is made of, once"):
         nn.LoRA(nn.MLP((3,)), rank=2)
     with pytest.raises(ValueError, match="rank is 0, but must be an integer of at least 1"):
         nn.LoRA(nn.Linear(5), rank=0)

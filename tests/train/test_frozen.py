@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mlax
@@ -16,6 +17,7 @@ FROZEN = "up/**"
 BIG = mlax.Series(up=nn.Linear(256), tanh=mlax.F(jnp.tanh), down=nn.Linear(256), head=nn.Linear(3))
 ADAM = optim.Adam(1e-3)
 FREEZE = optim.Freeze(ADAM, FROZEN)
+OPTAX = optim.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 CASES = {  # an optimizer, the one for the live leaves alone, and options of the step
     "Freeze": (FREEZE, ADAM, {}),
     "ClipGlobalNorm": (optim.ClipGlobalNorm(FREEZE, 1.0), optim.ClipGlobalNorm(ADAM, 1.0), {}),
@@ -25,6 +27,11 @@ CASES = {  # an optimizer, the one for the live leaves alone, and options of the
     "accumulate": (FREEZE, ADAM, {"accumulate": 4}),
     "scaling": (FREEZE, ADAM, {"scaling": train.DynamicLossScale()}),
     "steps_per_call": (FREEZE, ADAM, {"steps_per_call": 2}),
+    "train": (ADAM, ADAM, {"train": "!up/**"}),
+    "train of Average": (optim.Average(ADAM), optim.Average(ADAM), {"train": ("d*/**", "head/**"), "accumulate": 4}),
+    "train of Muon": (optim.Muon(0.01), optim.Muon(0.01), {"train": "!up/**"}),
+    "train of Optax": (OPTAX, OPTAX, {"train": ("**", "!up/**"), "scaling": train.StaticLossScale()}),
+    "train with privacy": (ADAM, ADAM, {"train": "!up/**", "privacy": train.DifferentialPrivacy(clip=1.0, noise=1.0)}),
 }
 big_objective = functools.partial(objective, model=BIG)
 
@@ -49,10 +56,39 @@ def test_freezing_costs_as_many_flops_and_slots_as_keeping_the_frozen_tree_apart
         return big_objective(batch, mlax.merge(live, frozen), *args, **kwargs)
 
     found, state = traced(big_objective, freezing, trainables, given, **options)
+    options = {name: value for name, value in options.items() if name != "train"}
     wanted, wanted_state = traced(apart, plain, live, given, **options)
     whole, _ = traced(big_objective, plain, trainables, given, **options)
     assert inspect.flops(found) == inspect.flops(wanted) < inspect.flops(whole)
     assert _elements(state.optimizer) == _elements(wanted_state.optimizer)
+
+
+def test_a_compiled_lora_step_needs_as_much_memory_as_with_the_frozen_tree_kept_apart():
+    model = mlax.wrap(BIG, nn.Linear, lambda layer: nn.LoRA(layer, rank=2))
+    given, optimizer = batch(64), optim.ClipGlobalNorm(optim.AdamW(1e-3), 1.0)
+    trainables, _ = jax.eval_shape(model.init, jax.random.key(0), given["x"])
+    live, frozen = mlax.freeze(trainables, "!**/lora/*")
+    assert mlax.count(live) < 0.05 * mlax.count(trainables)
+
+    def objective_of(merge):
+        return lambda batch, live, *args, **kwargs: objective(batch, merge(live), *args, **kwargs, model=model)
+
+    def advance_apart(state, batch, frozen):
+        return train.step(objective_of(lambda live: mlax.merge(live, frozen)), optimizer).advance(state, batch)
+
+    step = train.step(objective_of(lambda trainables: trainables), optimizer, train="**/lora/*")
+    state, apart = (jax.eval_shape(step.init, jax.random.key(1), tree) for tree in (trainables, live))
+    found = _cost(step.advance, state, given)
+    wanted = _cost(advance_apart, apart, given, frozen)
+    assert found == wanted and _elements(state.optimizer) == _elements(apart.optimizer)
+
+
+def _cost(advance, state, *rest):
+    """FLOPs as XLA counts them, and the peak of memory but for 8 bytes for each output, a table of pointers."""
+    compiled = jax.jit(advance, donate_argnums=0).lower(state, *rest).compile()
+    memory, flops = compiled.memory_analysis(), compiled.cost_analysis()["flops"]
+    outputs = memory.output_size_in_bytes - 8 * len(jax.tree.leaves(compiled.out_info))
+    return flops, memory.argument_size_in_bytes + outputs - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
 def _elements(tree):
@@ -120,3 +156,44 @@ def test_frozen_leaves_in_host_memory_stay_there_unchanged():
     assert unequal_leaves(state.trainables["up"], before["up"])
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.trainables["blocks"])}
     assert kinds == {"pinned_host"}
+
+
+def test_train_names_the_leaves_that_change():
+    step = train.step(objective, optim.AdamW(1e-2), train=("head/**", "**/scale", "!head/bias"))
+    state = init_state(step)
+    before = jax.tree.map(jnp.copy, state.trainables)
+    state, _ = step(state, batch())
+    assert unequal_leaves(state.trainables, before) == ["['head']['kernel']", "['norm']['scale']"]
+    same = train.step(objective, optim.Freeze(optim.AdamW(1e-2), ("up/**", "head/bias", "norm/shift")))
+    wanted, _ = same(init_state(same), batch())
+    assert not unequal_leaves(state.trainables, wanted.trainables)
+    assert "AdamW(0.01), train=('head/**', '**/scale', '!head/bias'))" in repr(step)
+    assert repr(train.step(objective, optim.SGD(0.1), train="up/**")).endswith("SGD(0.1), train='up/**')")
+
+
+def test_optax_trains_the_live_leaves_and_evaluates_the_loss_of_all():
+    step = train.step(objective, optim.from_optax(optax.lbfgs()), train="!up/**")
+    state = init_state(step)
+    before, losses = jax.tree.map(jnp.copy, state.trainables), []
+    for _ in range(3):
+        state, metrics = step(state, batch(32))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] and not unequal_leaves(state.trainables["up"], before["up"])
+    assert unequal_leaves(state.trainables, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("head/kernal", KeyError, "train.step: train: 'head/kernal' matches nothing; did you mean 'head/kernel'?"),
+        ("!haed/**", KeyError, "train.step: train: '!haed/**' excludes nothing; did you mean '!head/**'?"),
+        (("up/**", "!up/**"), KeyError, "'up/**', '!up/**' exclude all that they match"),
+        ((), TypeError, "train is (), but must be a pattern or a tuple of them"),
+        (True, TypeError, "train is True, but must be a pattern or a tuple of them"),
+        ("up/**", ValueError, "Freeze(SGD(0.1), frozen=('up/**',)) freezes all that train='up/**' matches"),
+    ],
+)
+def test_patterns_that_train_nothing_are_refused(given, error, message):
+    with pytest.raises(error) as caught:
+        init_state(train.step(objective, optim.Freeze(optim.SGD(0.1), "up/**"), train=given))
+    assert message in str(caught.value)

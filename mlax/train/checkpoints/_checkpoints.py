@@ -181,7 +181,7 @@ class Checkpoints:
         target: Any,
         *,
         step: int | None = None,
-        only: tuple[str, ...] = ("**",),
+        only: str | tuple[str, ...] = "**",
         names: Mapping[str, str] | None = None,
     ) -> RestoredCheckpoint:
         """Restore a step, by default the newest that verifies, with the structure, dtypes and shardings of `target`.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mlax._jax import is_typed_key, with_weak_type
-from mlax.core import STACKED, NoMatch, matches, no_match_message, short_summary, tabulate
+from mlax.core import STACKED, NoMatch, as_patterns, check_patterns, matches, no_match_message, short_summary, tabulate
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
 from mlax.train.checkpoints._blocks import intersect_blocks, storage_shape
 from mlax.train.checkpoints._manifest import (
@@ -54,7 +54,7 @@ class TargetMismatch(ValueError):
 
 
 def restore_step(
-    folder: StepFolder, leaves: Mapping[str, Any], treedef: Any, only: tuple[str, ...], names: Mapping[str, str]
+    folder: StepFolder, leaves: Mapping[str, Any], treedef: Any, only: str | tuple[str, ...], names: Mapping[str, str]
 ) -> RestoredCheckpoint:
     """Restore one step, like the leaves of the target."""
     reader = StepReader(folder)
@@ -128,16 +128,15 @@ class StepReader:
 
 
 def _match_leaves(
-    saved: Mapping[str, ArrayRecord], leaves: Mapping[str, Any], only: Iterable[str], names: Mapping[str, str]
+    saved: Mapping[str, ArrayRecord], leaves: Mapping[str, Any], only: str | tuple[str, ...], names: Mapping[str, str]
 ) -> dict[str, str]:
     """The saved name of each leaf that is to be restored."""
     available = _rename_saved(saved, names)
-    for pattern in only:
-        if not any(matches(pattern, name) for name in (*leaves, *available)):
-            raise NoMatch(no_match_message(pattern, leaves))
-    wanted = [name for name in leaves if any(matches(pattern, name) for pattern in only)]
+    only = as_patterns(only)
+    check_patterns(only, (*leaves, *available))
+    wanted = [name for name in leaves if matches(only, name)]
     missing = [name for name in wanted if name not in available]
-    extra = [name for name in available if name not in leaves and any(matches(pattern, name) for pattern in only)]
+    extra = [name for name in available if name not in leaves and matches(only, name)]
     if missing:
         fault = f"{_names_and_verb(missing)} not saved (saved, but not in the target: {_first_names(extra)})"
         renamed = _names_of_stacks(missing, extra)
