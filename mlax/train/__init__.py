@@ -15,6 +15,7 @@ from mlax.train._fingerprint import differences as differences
 from mlax.train._fingerprint import fingerprint as fingerprint
 from mlax.train._fit import Fitted, fit
 from mlax.train._loggers import JSONLines, Logger, TensorBoard, WandB
+from mlax.train._loop import Loop as Loop
 from mlax.train._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mlax.train._metrics import Metrics
 from mlax.train._metrics import MetricsLog as MetricsLog

@@ -5,6 +5,7 @@ hang or die in any phase. The metrics identify the examples that a step saw.
 """
 
 import argparse
+import functools
 import hashlib
 import inspect
 import os
@@ -107,6 +108,10 @@ def parse_options(argv):
     parser.add_argument("--drag-phase", default="step")
     parser.add_argument("--say", action="store_true", help="print each heartbeat")
     parser.add_argument("--digest", action="store_true", help="print hashes of the restored and of the final state")
+    parser.add_argument(
+        "--stop-in", type=int, help="the process whose callback alone stops the run, which then resumes"
+    )
+    parser.add_argument("--stop-at", type=int, default=5, help="the step at which it does so")
     parser.add_argument("--process", type=int, help="the process that the fault happens to, once")
     parser.add_argument("--at", type=int, default=0, help="the step of the fault")
     parser.add_argument("--phase", default="step", help="the phase of the fault")
@@ -120,25 +125,35 @@ def main(argv):
         jax.config.update("jax_num_cpu_devices", options.devices)
     sys.modules["matplotlib"] = None  # as if it were not installed: curves take longer than the training
     faults = Faults(options)
-    fit = inspect.getmodule(train.fit)
-    fit.heartbeat = lambda step, phase: (train.heartbeat(step, phase), faults(step, phase))
+    loop = inspect.getmodule(train.Loop)
+    loop.heartbeat = lambda step, phase: (train.heartbeat(step, phase), faults(step, phase))
     if options.slow_disk:
         fsync = os.fsync
         os.fsync = lambda number: (time.sleep(options.slow_disk), fsync(number))
     step, state, feed, test = setup(options.fsdp, options.slow)
     if options.digest and (found := train.Checkpoints(f"{options.run}/checkpoints")).latest() is not None:
         print("restored", digest(found.restore(state).tree), flush=True)
-    fitted = train.fit(
+
+    def each(at, state, metrics, scores):
+        return "enough" if at == options.stop_at and jax.process_index() == options.stop_in else None
+
+    fit = functools.partial(
+        train.fit,
         step,
-        state,
-        feed,
+        feed=feed,
         steps=options.steps,
         run=options.run,
         evaluate=test,
         evaluate_every=options.evaluate_every,
         save_every=options.save_every,
         grace=options.grace,
+        each=None if options.stop_in is None else each,
+        each_every=options.stop_at,
     )
+    fitted = fit(state)
+    if fitted.stopped and options.stop_in is not None:
+        Path(f"{options.run}.stopped-{jax.process_index()}").write_text(f"{fitted.stopped} at {fitted.step}")
+        fitted = fit(fitted.state, resume="anyway")
     if options.digest:
         print("left", digest(fitted.state), flush=True)
 

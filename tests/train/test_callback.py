@@ -1,5 +1,6 @@
 """Callbacks of fit, several evaluation feeds, and early stopping."""
 
+import inspect
 import json
 import os
 import signal
@@ -222,3 +223,22 @@ def test_an_equal_score_is_no_improvement_and_patience_works_without_a_folder(lo
     assert result.step == 6 and result.stopped.startswith("test/accuracy has not improved in 2 evaluations")
     with pytest.raises(ValueError, match="no best state was saved; pass run= to fit"):
         result.best_state()
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_an_error_in_one_process_is_raised_in_all_of_them(monkeypatch, mine):
+    module = inspect.getmodule(inspect.getmodule(train.Loop).Callback)
+    failed = module.FAILED
+    gathered = []
+
+    def gather_texts(text, count):  # as if the second process failed, and this one were it or the first
+        gathered.append(text)
+        return ["", failed]
+
+    monkeypatch.setattr(module, "gather_texts", gather_texts)
+    callback = module.Callback(raising if mine else lambda *_: None, 1)
+    with pytest.raises(
+        RuntimeError, match="no pictures today" if mine else "process 1 failed at step 3; see its output"
+    ):
+        callback(3, None, {}, {})
+    assert gathered == [failed if mine else ""]

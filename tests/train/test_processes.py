@@ -17,7 +17,7 @@ def runs(tmp_path_factory):
     """The folders of a run of two processes with two devices each and of one with four, and the output of the first."""
     parent = tmp_path_factory.mktemp("processes")
     argv = ("--steps", STEPS, "--fsdp")
-    two = launch("--run", parent / "two", *argv, options=(*TWO, "--restarts", 0))
+    two = launch("--run", parent / "two", *argv, "--stop-in", 1, options=(*TWO, "--restarts", 0))
     with ForkServer() as fork:
         one = fork("--run", parent / "one", *argv, "--devices", 4)
         assert one.wait() == 0, one.lines
@@ -47,6 +47,11 @@ def test_two_processes_evaluate_the_same_as_one(runs):
     mine, theirs = scores(runs[0]), scores(runs[1])
     assert len(mine) == len(theirs) == 2
     assert mine[-1] == pytest.approx(theirs[-1], rel=1e-5)
+
+
+def test_a_callback_in_one_process_stops_all_of_them(runs):
+    for process in (0, 1):
+        assert runs[0].with_name(f"two.stopped-{process}").read_text() == "enough at 5"
 
 
 def test_only_the_first_process_prints(runs):
