@@ -100,6 +100,7 @@ GROUPS = {
     },
     "inspect": {
         "NaN and infinity": "nonfinite NonFinite Statistics",
+        "Compilation stages": "stages Stages Donation Constant Match",
         "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",
         "Transfers": "transfers Transfers Transfer",

@@ -9,6 +9,7 @@ from mlax.inspect._memory import total_bytes as total_bytes
 from mlax.inspect._memory import used_bytes as used_bytes
 from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
 from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
+from mlax.inspect._stages import Constant, Donation, Match, Stages, stages
 from mlax.inspect._transfer_events import TransferEvent as TransferEvent
 from mlax.inspect._transfer_events import instruction_events as instruction_events
 from mlax.inspect._transfers import Transfer, Transfers, transfers
@@ -18,13 +19,18 @@ from mlax.inspect._transfers import summarize_events as summarize_events
 __all__ = [
     "ArgumentChange",
     "Compilation",
+    "Constant",
+    "Donation",
+    "Match",
     "NonFinite",
     "Retraced",
+    "Stages",
     "Statistics",
     "Transfer",
     "Transfers",
     "flops",
     "nonfinite",
     "retrace",
+    "stages",
     "transfers",
 ]

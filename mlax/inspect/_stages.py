@@ -1,0 +1,236 @@
+"""stages: what JAX traced, lowered and compiled of a function, and what became of its arguments."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from mlax.core import count_of, format_bytes, signature
+from mlax.inspect._flops import sub_jaxprs
+from mlax.inspect._hlo import Instruction, Program, parse_hlo
+
+LARGE = 1 << 20  # bytes of a constant that is worth a line
+NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+
+
+class Donation(NamedTuple):
+    """An argument whose buffer was donated, and whether a result is written to it."""
+
+    name: str
+    is_used: bool
+    reason: str  # why not, or empty
+
+    def __str__(self) -> str:
+        return f"{self.name} is donated" + ("" if self.is_used else f", but its buffer is not used: {self.reason}")
+
+
+class Constant(NamedTuple):
+    """An array that the function closes over, and that is part of the program."""
+
+    name: str  # of the variable, or empty if it was not found
+    signature: str
+    bytes: int
+
+    def __str__(self) -> str:
+        name = f"{self.name}, " if self.name else ""
+        return f"{name}{self.signature}, {format_bytes(self.bytes)}: pass it as an argument"
+
+
+class Match(NamedTuple):
+    """A line of a stage that has the text that was searched for."""
+
+    stage: str  # "jaxpr", "stablehlo" or "hlo"
+    line: int  # from 1
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stages:
+    """The three stages of a function as text, and what became of its arguments; `print` shows an overview."""
+
+    name: str
+    jaxpr: str
+    stablehlo: str
+    hlo: str  # optimized, for the device
+    arguments: Mapping[str, str]  # name: signature
+    dropped: tuple[str, ...]  # arguments that no result depends on
+    donations: tuple[Donation, ...]
+    constants: tuple[Constant, ...]  # of at least 1 MiB
+    side_effects: tuple[str, ...]  # that happened only while the function was traced
+    kernels: Mapping[str, int]  # operations that run on the device, by HLO opcode; the body of a loop counts once
+
+    def search(self, text: str) -> list[Match]:
+        """The lines of all stages that contain a text, such as "dot_general" or the path of a layer."""
+        stages = {"jaxpr": self.jaxpr, "stablehlo": self.stablehlo, "hlo": self.hlo}
+        return [
+            Match(stage, number, line.strip())
+            for stage, lines in stages.items()
+            for number, line in enumerate(lines.splitlines(), 1)
+            if text in line
+        ]
+
+    def __str__(self) -> str:
+        fusions = self.kernels.get("fusion", 0)
+        lines = [
+            f"{self.name}: {count_of(len(self.arguments), 'argument')}, "
+            f"{count_of(sum(self.kernels.values()), 'kernel')}, {fusions} of them fusions",
+            *(f"dropped: {name}, {self.arguments[name]}, since no result depends on it" for name in self.dropped),
+            *map(str, self.donations),
+            *(f"constant: {each}" for each in self.constants),
+            *(f"only while tracing: {each}" for each in self.side_effects),
+        ]
+        sizes = {"jaxpr": self.jaxpr, "stablehlo": self.stablehlo, "hlo": self.hlo}
+        lines.append("  ".join(f".{name} {text.count(chr(10)):,} lines" for name, text in sizes.items()))
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
+    """Trace, lower and compile `function(*args, **kwargs)`, and show what became of it; nothing is run.
+
+    The arguments may be `jax.ShapeDtypeStruct`s. A jitted function keeps its options, such as `donate_argnums`; any
+    other is jitted, with leaves that are not arrays as static.
+    """
+    if not callable(function):
+        raise TypeError(f"stages: {function!r} is not a function; the call is stages(function, *arguments).")
+    jitted: Any = function if hasattr(function, "trace") else None
+    plain = function if jitted is None else jitted.__wrapped__
+    side_effects = tuple(_observe_tracing(plain, args, kwargs))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # it is in the result
+        with contextlib.redirect_stdout(io.StringIO()):  # a print that runs while tracing is in the result
+            traced = _trace(function, args, kwargs) if jitted is None else jitted.trace(*args, **kwargs)
+        lowered = traced.lower()
+        compiled = lowered.compile()
+    hlo = compiled.as_text() or ""
+    program = parse_hlo(hlo)
+    names = traced.jaxpr.jaxpr.debug_info.arg_names
+    arguments = {name: signature(each.aval) for name, each in zip(names, traced.jaxpr.jaxpr.invars, strict=True)}
+    parameters = _parameters(program)
+    donated = [name for name, info in zip(names, jax.tree.leaves(traced.args_info), strict=True) if info.donated]
+    return Stages(
+        name=traced.fun_name,
+        jaxpr=str(traced.jaxpr),
+        stablehlo=lowered.as_text(),
+        hlo=hlo,
+        arguments=arguments,
+        dropped=tuple(name for name in names if name not in parameters),
+        donations=tuple(_donation(name, arguments[name], parameters, hlo, traced) for name in donated),
+        constants=tuple(_constants(plain, traced.jaxpr)),
+        side_effects=side_effects,
+        kernels=collections.Counter(each.opcode for each in _kernels(program)),
+    )
+
+
+def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The function traced with leaves that are not arrays as static."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    if all(is_array):
+        return jax.jit(function).trace(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        args, kwargs = structure.unflatten(
+            [next(given) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        )
+        return function(*args, **kwargs)
+
+    return jax.jit(call).trace([leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
+
+
+def _parameters(program: Program) -> dict[str, int]:
+    """The number of each parameter of a program by the name of its argument."""
+    entry = program.computations[program.entry].instructions.values()
+    return {
+        each.op_name.replace("\\'", "'"): int(each.operands[0])
+        for each in entry
+        if each.opcode == "parameter" and each.op_name
+    }
+
+
+def _donation(name: str, kind: str, parameters: dict[str, int], hlo: str, traced: Any) -> Donation:
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", hlo.split("\n", 1)[0])
+    used = {int(number) for number in re.findall(r"\((\d+), \{", aliases[1])} if aliases else set[int]()
+    if name not in parameters:
+        return Donation(name, False, "the argument is dropped, since no result depends on it")
+    if parameters[name] in used:
+        return Donation(name, True, "")
+    results = [signature(each) for each in jax.tree.leaves(traced.out_info)]
+    if kind not in results:
+        return Donation(name, False, f"no result is {kind}")
+    return Donation(
+        name, False, f"each result that is {kind} is written to another donated buffer, or laid out differently"
+    )
+
+
+def _constants(function: Any, closed: Any) -> Iterator[Constant]:
+    """The large arrays that a jaxpr, or one inside it, closes over."""
+    named = _closed_over(function)
+    for const in {id(each): each for each in _all_consts(closed)}.values():
+        size = getattr(const, "nbytes", 0)
+        if size >= LARGE:
+            name = next((name for name, value in named.items() if value is const), "")
+            yield Constant(name, signature(const), size)
+
+
+def _all_consts(closed: Any) -> Iterator[Any]:
+    yield from getattr(closed, "consts", ())
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        for body in sub_jaxprs(equation.params):
+            yield from _all_consts(body)
+
+
+def _kernels(program: Program) -> Iterator[Instruction]:
+    """The instructions that run on the device: those of the entry, and of loops, branches and calls."""
+    pending, seen = [program.entry], set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in program.computations:
+            continue
+        seen.add(name)
+        for each in program.computations[name].instructions.values():
+            if each.opcode in ("while", "conditional", "call"):
+                pending += each.called
+            if each.opcode not in NO_KERNELS:
+                yield each
+
+
+def _observe_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[str]:
+    """What a function does besides computing its results: it does so when it is traced, and not when it is run."""
+    before = _containers(function)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _trace(lambda *args, **kwargs: function(*args, **kwargs), args, kwargs)  # a new function, so that it is traced
+    for line in filter(None, printed.getvalue().splitlines()):
+        yield f"print({line!r}); write jax.debug.print to print in each call"
+    for name, (value, size) in _containers(function).items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            yield f"{name} holds a tracer now; return the value instead"
+        elif name in before and before[name][1] != size:
+            yield f"{name} had {count_of(before[name][1], 'element')} and has {size}; return the value instead"
+
+
+def _containers(function: Any) -> dict[str, tuple[Any, int]]:
+    """The lists, dicts and sets that a function closes over, with their sizes."""
+    named = _closed_over(function)
+    return {name: (value, len(value)) for name, value in named.items() if isinstance(value, list | dict | set)}
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """The variables of enclosing scopes that a function reads, by name."""
+    try:
+        scope = inspect.getclosurevars(function)
+    except TypeError:  # not a Python function
+        return {}
+    return {**scope.globals, **scope.nonlocals}
