@@ -1,6 +1,7 @@
 """The contract, combinators, wrappers, surgery and initializers: the names of `mlax` itself."""
 
 from mlax._jax import named_key
+from mlax.core._capture import capture
 from mlax.core._checks import check_array, check_key, check_not_donated
 from mlax.core._combinators import F, Parallel, Residual, Series
 from mlax.core._composite import (
@@ -106,6 +107,7 @@ __all__ = [
     "Wrapper",
     "Zeros",
     "all_layers",
+    "capture",
     "count",
     "freeze",
     "frozen",

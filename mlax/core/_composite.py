@@ -28,7 +28,10 @@ from mlax.core._layer import (
     has_layers,
     header,
     jitted_init,
+    join_outputs,
+    prefix_outputs,
     shape_dtypes,
+    split_outputs,
 )
 from mlax.core._paths import STACKED, unflatten_paths
 
@@ -76,7 +79,7 @@ class Sub:
                 "to fwd, or ask for it only `if not sub.inference_mode`."
             )
         self._drawn[name] += 1
-        return named_key(named_key(self._rng, self._keys), _number_call(name, self._drawn[name]))
+        return named_key(named_key(self._rng, self._keys), number_call(name, self._drawn[name]))
 
     def __getitem__(self, name: str) -> Any:
         if name in self._parts:
@@ -192,18 +195,23 @@ class Composite(Layer):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         own, state = (split_parts(self, tree) for tree in (trainables, non_trainables))
         calls = collections.Counter[str]()
+        outputs: dict[str, Any] = {}
 
         def call(name: str, part: Layer, x: Any) -> Any:
             with error_scope(name, x):
                 calls[name] += 1
-                key = None if rng is None else named_key(rng, _number_call(name, calls[name]))
+                numbered = number_call(name, calls[name])
+                key = None if rng is None else named_key(rng, numbered)
                 y, new = part.fwd(x, own.get(name), state.get(name), rng=key, inference_mode=inference_mode)
+                new, found = split_outputs(new)
+                outputs.update(prefix_outputs(numbered, found))
                 if new is not None:
                     state[name] = new
                 return y
 
         composite = self.infer_sizes(x)
-        return _call_wire(composite, Sub(composite, call, rng, inference_mode), x), join_parts(state)
+        y = _call_wire(composite, Sub(composite, call, rng, inference_mode), x)
+        return y, join_outputs(join_parts(state), outputs)
 
     def __repr__(self) -> str:
         own = call_repr(type(self).__name__, repr_arguments(self))
@@ -410,8 +418,8 @@ def _is_part_name(name: str) -> bool:
     return name.isidentifier() and not name.startswith("_") and name not in ("inference_mode", "rng")
 
 
-def _number_call(name: str, number: int) -> str:
-    """What a key is derived from at each call of one name: the name itself, then name#2 and so on."""
+def number_call(name: str, number: int) -> str:
+    """The name of the first, second, third call of a part in one call of `wire`: name, name#2, name#3."""
     return name if number == 1 else f"{name}#{number}"
 
 

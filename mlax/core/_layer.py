@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -44,6 +44,14 @@ class CalledDescription(TypeError):
 
 
 Tree = Any  # nested dicts with string keys whose leaves are arrays, or None
+
+OUTPUTS = "#outputs"  # the name of captured outputs in the new state that `fwd` returns; see `mlax.capture`
+
+
+class Outputs(NamedTuple):
+    """Captured outputs by path, relative to the layer that returns them: one leaf of the state, not a tree of it."""
+
+    by_path: dict[str, Any]
 
 
 @frozen
@@ -117,6 +125,23 @@ class Layer(abc.ABC):
     def _tree(self, name: str = "") -> Node:
         """What `print` shows: the layer, and its parts indented below it."""
         return Node(name, header(self))
+
+
+def split_outputs(state: Tree) -> tuple[Tree, dict[str, Any]]:
+    """The new state that `fwd` returned, and the outputs captured with it, by path."""
+    if not isinstance(state, dict) or OUTPUTS not in state:
+        return state, {}
+    return {name: tree for name, tree in state.items() if name != OUTPUTS} or None, state[OUTPUTS].by_path
+
+
+def join_outputs(state: Tree, outputs: Mapping[str, Any]) -> Tree:
+    """The inverse of `split_outputs`."""
+    return {**(state or {}), OUTPUTS: Outputs(dict(outputs))} if outputs else state
+
+
+def prefix_outputs(name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a part, by their paths in its owner."""
+    return {f"{name}/{path}" if path else name: y for path, y in outputs.items()}
 
 
 def header(layer: Layer, *, has_below: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import Any
@@ -23,11 +24,12 @@ from mlax._jax import (
     shard_like,
     time_vmap,
 )
-from mlax.core._composite import KEYS, Composite, Sub, split_parts
+from mlax.core._composite import KEYS, Composite, Sub, number_call, split_parts
 from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen
-from mlax.core._layer import Layer, Tree, shape_dtypes
-from mlax.core._wrappers import Wrapper, slice_shapes
+from mlax.core._layer import Layer, Tree, join_outputs, prefix_outputs, shape_dtypes, split_outputs
+from mlax.core._surgery import find_layers
+from mlax.core._wrappers import Tap, Wrapper, slice_shapes
 
 
 @frozen
@@ -132,22 +134,23 @@ class Recurrent(Wrapper):
                 _check_carry(self.layer, carry, step)
                 self.layer.check_variables((carry, x), trainables, None)
                 weights = split_parts(self.layer, trainables)
-                carry, y = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
+                carry, y, outputs = self._scan_parts(self.layer, carry, x, weights, keys, valid, inference_mode)
             else:  # a cell of any kind, with its state in the carry
                 scanned = lax.scan(apply_step, init, xs, reverse=self.reverse, unroll=self._unroll)
-                (carry, non_trainables), y = scanned
+                (carry, non_trainables), (y, outputs) = scanned
         y = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, self.axis), y)
-        return ((carry, y) if self.carry else y), non_trainables
+        return ((carry, y) if self.carry else y), join_outputs(non_trainables, outputs)
 
     def _cell_step(self, trainables: Tree, inference_mode: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """One step of the cell, whose carry includes its state."""
+        """One step of the cell, whose carry includes its state; the outputs captured from its parts follow y."""
 
         def step(before: tuple[Any, Tree], xs: tuple[Any, Any, Any]) -> tuple[tuple[Any, Tree], Any]:
             carry, state = before
             x, key, valid = xs
-            out, state = self.layer.fwd((carry, x), trainables, state, rng=key, inference_mode=inference_mode)
+            out, new = self.layer.fwd((carry, x), trainables, state, rng=key, inference_mode=inference_mode)
+            state, outputs = split_outputs(new)
             after, y = self._mask(valid, carry, *out)
-            return (after, state), y
+            return (after, state), (y, outputs)
 
         return step
 
@@ -160,51 +163,75 @@ class Recurrent(Wrapper):
         keys: jax.Array | None,
         valid: Any,
         inference_mode: bool,
-    ) -> tuple[Any, Any]:
-        """Compute `ahead` for all steps at once, and scan the rest with weight gradients batched over time."""
-        shapes = shape_dtypes(trainables)  # a closure that is differentiated must not hold the variables
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Compute `ahead` for all steps at once, and scan the rest with weight gradients batched over time.
 
-        def make_sub(phase: str, apply: Apply, key: jax.Array | None) -> Sub:
-            calls = collections.Counter[str]()
+        Returns the carry, y, and the outputs captured from the parts. Those of `feedback` pass as leaves of what it
+        adds to `ahead`, which has zeros there.
+        """
+        shapes = shape_dtypes(trainables)  # a closure that is differentiated must not hold the variables
+        counts: dict[str, collections.Counter[str]] = {}  # the calls of each part, by phase
+
+        def bind(phase: str, apply: Apply, key: jax.Array | None) -> tuple[Sub, dict[str, Any]]:
+            """The parts in one phase, and a dict to which calls add captured outputs."""
+            earlier = sum((counts[before] for before in _phases_before(phase)), collections.Counter[str]())
+            calls = counts[phase] = collections.Counter[str]()
+            outputs: dict[str, Any] = {}
 
             def call(name: str, part: Layer, x: Any) -> Any:
-                def run(weights: Tree, x_and_key: tuple[Any, jax.Array | None]) -> Any:
+                def run(weights: Tree, x_and_key: tuple[Any, jax.Array | None]) -> tuple[Any, dict[str, Any]]:
                     x, key = x_and_key
-                    return part.fwd(x, weights, None, rng=key, inference_mode=inference_mode)[0]
+                    y, new = part.fwd(x, weights, None, rng=key, inference_mode=inference_mode)
+                    return y, split_outputs(new)[1]
 
                 with error_scope(name, x):
                     calls[name] += 1
                     own = None
                     if key is not None and _reads_key(run, shapes.get(name), shape_dtypes(x)):
                         own = named_key(named_key(key, phase), f"{name}#{calls[name]}")
-                    return apply(name, run, (x, own))
+                    y, found = apply(name, run, (x, own))
+                    outputs.update(prefix_outputs(number_call(name, earlier[name] + calls[name]), found))
+                    return y
 
-            return Sub(cell, call, key, inference_mode, f"{KEYS}/{phase}")
+            return Sub(cell, call, key, inference_mode, f"{KEYS}/{phase}"), outputs
 
-        def ahead(weights: dict[str, Tree], x_and_key: tuple[Any, jax.Array | None]) -> Any:
+        def ahead(weights: dict[str, Tree], x_and_key: tuple[Any, jax.Array | None]) -> tuple[Any, dict[str, Any]]:
             x, key = x_and_key
-            return cell.ahead(make_sub("ahead", _apply_to(weights), key), x)
+            sub, outputs = bind("ahead", _apply_to(weights), key)
+            return cell.ahead(sub, x), outputs
 
         def feedback(weights: dict[str, Tree], carry_and_key: tuple[Any, jax.Array | None]) -> Any:
             carry, key = carry_and_key
-            return cell.feedback(make_sub("feedback", _apply_to(weights), key), carry)
+            sub, outputs = bind("feedback", _apply_to(weights), key)
+            added = cell.feedback(sub, carry)
+            return None if added is None else (added, outputs)
 
-        def step(apply: Apply, carry: Any, ahead: Any, nondiff: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        def step(apply: Apply, carry: Any, ahead: tuple[Any, dict[str, Any]], nondiff: tuple[Any, Any, Any]) -> Any:
             _, key, valid = nondiff
-            return self._mask(valid, carry, *cell.step(make_sub("step", apply, key), carry, ahead))
+            sub, outputs = bind("step", apply, key)
+            after, y = self._mask(valid, carry, *cell.step(sub, carry, ahead[0]))
+            return after, (y, {**ahead[1], **outputs})
 
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
         ahead_keys = keys if keys is not None and _reads_key(ahead, shapes, one) else None
+        xs, outputs = time_vmap(lambda x_and_key: ahead(trainables, x_and_key), (x, ahead_keys))
         feedback_keys = keys if keys is not None and _reads_key(feedback, shapes, shape_dtypes(carry)) else None
-        return batched_grad_scan(
+        zeros = {}
+        if _is_tapped(cell):
+            key = None if feedback_keys is None else feedback_keys[0]
+            added = jax.eval_shape(feedback, trainables, (carry, key))
+            times = jax.tree.leaves(x)[0].shape[0]
+            zeros = jax.tree.map(lambda leaf: jnp.zeros((times, *leaf.shape), leaf.dtype), added[1] if added else {})
+        carry, (y, more) = batched_grad_scan(
             ScanStep(feedback, step),
             carry,
-            time_vmap(lambda x_and_key: ahead(trainables, x_and_key), (x, ahead_keys)),
+            (xs, zeros),
             (feedback_keys, keys, valid),
             trainables,
             reverse=self.reverse,
             unroll=self._unroll,
         )
+        return carry, y, {**outputs, **more}
 
     @property
     def _unroll(self) -> int:
@@ -261,6 +288,16 @@ def _zero_padding(x: Any, valid: jax.Array) -> Any:
         return lax.select(inside, leaf, jnp.zeros_like(leaf))
 
     return jax.tree.map(mask, x)
+
+
+def _phases_before(phase: str) -> tuple[str, ...]:
+    return {"ahead": (), "feedback": ("ahead",), "step": ("ahead", "feedback")}[phase]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_tapped(cell: CompositeCell) -> bool:
+    """Whether outputs of the cell's parts are captured."""
+    return bool(find_layers(cell, Tap))
 
 
 def _apply_to(weights: dict[str, Tree]) -> Apply:

@@ -17,7 +17,16 @@ from mlax.core._composite import check_layer
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
 from mlax.core._frozen import frozen
-from mlax.core._layer import Layer, Tree, cached_by_shape, header, variable_shapes
+from mlax.core._layer import (
+    Layer,
+    Tree,
+    cached_by_shape,
+    header,
+    join_outputs,
+    prefix_outputs,
+    split_outputs,
+    variable_shapes,
+)
 from mlax.core._paths import STACKED, flatten_paths
 
 Mode = Literal["scan", "remat", "unroll"]
@@ -74,6 +83,19 @@ class Remat(Wrapper):
 
         checkpointed = jax.checkpoint(run, policy=self.policy, prevent_cse=self.prevent_cse)
         return checkpointed(x, trainables, non_trainables, rng)
+
+
+@frozen
+class Tap(Wrapper):
+    """`layer`, whose output is returned with its new state, too, for `mlax.capture`."""
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y, new = self.layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        state, outputs = split_outputs(new)
+        return y, join_outputs(state, {"": y, **outputs})
+
+    def __repr__(self) -> str:
+        return repr(self.layer)  # errors name the layer that the user wrote
 
 
 @frozen
@@ -231,8 +253,9 @@ def _check_output_shapes(repeat: Repeat, x: Any) -> None:
 
 
 def name_stack(variables: Tree) -> Tree:
-    """Variables with a leading axis of layers, under the name that says so; None stays None."""
-    return None if variables is None else {STACKED: variables}
+    """Variables with a leading axis of layers, and outputs captured with them, under the name that says so."""
+    variables, outputs = split_outputs(variables)
+    return join_outputs(None if variables is None else {STACKED: variables}, prefix_outputs(STACKED, outputs))
 
 
 def get_stack(variables: Tree) -> Tree:

@@ -90,7 +90,13 @@ class Pipelined(Wrapper):
         if rng is not None:
             keys = jax.random.split(rng, self.repeat.times)
             keys = lax.dynamic_slice_in_dim(keys, stage * np.int32(layer.times), layer.times)
-        return layer.apply_with_keys(x, own, None, keys, inference_mode)[0]
+        y, captured = layer.apply_with_keys(x, own, None, keys, inference_mode)
+        if captured is not None:  # the layers have no state
+            raise ValueError(
+                f"{short_repr(self)}: outputs inside a pipeline cannot be captured, since each stage holds some of "
+                "them; capture that of the whole pipeline, or run without a mesh that has the axis."
+            )
+        return y
 
     def send(self, tree: Any, offset: int) -> Any:
         """Send the arrays of each stage to the next stage (`offset` 1) or to the previous one (-1)."""
