@@ -20,8 +20,9 @@ GROUPS = {
         "Layers and composites": "Layer Composite Sub frozen",
         "Combinators": "Series Parallel Residual F Repeat Map Remat Wrapper Tied Tie",
         "Recurrence": "Recurrent Cell CompositeCell",
-        "Model surgery by path": "layers all_layers paths get select merge replace rename override freeze count "
-        "stacked_axes",
+        "Model surgery by path": "layers all_layers paths get select merge replace rename override wrap freeze "
+        "count stacked_axes",
+        "Looking inside": "capture tabulate",
         "Weight initializers": "glorot he lecun VarianceScaling Normal TruncatedNormal Uniform Orthogonal Identity "
         "Constant Zeros Ones Initializer",
         "Keys and types": "named_key Tree DType Size",
