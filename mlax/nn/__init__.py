@@ -25,7 +25,8 @@ from mlax.nn._positions import (
     SinusoidalPositions,
     YaRNScaling,
 )
-from mlax.nn._recurrent import Bidirectional, ConvLSTMCell, ForgetBias, GRUCell, LSTMCell, MGUCell, RNNCell, Stacked
+from mlax.nn._recurrent import ConvLSTMCell, ForgetBias, GRUCell, LSTMCell, MGUCell, RNNCell
+from mlax.nn._recurrent_layers import Bidirectional, Stacked
 from mlax.nn._reparam import SpectralNorm, WeightNorm
 from mlax.nn._resample import PixelShuffle, PixelUnshuffle, Upsample
 from mlax.nn._reshape import Flatten, Patches, Reshape

@@ -35,7 +35,8 @@ from mlax.nn._embed import Embed, EmbedBag
 from mlax.nn._linear import MLP, Linear, PReLU
 from mlax.nn._lora import LoRA
 from mlax.nn._norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from mlax.nn._recurrent import Bidirectional, GRUCell, LSTMCell, RNNCell, Stacked
+from mlax.nn._recurrent import GRUCell, LSTMCell, RNNCell
+from mlax.nn._recurrent_layers import Bidirectional, Stacked
 from mlax.ops import parse_layout
 
 Arrays = list[np.ndarray]
