@@ -102,6 +102,7 @@ GROUPS = {
     "inspect": {
         "NaN and infinity": "nonfinite NonFinite Statistics",
         "Compilation stages": "stages Stages Donation Constant Match",
+        "Memory": "memory Memory LiveBuffers Moment",
         "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",
         "Transfers": "transfers Transfers Transfer",

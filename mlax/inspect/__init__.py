@@ -1,12 +1,13 @@
 """Inspection of traced and compiled functions: FLOPs, transfers and memory."""
 
 from mlax.core import format_bytes as format_bytes
+from mlax.inspect._device_memory import free_bytes as free_bytes
+from mlax.inspect._device_memory import total_bytes as total_bytes
+from mlax.inspect._device_memory import used_bytes as used_bytes
 from mlax.inspect._flops import flops
 from mlax.inspect._flops import operations as operations
 from mlax.inspect._hlo import parse_hlo as parse_hlo
-from mlax.inspect._memory import free_bytes as free_bytes
-from mlax.inspect._memory import total_bytes as total_bytes
-from mlax.inspect._memory import used_bytes as used_bytes
+from mlax.inspect._memory import LiveBuffers, Memory, Moment, memory
 from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
 from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
 from mlax.inspect._stages import Constant, Donation, Match, Stages, stages
@@ -21,7 +22,10 @@ __all__ = [
     "Compilation",
     "Constant",
     "Donation",
+    "LiveBuffers",
     "Match",
+    "Memory",
+    "Moment",
     "NonFinite",
     "Retraced",
     "Stages",
@@ -29,6 +33,7 @@ __all__ = [
     "Transfer",
     "Transfers",
     "flops",
+    "memory",
     "nonfinite",
     "retrace",
     "stages",
