@@ -20,6 +20,7 @@ EXTRAS = {
     "tyro": "command-line options from a dataclass",
     "matplotlib": "plots",
     "tensorboardX": "TensorBoard",
+    "wandb": "Weights & Biases",
     "grain": "Grain data loaders",
     "datasets": "Hugging Face datasets",
     "orbax-checkpoint": "Orbax checkpoints",

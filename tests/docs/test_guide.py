@@ -106,3 +106,15 @@ def test_a_changed_output_is_reported_unless_it_is_measured(tmp_path, monkeypatc
     before = notebook("1\n")
     page.write_text("# %%\nprint(2)\n")
     assert "run `make guide`" in differences(before, before)[0]
+
+
+def test_the_loop_to_copy_has_about_forty_lines_and_fit_has_as_many_as_the_pages_say():
+    (loop,) = [code for code, _ in cells_in(PAGES / "14_own_loop.py") if "def fit(" in code]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 42
+    assert "checkpoints.restore" in loop and "evaluate(" in loop
+    names = "fit loop scoring callback profile monitor loggers curves run signals divergence fingerprint metrics"
+    lines = sum(len((ROOT / f"mlax/train/_{name}.py").read_text().splitlines()) for name in names.split())
+    for page in ("jax/14_own_loop.py", "guides/training-loop.md", "design/loop.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().replace("#", " ").split())
+        (claimed,) = re.findall(r"is about ([\d,]+) lines", text)
+        assert abs(int(claimed.replace(",", "")) / lines - 1) < 0.15, (page, lines)
