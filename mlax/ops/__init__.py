@@ -13,6 +13,7 @@ from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
+from mlax.ops._losses import ctc_loss, softmax_cross_entropy
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
 from mlax.ops._norms import (
     batch_norm,
@@ -91,6 +92,7 @@ __all__ = [
     "combine",
     "conv",
     "conv_transpose",
+    "ctc_loss",
     "dispatch",
     "dropout",
     "dynamic_ntk_frequencies",
@@ -130,6 +132,7 @@ __all__ = [
     "snake",
     "soft_cap",
     "softmax",
+    "softmax_cross_entropy",
     "spectral_norm",
     "squared_relu",
     "tied_logits",
