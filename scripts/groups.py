@@ -33,7 +33,8 @@ GROUPS = {
         "Convolution": "Conv ConvTranspose Patches",
         "Pooling": "MaxPool MeanPool SumPool Pool GlobalPool AdaptivePool",
         "Upsampling and reshaping": "Upsample PixelShuffle PixelUnshuffle Flatten Reshape",
-        "Batch, layer and other normalization": "BatchNorm LayerNorm RMSNorm GroupNorm InstanceNorm LocalResponseNorm WeightNorm SpectralNorm",
+        "Batch, layer and other normalization": "BatchNorm LayerNorm RMSNorm GroupNorm InstanceNorm LocalResponseNorm "
+        "WeightNorm SpectralNorm",
         "Dropout": "Dropout ChannelDropout PathDropout AlphaDropout",
         "Attention": "MultiHeadAttention Attention KeyValueCache",
         "Positional encodings": "LearnedPositions SinusoidalPositions Rotary LinearScaling NTKScaling "

@@ -21,9 +21,10 @@ from scripts.groups import GROUPS, TITLES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # kept in the root
-SEARCH_BOOSTS = {
+SEARCH_BOOSTS = {  # by the beginning of the path: what explains before what lists, what lists before what decides
     "guides/README": 0.3,
-    "guides/": 1.5,
+    "guides/": 1.2,
+    "reference/nn": 1.2,
     "reference/ops": 0.7,
     "jax/index": 0.3,
     "design/": 0.3,
