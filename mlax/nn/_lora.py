@@ -17,6 +17,7 @@ from mlax.core import (
     Wrapper,
     Zeros,
     check_layer,
+    check_not_donated,
     find_layers,
     flatten_paths,
     frozen,
@@ -112,6 +113,7 @@ def merge_lora(model: Layer, trainables: Tree) -> Tree:
     `model` and `trainables` are those with LoRA; the model without LoRA computes the same with the result. A kernel
     that is tied to another leaf cannot be merged, unless the other has the same LoRA, tied too.
     """
+    check_not_donated("merge_lora", trainables=trainables)
     loras = dict(find_layers(model, LoRA))
     if not loras:
         raise ValueError(

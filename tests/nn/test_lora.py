@@ -149,6 +149,14 @@ def test_the_example_in_the_docstring_gives_pretrained_weights_a_lora():
     jax.tree.map(np.testing.assert_array_equal, merged, pretrained)
 
 
+def test_merging_weights_that_were_donated_is_an_error_that_says_so():
+    layer = nn.LoRA(nn.Linear(3), rank=1)
+    trainables, _ = layer.init(RNG, X)
+    trainables["kernel"].delete()
+    with pytest.raises(ValueError, match="merge_lora: trainables/kernel was donated to an earlier call"):
+        nn.merge_lora(layer, trainables)
+
+
 def test_surgery_reaches_the_inner_linear():
     model = mlax.override(with_lora(MODEL), nn.Linear, accum_dtype="float32")
     assert mlax.get(model, "head").layer.accum_dtype == "float32"
