@@ -77,7 +77,7 @@ class CompositeCell(Composite, Cell):
 
 @frozen
 class Recurrent(Wrapper):
-    """Scan a cell over the time axis of x (b, t, ...), carrying its state: y (b, t, ...).
+    """A recurrent layer (RNN): scan a cell over the time axis of x (b, t, ...), carrying its state: y (b, t, ...).
 
     Variables: those of the cell, shared by all steps. `reverse` scans from the last step to the first.
     With `carry=True` the input is (carry, x) and the output (carry, y): the initial carry and the final one. With

@@ -154,7 +154,7 @@ class Map(Wrapper):
 
 @frozen
 class Repeat(Wrapper):
-    """Apply `layer` `times` times in sequence, each time with its own variables.
+    """A stack of identical layers: apply `layer` `times` times in sequence, each time with its own variables.
 
     The output must have the shapes and dtypes of the input; or, of several inputs, (x, t), those of the first: it then
     becomes the x of the next repetition, and every repetition gets the same t. Variables: those of `layer` under the

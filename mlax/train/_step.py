@@ -48,7 +48,8 @@ def step(
     privacy: DifferentialPrivacy | None = None,
     sampled: Objective | None = None,
 ) -> "Step":
-    """Forward pass, backward pass and update as one function, compiled once, which donates the state passed in.
+    """A training step: forward pass, backward pass and update as one function, compiled once, which donates the state
+    passed in.
 
     It is called as `state, metrics = step(state, batch)`.
 

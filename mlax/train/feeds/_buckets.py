@@ -27,7 +27,7 @@ class _Bucket(NamedTuple):
 
 
 class Buckets(Feed):
-    """A Feed of sequences of different lengths: each is padded to the smallest of `lengths` that holds it.
+    """A data loader for sequences of different lengths: each is padded to the smallest of `lengths` that holds it.
 
     ```python
     feed = train.Buckets(sequences, lengths=(64, 128, 256), batch=32, seed=0)  # sequences: [[5, 2, 9], [7, 1], ...]

@@ -27,7 +27,8 @@ Transform = Callable[[Batch, np.random.Generator], Any]
 
 
 class Feed:
-    """Batches of `batch` examples of `source`, without end: each epoch has every example once, shuffled by `seed`.
+    """A data loader: batches of `batch` examples of `source`, without end; each epoch has every example once, shuffled
+    by `seed`.
 
     ```python
     feed = train.Feed({"image": images, "digit": digits}, batch=64, seed=0)

@@ -24,7 +24,7 @@ from mlax.train.feeds._prefetch import BatchIterator, LoadedBatch, Position, cou
 
 
 class IterableFeed:
-    """A feed of the batches of an iterator: dicts of arrays, of the size of the first batch.
+    """A data loader over an iterator of batches: dicts of arrays, of the size of the first batch.
 
     ```python
     feed = train.IterableFeed(lambda: read_batches("corpus"))  # a function that makes the iterator

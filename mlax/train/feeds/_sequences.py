@@ -100,7 +100,8 @@ def _is_fixed_shape(column: Any) -> bool:
 
 
 def pack_sequences(sequences: Any, length: int, *, split: bool = False, pad: Any = 0) -> "PackedSequences":
-    """A source whose rows of `length` hold several sequences each, for models that attend within segments.
+    """Sequence packing: a source whose rows of `length` hold several sequences each, for models that attend within
+    segments.
 
     ```python
     rows = train.pack_sequences(sequences, length=1024)  # sequences: [[5, 2, 9], [7, 1], ...], or a dict of such lists
