@@ -158,7 +158,7 @@ def fit(
         )
         changes = compare_config(run_folder, run_config)
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:
-            check_config(run_folder, changes, latest, steps, resume)  # before the state is deleted
+            check_config(run_folder, changes, latest, steps, resume)  # before anything is restored
         initial = state
         current_step, state, notes = restore_latest(run_folder, checkpoints, initial)
         if notes and changes.refused:  # the scores of another experiment, resumed anyway, are not those of this one
@@ -201,19 +201,7 @@ def fit(
             return _result(loop, loop.last_on_disk(), "")
         run_folder.write_config(run_config)
         with monitor, loop.profile:
-            if notes:
-                loop.catch_up()
-            if loop.can_train():
-                stream = feed.stream(
-                    current_step,
-                    steps,
-                    steps_per_call=step.steps_per_call,
-                    stopped=signals.pending,
-                    position=notes.get("feed"),
-                )
-                with stream as batches:
-                    loop.train(batches)
-            signals.acknowledge()  # what follows ends by itself
+            _train(loop, feed, notes)
             interrupted = "" if loop.is_complete() else signals.pending()
             saved = loop.last_on_disk()
             monitor.print(_closing_message(run_folder, loop, interrupted))
@@ -223,6 +211,23 @@ def fit(
     if interrupted in ("SIGTERM", "SIGHUP"):
         sys.exit(exit_status(interrupted))
     return _result(loop, saved, interrupted)
+
+
+def _train(loop: Loop, feed: Any, notes: Mapping[str, Any]) -> None:
+    """Train to the end, from the checkpoint with these notes, if there is one, or until something stops it."""
+    if notes:
+        loop.catch_up()
+    if loop.can_train():
+        stream = feed.stream(
+            loop.current_step,
+            loop.intervals.steps,
+            steps_per_call=loop.step.steps_per_call,
+            stopped=loop.signals.pending,
+            position=notes.get("feed"),
+        )
+        with stream as batches:
+            loop.train(batches)
+    loop.signals.acknowledge()  # what follows ends by itself
 
 
 def _result(loop: Loop, saved: int | None, interrupted: str) -> Fitted:

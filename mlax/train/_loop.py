@@ -55,7 +55,8 @@ class Loop:
 
     def __post_init__(self, notes: Mapping[str, Any]):
         self.saved_step = self.current_step
-        self.metrics: dict[str, float] = notes.get("metrics", {})  # of the present step
+        # of the present step; JSON has no NaN
+        self.metrics = {name: math.nan if value is None else value for name, value in notes.get("metrics", {}).items()}
         self.owes_callback: bool = self.callback is not None and bool(notes.get("owes_callback"))
         self.stop = EarlyStop(*notes["stop"]) if notes.get("stop") else None
         self.position: Callable[[], Any] = lambda: notes.get("feed")  # in the data
@@ -248,7 +249,7 @@ class Loop:
                 metrics=self.scoring.finite_scores() if self.scoring.step == self.current_step else {},
                 notes={
                     **self.scoring.notes(),
-                    "metrics": {name: value for name, value in self.metrics.items() if math.isfinite(value)},
+                    "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
                     "owes_callback": self.owes_callback,
                     "stop": self.stop,
                     "feed": self.position(),

@@ -16,6 +16,7 @@ from mlax.train import read_records
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, feed, objective
 from tests.train.test_fit import STEP, fit, hide_matplotlib, uninterrupted  # noqa: F401
+from tests.train.test_resuming import interrupted_evaluation
 
 
 def two_feeds():
@@ -105,6 +106,16 @@ def test_an_error_in_each_after_the_last_step_is_made_up_for(tmp_path):
     assert [(call[0], set(call[3])) for call in calls] == [(10, {"loss", "accuracy"})]
     fit(tmp_path / "run", 10, each=recording(calls := []))
     assert not calls, "the run is complete"
+
+
+def test_a_signal_in_the_evaluation_of_the_second_feed_delays_the_callback_until_the_run_resumes(tmp_path):
+    feeds = {**two_feeds(), "test": interrupted_evaluation(signal.SIGTERM, 1)}
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "run", 20, evaluate=feeds, each=recording(calls := []), each_every=10)
+    assert not calls
+    fit(tmp_path / "run", 20, evaluate=two_feeds(), each=recording(calls), each_every=10, resume="anyway")
+    assert [(call[0], call[1], len(call[3])) for call in calls] == [(10, 10, 4), (20, 20, 4)]
+    assert calls[0][2]["loss"] > 0
 
 
 @pytest.mark.parametrize(
