@@ -15,12 +15,18 @@ from mlax import train
 from mlax.train import read_records
 from tests.asserts import unequal_leaves
 from tests.train.tasks import OPTIMIZER, arrays, feed, objective
-from tests.train.test_fit import STEP, fit, hide_matplotlib, uninterrupted  # noqa: F401
+from tests.train.test_fit import STEP, fit, hide_matplotlib  # noqa: F401
 from tests.train.test_resuming import interrupted_evaluation
 
 
 def two_feeds():
     return {"valid": train.Feed(arrays(30, seed=1), batch=8), "test": train.Feed(arrays(24, seed=2), batch=8)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The state after 40 steps without interruption."""
+    return fit(None, 40, evaluate=None).state
 
 
 def recording(calls, answer=None):
@@ -46,7 +52,7 @@ def failing_at(step):
     return hyperparams
 
 
-def test_each_gets_state_metrics_and_scores_of_that_very_step(tmp_path, uninterrupted):  # noqa: F811
+def test_each_gets_state_metrics_and_scores_of_that_very_step(tmp_path):
     calls = []
     result = fit(tmp_path / "run", 25, each=recording(calls), each_every=4, evaluate_every=10, save_every=100)
     assert [call[0] for call in calls] == [4, 8, 10, 12, 16, 20, 24, 25]
@@ -66,7 +72,7 @@ def test_each_is_called_once_per_call_of_many_steps():
     assert [call[0] for call in calls] == [8, 12, 16, 20, 24], "the calls that reach 5, 10, 15, 20, and the evaluations"
 
 
-def test_each_stops_the_run_which_continues_only_to_more_steps(tmp_path, uninterrupted, capsys):  # noqa: F811
+def test_each_stops_the_run_which_continues_only_to_more_steps(tmp_path, uninterrupted, capsys):
     run = tmp_path / "run"
     for _ in range(2):  # the second time it is not trained
         each = recording([], lambda step: "good enough" if step == 12 else None)
@@ -79,16 +85,16 @@ def test_each_stops_the_run_which_continues_only_to_more_steps(tmp_path, uninter
     )
     with pytest.raises(ValueError, match=r"holds a finished run, 12 of 38 steps, of another configuration"):
         fit(run, 38, config={"width": 3})
-    assert not unequal_leaves(fit(run, 40, config={"width": 2}).state, uninterrupted[1].state)
+    assert not unequal_leaves(fit(run, 40, config={"width": 2}).state, uninterrupted)
 
 
-def test_resume_anyway_continues_a_run_that_ended_early(tmp_path, uninterrupted):  # noqa: F811
+def test_resume_anyway_continues_a_run_that_ended_early(tmp_path, uninterrupted):
     assert fit(tmp_path / "run", 40, each=lambda *_: True, each_every=6).stopped == "each returned True"
     result = fit(tmp_path / "run", 40, resume="anyway")
-    assert result.stopped == "" and not unequal_leaves(result.state, uninterrupted[1].state)
+    assert result.stopped == "" and not unequal_leaves(result.state, uninterrupted)
 
 
-def test_an_error_in_each_is_raised_after_the_state_is_saved_and_the_step_is_called_again(tmp_path, uninterrupted):  # noqa: F811
+def test_an_error_in_each_is_raised_after_the_state_is_saved_and_the_step_is_called_again(tmp_path, uninterrupted):
     run = tmp_path / "run"
     with pytest.raises(RuntimeError, match="no pictures today"):
         fit(run, 40, each=raising, each_every=7)
@@ -96,7 +102,7 @@ def test_an_error_in_each_is_raised_after_the_state_is_saved_and_the_step_is_cal
     result = fit(run, 40, each=recording(calls := []), each_every=7)
     assert [call[0] for call in calls] == [7, 10, 14, 20, 21, 28, 30, 35, 40]
     assert calls[0][1] == 7 and "loss" in calls[0][2]
-    assert not unequal_leaves(result.state, uninterrupted[1].state)
+    assert not unequal_leaves(result.state, uninterrupted)
 
 
 def test_an_error_in_each_after_the_last_step_is_made_up_for(tmp_path):
