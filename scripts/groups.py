@@ -102,6 +102,7 @@ GROUPS = {
         "Errors": "Diverged RetraceError",
     },
     "inspect": {
+        "Summary of a model": "summary Summary LayerSummary",
         "NaN and infinity": "nonfinite NonFinite Statistics",
         "Compilation stages": "stages Stages Donation Constant Match",
         "Memory": "memory Memory LiveBuffers Moment",

@@ -1,7 +1,7 @@
 """The contract, combinators, wrappers, surgery and initializers: the names of `mlax` itself."""
 
 from mlax._jax import named_key
-from mlax.core._capture import capture
+from mlax.core._capture import Capture, call_shapes, capture
 from mlax.core._checks import check_array, check_key, check_not_donated
 from mlax.core._combinators import F, Parallel, Residual, Series
 from mlax.core._composite import (
@@ -38,6 +38,7 @@ from mlax.core._initializers import (
 from mlax.core._layer import (
     Layer,
     Tree,
+    header,
     jitted_init,
     shape_dtypes,
     variable_shapes,

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
+from mlax._jax import abstract_key
 from mlax.core._composite import Composite, check_layer, parts_of
 from mlax.core._frozen import frozen, with_fields
-from mlax.core._layer import Layer, Tree, split_outputs
+from mlax.core._layer import Layer, Tree, split_outputs, variable_shapes
 from mlax.core._paths import STACKED, match_paths
 from mlax.core._surgery import layers
 from mlax.core._wrappers import Tap, Wrapper
@@ -54,6 +55,16 @@ def capture(model: Layer, *patterns: str) -> Capture:
     return _shared(model, patterns)
 
 
+def call_shapes(model: Layer, x: Any, *, inference_mode: bool) -> dict[str, tuple[Any, Any]]:
+    """The shapes and dtypes of input and output of each part, by path, and of the model at "", on inputs like `x`."""
+    tapped = _tap(model, "", frozenset(["", *layers(model)]), inputs=True)
+
+    def fwd(x: Any, variables: tuple[Tree, Tree], rng: jax.Array) -> Any:
+        return split_outputs(tapped.fwd(x, *variables, rng=rng, inference_mode=inference_mode)[1])[1]
+
+    return jax.eval_shape(fwd, x, variable_shapes(model, x), abstract_key())
+
+
 @functools.lru_cache(maxsize=4096)
 def _shared(model: Layer, patterns: tuple[str, ...]) -> Capture:
     """One object for equal arguments, since JAX's compilation caches hold their function weakly."""
@@ -65,21 +76,23 @@ def _tap_matches(model: Layer, patterns: tuple[str, ...]) -> Layer:
     return _tap_parts(model, "", frozenset(match_paths(patterns, layers(model))))
 
 
-def _tap_parts(layer: Layer, path: str, chosen: frozenset[str]) -> Layer:
+def _tap_parts(layer: Layer, path: str, chosen: frozenset[str], *, inputs: bool = False) -> Layer:
     """The layer with a Tap around each chosen part below it; not around the layer itself."""
     if isinstance(layer, Composite):
         parts = parts_of(layer)
-        tapped = {name: _tap(part, f"{path}/{name}" if path else name, chosen) for name, part in parts.items()}
+        tapped = {
+            name: _tap(part, f"{path}/{name}" if path else name, chosen, inputs=inputs) for name, part in parts.items()
+        }
         # as edits, so that the fields, which `wire` may read, stay as they are
         edits = dict(layer.edits) | {name: part for name, part in tapped.items() if part != parts[name]}
         return with_fields(layer, edits=tuple(edits.items())) if edits else layer
     if isinstance(layer, Wrapper):
-        below = _tap(layer.layer, "/".join(filter(None, (path, STACKED))), chosen)
-        inner = below if layer.has_stack else _tap_parts(layer.layer, path, chosen)
+        below = _tap(layer.layer, "/".join(filter(None, (path, STACKED))), chosen, inputs=inputs)
+        inner = below if layer.has_stack else _tap_parts(layer.layer, path, chosen, inputs=inputs)
         return layer if inner == layer.layer else with_fields(layer, layer=inner)
     return layer
 
 
-def _tap(layer: Layer, path: str, chosen: frozenset[str]) -> Layer:
-    inner = _tap_parts(layer, path, chosen)
-    return Tap(inner) if path in chosen else inner
+def _tap(layer: Layer, path: str, chosen: frozenset[str], *, inputs: bool = False) -> Layer:
+    inner = _tap_parts(layer, path, chosen, inputs=inputs)
+    return Tap(inner, inputs=inputs) if path in chosen else inner

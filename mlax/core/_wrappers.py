@@ -87,12 +87,15 @@ class Remat(Wrapper):
 
 @frozen
 class Tap(Wrapper):
-    """`layer`, whose output is returned with its new state, too, for `mlax.capture`."""
+    """`layer`, whose output is returned with its new state, too, for `mlax.capture`; with `inputs`, (input, output)."""
+
+    _: KW_ONLY
+    inputs: bool = False
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         y, new = self.layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         state, outputs = split_outputs(new)
-        return y, join_outputs(state, {"": y, **outputs})
+        return y, join_outputs(state, {"": (x, y) if self.inputs else y, **outputs})
 
     def __repr__(self) -> str:
         return repr(self.layer)  # errors name the layer that the user wrote

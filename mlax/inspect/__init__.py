@@ -11,6 +11,8 @@ from mlax.inspect._memory import LiveBuffers, Memory, Moment, memory
 from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
 from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
 from mlax.inspect._stages import Constant, Donation, Match, Stages, stages
+from mlax.inspect._summary import LayerSummary, Summary, summary
+from mlax.inspect._summary import path_in_model as path_in_model
 from mlax.inspect._transfer_events import TransferEvent as TransferEvent
 from mlax.inspect._transfer_events import instruction_events as instruction_events
 from mlax.inspect._transfers import Transfer, Transfers, transfers
@@ -22,6 +24,7 @@ __all__ = [
     "Compilation",
     "Constant",
     "Donation",
+    "LayerSummary",
     "LiveBuffers",
     "Match",
     "Memory",
@@ -30,6 +33,7 @@ __all__ = [
     "Retraced",
     "Stages",
     "Statistics",
+    "Summary",
     "Transfer",
     "Transfers",
     "flops",
@@ -37,5 +41,6 @@ __all__ = [
     "nonfinite",
     "retrace",
     "stages",
+    "summary",
     "transfers",
 ]

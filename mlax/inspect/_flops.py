@@ -1,7 +1,7 @@
 """FLOPs and operations of a traced function, read from its jaxpr, by layer."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,17 +42,31 @@ def flops(jaxpr: Any) -> int:
     return sum(operation.flops for operation in operations(jaxpr))
 
 
-def operations(jaxpr: Any, nest: tuple[Any, ...] = (), times: int = 1) -> Iterator[Operation]:
-    """The operations of a jaxpr in order, those of the jaxprs inside its equations included."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        bodies = sub_jaxprs(equation.params)
+def operations(jaxpr: Any) -> Iterator[Operation]:
+    """The operations of a jaxpr in order, those of the jaxprs inside its equations included, without dead code."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return _walk(jaxpr, jaxpr.outvars, (), 1)
+
+
+def _walk(jaxpr: Any, results: Iterable[Any], nest: tuple[Any, ...], times: int) -> Iterator[Operation]:
+    for equation in _live_equations(jaxpr, results):
+        bodies = [getattr(body, "jaxpr", body) for body in sub_jaxprs(equation.params)]
         if not bodies:
             yield Operation(equation, nest, times)
-            continue
         if equation.primitive.name == "cond":
             bodies = [max(bodies, key=flops)]
         for body in bodies:
-            yield from operations(body, (*nest, equation), times * _runs(equation))
+            yield from _walk(body, body.outvars, (*nest, equation), times * _runs(equation))
+
+
+def _live_equations(jaxpr: Any, results: Iterable[Any]) -> list[Any]:
+    """The equations that results depend on, or that have effects: XLA drops all others."""
+    needed, live = {id(each) for each in results}, []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(each) in needed for each in equation.outvars):
+            live.append(equation)
+            needed.update(map(id, equation.invars))
+    return live[::-1]
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from mlax._jax import all_stay_finite, global_norm, layer_path, leaves_with_paths
 from mlax._objective import Backward, Objective, gradients, loss_function
-from mlax.core import STACKED, Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
-from mlax.inspect import total_bytes, transfers
+from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
+from mlax.inspect import path_in_model, total_bytes, transfers
 from mlax.optim import Optimizer
 from mlax.place._pipeline import PipelineConfig
 from mlax.place._report import Description, LayerMemory
@@ -218,25 +218,8 @@ def _residuals_by_layer(
     for result in {id(result): result for result in jaxpr.outvars}.values():
         path = _producer_path(jaxpr, result, ())
         if path is not None:
-            counts[_complete_path(_path_in_stack(path, paths), paths)] += (
-                math.prod(result.aval.shape) * result.aval.dtype.itemsize
-            )
+            counts[path_in_model(path, paths)] += math.prod(result.aval.shape) * result.aval.dtype.itemsize
     return dict(counts)
-
-
-def _path_in_stack(path: str, paths: Collection[str]) -> str:
-    """The path of a layer, whose scope in an unrolled stack has its number in place of the name of the stack."""
-    names: list[str] = []
-    for name in path.split("/"):
-        is_number = name.isdigit() and "/".join([*names, name]) not in paths  # else it is a part in a tuple
-        names.append(STACKED if is_number else name)
-    return "/".join(names)
-
-
-def _complete_path(path: str, paths: Collection[str]) -> str:
-    """The path of a layer, looked up by its end: JAX drops the outer names of what it hoists out of a loop."""
-    ends = [] if path in paths else [each for each in paths if each.endswith(f"/{path}")]
-    return path if not ends else ends[0] if len(ends) == 1 else ""
 
 
 def _producer_path(jaxpr: Any, result: Any, enclosing: tuple[Any, ...]) -> str | None:

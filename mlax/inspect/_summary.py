@@ -1,0 +1,210 @@
+"""summary: a table of a model by layer, with shapes, variables and FLOPs; nothing is computed."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mlax._jax import abstract_key
+from mlax.core import (
+    STACKED,
+    Layer,
+    Repeat,
+    align_columns,
+    call_shapes,
+    count_of,
+    flatten_paths,
+    format_bytes,
+    header,
+    layers,
+    map_layers,
+    short_repr,
+    signature,
+    stacked_axes,
+    variable_shapes,
+    with_fields,
+)
+from mlax.inspect._flops import Operation, operations
+
+WIDTH = 48  # of an input or output in the table
+
+
+class LayerSummary(NamedTuple):
+    """One layer, with all that is inside it."""
+
+    path: str  # "" for the model itself
+    layer: str  # as it prints, without its parts
+    input: str  # its signature; of a layer in a stack, that of one repetition
+    output: str
+    parameters: int  # trainable
+    bytes: int  # of all variables
+    forward_flops: int  # of matrix products and convolutions, in all repetitions
+    backward_flops: int
+
+    @property
+    def name(self) -> str:
+        """The last name of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def depth(self) -> int:
+        """How many layers it is in."""
+        return self.path.count("/") + 1 if self.path else 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Summary:
+    """The layers of a model, each before its parts; `print` shows a table."""
+
+    rows: tuple[LayerSummary, ...]
+
+    @property
+    def total(self) -> LayerSummary:
+        """The row of the whole model."""
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        whole = max(self.total.forward_flops + self.total.backward_flops, 1)
+        titles = ("layer", "input", "output", "parameters", "bytes", "FLOPs", "backward", "share")
+        cells = [
+            (
+                "  " * row.depth + (f"{row.name}: {row.layer}" if row.name else row.layer),
+                row.input,
+                row.output,
+                f"{row.parameters:,}" if row.parameters else "",
+                format_bytes(row.bytes) if row.bytes else "",
+                format_flops(row.forward_flops),
+                format_flops(row.backward_flops),
+                f"{(row.forward_flops + row.backward_flops) / whole:.1%}" if row.forward_flops else "",
+            )
+            for row in self.rows
+        ]
+        total = (
+            f"{count_of(self.total.parameters, 'parameter')}, {format_bytes(self.total.bytes)} of variables, "
+            f"{format_flops(self.total.forward_flops) or 0} FLOPs forward, "
+            f"{format_flops(self.total.backward_flops) or 0} backward"
+        )
+        return "\n".join([*align_columns([titles, *cells], right=(3, 4, 5, 6, 7)), total])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def summary(model: Layer, x: Any, *, inference_mode: bool = False) -> Summary:
+    """A table of a model by layer: input, output, parameters, bytes, FLOPs of both passes, and their share.
+
+    `x` is an input, or a pytree of `jax.ShapeDtypeStruct`; nothing is computed or allocated. FLOPs are those of matrix
+    products and convolutions in the jaxpr, two for a multiplication and an addition. The backward pass is that of the
+    trainables: the first layer needs no gradient of its input. With `inference_mode=True` there is none.
+
+    >>> model = mlax.Series(up=nn.Linear(32), act=jax.nn.gelu, head=nn.Linear(4))
+    >>> inspect.summary(model, jnp.ones((8, 16))).total.parameters
+    676
+    """
+    if not isinstance(model, Layer):
+        raise TypeError(
+            f"summary: got {short_repr(model)}, but takes a model of mlax: summary(model, x). Of any other function, "
+            "cost(function, *args) shows the FLOPs by named scope."
+        )
+    scanned = map_layers(model, "", _scan_repeats)  # which is traced once, not once for each layer
+    parts: dict[str, Layer] = {"": model, **layers(model)}
+    calls = call_shapes(scanned, x, inference_mode=inference_mode)
+    forward, backward = _flops_by_layer(scanned, x, inference_mode, parts)
+    trainables, non_trainables = (flatten_paths(tree) for tree in variable_shapes(model, x))
+    sizes = {path: math.prod(leaf.shape) for path, leaf in trainables.items()}
+    variables = [*trainables.items(), *non_trainables.items()]
+    nbytes = [(path, math.prod(leaf.shape) * leaf.dtype.itemsize) for path, leaf in variables]
+    return Summary(
+        tuple(
+            LayerSummary(
+                path=path,
+                layer=header(layer),
+                input=_slice_signature(path, calls[path][0] if path in calls else None),
+                output=_slice_signature(path, calls[path][1] if path in calls else None),
+                parameters=_sum_below(path, sizes.items()),
+                bytes=_sum_below(path, nbytes),
+                forward_flops=_sum_below(path, forward.items()),
+                backward_flops=_sum_below(path, backward.items()),
+            )
+            for path, layer in parts.items()
+        )
+    )
+
+
+def format_flops(number: float) -> str:
+    """A number of FLOPs with a prefix, such as "1.5 G"; empty for none."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return f"{number:.0f}" if number else ""
+
+
+def _flops_by_layer(
+    model: Layer, x: Any, inference_mode: bool, paths: Collection[str]
+) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """The FLOPs of the forward and of the backward pass by path."""
+    trainables, non_trainables = variable_shapes(model, x)
+
+    def total(trainables: Any, non_trainables: Any, x: Any, rng: jax.Array) -> jax.Array:
+        y, _ = model.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return sum(
+            (leaf.sum(dtype=leaf.dtype).astype(jnp.float32) for leaf in floats), start=jnp.zeros((), jnp.float32)
+        )
+
+    differentiable = jax.tree.leaves(trainables) and not inference_mode
+    function: Callable[..., Any] = jax.value_and_grad(total) if differentiable else total
+    jaxpr = jax.make_jaxpr(function)(trainables, non_trainables, x, abstract_key())
+    return count_flops(operations(jaxpr), paths)
+
+
+def count_flops(
+    found: Iterable[Operation], paths: Collection[str]
+) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """The FLOPs of operations by path, of the forward and of the backward pass."""
+    counts = collections.Counter[str](), collections.Counter[str]()
+    for operation in found:
+        if number := operation.flops:
+            counts[operation.is_backward][path_in_model(operation.path, paths)] += number
+    return counts
+
+
+def path_in_model(path: str, paths: Collection[str]) -> str:
+    """The path of a part from the scope of an operation, or that of the innermost part around it.
+
+    The scope in an unrolled stack has the number of the layer in place of the name of the stack, and JAX drops the
+    outer names of what it hoists out of a loop.
+    """
+    names: list[str] = []
+    for name in path.split("/"):
+        is_number = name.isdigit() and "/".join([*names, name]) not in paths  # else it is a part in a tuple
+        names.append(STACKED if is_number else name)
+    ends = [each for each in paths if each.endswith(f"/{'/'.join(names)}")]
+    if "/".join(names) not in paths and len(ends) == 1:
+        return ends[0]
+    while names and "/".join(names) not in paths:
+        names.pop()
+    return "/".join(names)
+
+
+def _scan_repeats(path: str, layer: Layer) -> Layer:
+    return with_fields(layer, mode="scan") if isinstance(layer, Repeat) and layer.mode == "unroll" else layer
+
+
+def _slice_signature(path: str, x: Any) -> str:
+    """The signature of an input or output of one layer in a stack, shortened if it is long: `3 x float32[8, 16]`."""
+    axes = stacked_axes(path)
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), x)
+    text, leaves = signature(one), [signature(leaf) for leaf in jax.tree.leaves(one)]
+    if x is None or len(text) <= WIDTH:
+        return "" if x is None else text
+    return f"{len(leaves)} x {leaves[0]}" if len(set(leaves)) == 1 else f"{text[: WIDTH - 1]}…"
+
+
+def _sum_below(layer: str, counts: Iterable[tuple[str, int]]) -> int:
+    """The sum of what belongs to a layer or is inside it."""
+    return sum(number for path, number in counts if not layer or path == layer or path.startswith(f"{layer}/"))
