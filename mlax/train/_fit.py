@@ -258,8 +258,11 @@ def _closing_message(run: RunFolder, loop: Loop, interrupted: str) -> str:
     reached = f"{loop.current_step} of {steps} steps{counted}"
     if loop.stop is None:
         return f"finished: {reached}  {format_values(loop.scoring.scores)}{where}"
+    message = f"ended early: {reached}: {loop.stop.reason}"
+    if run.root is None:
+        return message
     more = "more steps or patience" if loop.stop.patience else "more steps"
-    return f'ended early: {reached}: {loop.stop.reason}; it continues with {more}, or resume="anyway"{where}'
+    return f'{message}; it continues with {more}, or resume="anyway"{where}'
 
 
 def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:

@@ -128,7 +128,7 @@ class Loop:
         return self._evaluation_is_due() and self.scoring.step != self.current_step
 
     def catch_up(self) -> None:
-        """After resuming: make up for an evaluation and a callback of this step that are missing, and save."""
+        """After resuming: evaluate this step and call back, if that is missing, and save."""
         saving = False
         if self.lacks_scores():
             with self.signals.killable():

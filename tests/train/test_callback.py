@@ -105,7 +105,7 @@ def test_an_error_in_each_is_raised_after_the_state_is_saved_and_the_step_is_cal
     assert not unequal_leaves(result.state, uninterrupted)
 
 
-def test_an_error_in_each_after_the_last_step_is_made_up_for(tmp_path):
+def test_each_is_called_again_if_it_failed_after_the_last_step(tmp_path):
     with pytest.raises(RuntimeError, match="no pictures today"):
         fit(tmp_path / "run", 10, each=raising, each_every=100)
     fit(tmp_path / "run", 10, each=recording(calls := []))
