@@ -44,6 +44,7 @@ from mlax.core._layer import (
     variable_shapes,
 )
 from mlax.core._paths import (
+    EXCLUDE,
     STACKED,
     NoMatch,
     as_patterns,

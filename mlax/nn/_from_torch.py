@@ -163,10 +163,10 @@ def _rules(place: _Place, default: str) -> Iterator[_Rule]:
         for position, (name, part) in enumerate(parts_of(layer.infer_sizes(place.x)).items()):
             yield from _rules(place.part(name, part, inputs[name], _module_name(layer, position, name, part)), "")
     elif any(path.startswith(_join(place.path, "")) or path == place.path for path in place.shapes):
-        raise TypeError(
-            f"from_torch: {short_repr(layer)} at {place.path!r} has no counterpart in PyTorch; convert its variables "
-            "by hand."
-        )
+        advice = "convert its variables by hand."
+        if isinstance(layer, LoRA):
+            advice = 'convert the model without LoRA, and add mlax.select(trainables, "**/lora/*") by mlax.merge.'
+        raise TypeError(f"from_torch: {short_repr(layer)} at {place.path!r} has no counterpart in PyTorch; {advice}")
 
 
 def _module_name(owner: Composite, position: int, name: str, part: Layer) -> str:

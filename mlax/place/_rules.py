@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from mlax.core import NoMatch, frozen, matches, no_match_message, signature
+from mlax.core import EXCLUDE, NoMatch, check_patterns, frozen, matches, signature
 
 Memory = Literal["device", "host"]
 Device = Any  # a jax.Device
@@ -145,10 +145,16 @@ class Rules:
     def restrict(self, leaves: Mapping[str, Any]) -> "Rules":
         """The rules that match one of these paths; the others may be for variables that are not among them."""
 
-        def is_used(rule: tuple[str, Placement]) -> bool:
-            return any(matches(rule[0], path) for path in leaves)
+        def matches_one(pattern: str) -> bool:
+            return any(matches(pattern, path) for path in leaves)
 
-        return Rules(tuple(tuple(filter(is_used, rules)) for rules in self.lists))
+        def restrict_rule(pattern: str, placement: Placement) -> tuple[str, Placement]:
+            excludes = not pattern.startswith(EXCLUDE) or matches_one(pattern.removeprefix(EXCLUDE))
+            return (pattern if excludes else "**", placement)
+
+        return Rules(
+            tuple(tuple(restrict_rule(*rule) for rule in rules if matches_one(rule[0])) for rules in self.lists)
+        )
 
     def __str__(self) -> str:
         return "; ".join(", ".join(f"{pattern}: {where}" for pattern, where in rules) for rules in self.lists)
@@ -300,9 +306,10 @@ def _match_rules(
 ) -> dict[str, Placement]:
     """The placement of each path that a rule of one list matches; raises if rules conflict or match nothing."""
     hits = [{path for path in leaves if matches(pattern, path)} for pattern, _ in rules]
-    for (pattern, _), hit in zip(rules, hits, strict=True):
-        if not hit and pattern != "**":
-            raise NoMatch(f"the rule for {kind} {no_match_message(pattern, leaves)}")
+    try:
+        check_patterns([pattern for pattern, _ in rules if pattern != "**"], leaves)
+    except NoMatch as error:
+        raise NoMatch(f"the rule for {kind} {error}") from None
     for i, (first, placement) in enumerate(rules):
         for j in range(i + 1, len(rules)):
             second, other = rules[j]

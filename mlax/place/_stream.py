@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from mlax._jax import is_typed_key, partition_inexact, slice_to_device, to_host, to_memory_of, write_slice
 from mlax.core import (
@@ -111,41 +112,50 @@ def _run_layers(
     return (y, news), store(buffer, x, last)
 
 
-def _stream_fwd(stream: Stream, mode: bool | None, x: Any, trainables: Tree, inputs: LayerInputs) -> tuple[Any, Any]:
+def _stream_fwd(stream: Stream, mode: bool | None, *primals: Any) -> tuple[Any, Any]:
+    """The output, and what the backward pass needs; weights that are not differentiated are apart from the others."""
+    x, trainables, inputs = custom_vjp_primal_tree_values(primals)
+    live, frozen = (
+        jax.tree.map(lambda leaf, keep=keep: leaf.value if leaf.perturbed is keep else None, primals[1])
+        for keep in (True, False)
+    )
     buffer = jax.tree.map(lambda leaf: _empty_stack(stream.layer.times, leaf), x)
     buffer = to_host(buffer) if stream.inputs_in_host else buffer
     out, xs = _run_layers(stream, mode, x, trainables, inputs, buffer)
-    return out, (xs, trainables, inputs)
+    return out, (xs, live, frozen, inputs, out[1])
 
 
 def _stream_bwd(stream: Stream, mode: bool | None, residuals: Any, cotangents: Any) -> tuple[Any, Tree, Any]:
     """The gradients, layer by layer from the last; those of the weights in the memory of the weights."""
-    xs, trainables, inputs = residuals
+    xs, live, frozen, inputs, news = residuals
     last = stream.layer.times - 1
-    dy, dnews = (partition_inexact(cotangent)[0] for cotangent in cotangents)
+    like = _fetch(xs, last), news
+    dy, dnews = (partition_inexact(cotangent)[0] for cotangent in jax.tree.map(_materialize, cotangents, like))
 
-    def layer_vjp(x: Any, weights: Tree, inputs: LayerInputs, dy: Any, dnew: Tree) -> Any:
+    def layer_vjp(x: Any, weights: tuple[Tree, Tree], inputs: LayerInputs, dy: Any, dnew: Tree) -> Any:
         """The gradients of one layer, whose forward pass is recomputed."""
+        live, frozen = weights
         x_leaves, combine_x = partition_inexact(x)
         state_leaves, combine_state = partition_inexact(inputs.non_trainables)
 
-        def run(x_leaves: Any, weights: Tree, state_leaves: Any) -> Any:
+        def run(x_leaves: Any, live: Tree, state_leaves: Any) -> Any:
+            weights = jax.tree.map(lambda a, b: b if a is None else a, live, frozen, is_leaf=lambda leaf: leaf is None)
             own = inputs._replace(non_trainables=combine_state(state_leaves))
             y, new = stream.run_layer(mode, combine_x(x_leaves), weights, own)
             return partition_inexact(y)[0], partition_inexact(new)[0]
 
-        return jax.vjp(run, x_leaves, weights, state_leaves)[1]((dy, dnew))
+        return jax.vjp(run, x_leaves, live, state_leaves)[1]((dy, dnew))
 
     def step(carry: Any, slices: Any) -> tuple[Any, Any]:
         index, dx, (x, weights), grads = carry
         inputs, dnew = slices
-        previous = _fetch((xs, trainables), index - 1)
+        previous = _fetch((xs, (live, frozen)), index - 1)
         dx, dweights, dstate = layer_vjp(x, weights, inputs, dx, dnew)
         return (index - 1, dx, previous, write_slice(grads, _add_axis(dweights), index)), dstate
 
-    zeros = to_memory_of(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trainables), trainables)
+    zeros = to_memory_of(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), live), live)
     slices = _take((inputs, dnews), slice(1, None))
-    start = (jnp.int32(last), dy, _fetch((xs, trainables), last), zeros)
+    start = (jnp.int32(last), dy, _fetch((xs, (live, frozen)), last), zeros)
     (_, dx, (x, weights), grads), dstates = lax.scan(step, start, slices, length=last, reverse=True)
     dx, dweights, dstate = layer_vjp(x, weights, _take(inputs, 0), dx, _take(dnews, 0))
     grads = write_slice(grads, _add_axis(dweights), 0)
@@ -155,7 +165,11 @@ def _stream_bwd(stream: Stream, mode: bool | None, residuals: Any, cotangents: A
     return combine_x(dx, None), grads, LayerInputs(combine_states(dstates, None), None)
 
 
-_stream.defvjp(_stream_fwd, _stream_bwd)
+_stream.defvjp(_stream_fwd, _stream_bwd, symbolic_zeros=True)
+
+
+def _materialize(cotangent: Any, like: jax.Array) -> Any:
+    return jnp.zeros_like(like) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _fetch(stacks: Tree, index: Any) -> Tree:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn
+from mlax import nn, optim, train
 from mlax.core import map_layers, unflatten_paths
 from tests.arrays import normal
 from tests.layers import Block
@@ -155,6 +155,31 @@ def test_merging_weights_that_were_donated_is_an_error_that_says_so():
     trainables["kernel"].delete()
     with pytest.raises(ValueError, match="merge_lora: trainables/kernel was donated to an earlier call"):
         nn.merge_lora(layer, trainables)
+
+
+def test_weights_of_pytorch_are_fine_tuned_by_lora_and_merged():
+    model = mlax.Series(body=nn.Linear(8), tanh=mlax.F(jnp.tanh), head=nn.Linear(3))
+    shapes = {"body.weight": (8, 6), "body.bias": (8,), "head.weight": (3, 8), "head.bias": (3,)}
+    state_dict = {name: np.asarray(normal(*shape)) for name, shape in shapes.items()}
+    pretrained, _ = nn.from_torch(model, state_dict, X)
+    tuned = mlax.wrap(model, nn.Linear, lambda layer: nn.LoRA(layer, rank=2, alpha=8.0))
+    trainables = mlax.merge(pretrained, mlax.select(tuned.init(RNG, X)[0], "**/lora/*"))
+    before, wanted = jax.tree.map(np.asarray, pretrained), model.fwd(X, pretrained)[0] + 1.0
+
+    def objective(batch, trainables, non_trainables, *, rng=None, inference_mode=False):
+        y, new = tuned.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return ((y - batch["y"]) ** 2).mean(-1), new
+
+    step = train.step(objective, optim.AdamW(0.02), train="**/lora/*")
+    state, losses = step.init(RNG, trainables), []
+    for _ in range(20):
+        state, metrics = step(state, {"x": X, "y": wanted})
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.3 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, mlax.select(state.trainables, "!**/lora/*"), before)
+    merged = nn.merge_lora(tuned, state.trainables)
+    assert mlax.paths(merged) == mlax.paths(before)
+    np.testing.assert_allclose(model.fwd(X, merged)[0], tuned.fwd(X, state.trainables)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_surgery_reaches_the_inner_linear():

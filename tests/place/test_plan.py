@@ -270,8 +270,24 @@ def test_the_error_of_a_rule_that_matches_nothing_suggests_a_similar_path():
     with pytest.raises(KeyError) as caught:
         plan_of([("hiden/kernel", P())]).variable_shardings(model, x)
     assert str(caught.value).endswith("'hiden/kernel' matches nothing; did you mean 'hidden/kernel'?")
+    with pytest.raises(
+        KeyError, match="the rule for variables '!hiden/kernel' excludes nothing; did you mean '!hidden/"
+    ):
+        plan_of([("!hiden/kernel", P())]).variable_shardings(model, x)
     with pytest.raises(KeyError, match="matches nothing; there are head, hidden"):
         place.sequence(1, parts="nothing").parallelize(model, x)
+
+
+def test_a_rule_with_an_exclamation_mark_is_for_all_other_leaves():
+    model = Series(head=nn.Linear(2), hidden=nn.Linear(2))
+    plan = plan_of([("!hidden/**", P()), ("hidden/*", P("model"))])
+    found, _ = plan.variable_shardings(model, jnp.zeros((2, 2)))
+    assert {path: flatten_paths(found)[path].spec for path in ("head/bias", "hidden/bias")} == {
+        "head/bias": P(),
+        "hidden/bias": P("model"),
+    }
+    alone = jax.eval_shape(lambda: {"head": {"bias": jnp.zeros(2)}})
+    assert plan.shardings(alone)["head"]["bias"].spec == P()
 
 
 def test_activations_are_sharded_as_the_plan_says():
