@@ -189,7 +189,7 @@ def _add_launch(commands: Commands) -> None:
         type=_seconds,
         default=1800.0,
         metavar="SECONDS",
-        help="the same while processes compile, save or exit, which may take long (default: 1800)",
+        help="the same while processes compile, save, call back or exit, which may take long (default: 1800)",
     )
     parser.add_argument(
         "--grace",

@@ -93,6 +93,22 @@ class Faults:
             os.kill(os.getpid(), int(options.fault))
 
 
+class Touch:
+    """A logger that creates a file."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def start(self, run, step, config):
+        self.path.touch()
+
+    def log(self, step, values):
+        pass
+
+    def close(self):
+        pass
+
+
 def parse_options(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True)
@@ -150,7 +166,7 @@ def main(argv):
         each=None if options.stop_in is None else each,
         each_every=options.stop_at,
     )
-    fitted = fit(state)
+    fitted = fit(state, loggers=[Touch(f"{options.run}.logged-{jax.process_index()}")])
     if fitted.stopped and options.stop_in is not None:
         Path(f"{options.run}.stopped-{jax.process_index()}").write_text(f"{fitted.stopped} at {fitted.step}")
         fitted = fit(fitted.state, resume="anyway")

@@ -63,6 +63,7 @@ def test_each_gets_state_metrics_and_scores_of_that_very_step(tmp_path):
         assert metrics["loss"] == pytest.approx(records[step]["loss"], rel=1e-6)
         assert set(scores) == ({"loss", "accuracy"} if step in (10, 20, 25) else set())
     assert not unequal_leaves(calls[-1][-1], jax.device_get(result.state.trainables))
+    assert not unequal_leaves(calls[3][-1], jax.device_get(fit(None, 12, evaluate=None).state.trainables))
     assert result.stopped == ""
 
 

@@ -54,6 +54,10 @@ def test_a_callback_in_one_process_stops_all_of_them(runs):
         assert runs[0].with_name(f"two.stopped-{process}").read_text() == "enough at 5"
 
 
+def test_only_the_first_process_has_loggers(runs):
+    assert [runs[0].with_name(f"two.logged-{process}").exists() for process in (0, 1)] == [True, False]
+
+
 def test_only_the_first_process_prints(runs):
     assert any(line.startswith("[0] finished: 12 of 12 steps") for line in runs[2])
     printed = [line for line in runs[2] if line.startswith("[1]") and "peer ranks" not in line]  # that is Gloo
