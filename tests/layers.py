@@ -68,7 +68,7 @@ class Block(mlax.Composite):
 
 @mlax.frozen
 class Modulated(mlax.Composite):
-    """A residual block of two inputs, of which the second modulates the first, with noise in training, and state."""
+    """A residual block of two inputs, of which the second modulates the first, scaled at random in training."""
 
     width: int
 
@@ -78,5 +78,5 @@ class Modulated(mlax.Composite):
     def wire(self, sub, x, t):
         y = sub.norm(x) * sub.scale(t)
         if not sub.inference_mode:
-            y = y + jax.random.normal(sub.rng("noise"), y.shape, y.dtype)
+            y = y * (jax.random.bits(sub.rng("scale"), (), "uint8") % 4 + 1).astype(y.dtype)  # the same in every dtype
         return x + sub.count(sub.down(y))

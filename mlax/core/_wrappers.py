@@ -16,7 +16,7 @@ from mlax.core._checks import check_is_dict
 from mlax.core._composite import check_layer
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
-from mlax.core._frozen import frozen
+from mlax.core._frozen import frozen, with_fields
 from mlax.core._layer import (
     Layer,
     Tree,
@@ -201,7 +201,10 @@ class Repeat(Wrapper):
         """Like `fwd`, given the key of each repetition."""
         layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
         stacked = (get_stack(trainables), get_stack(non_trainables), keys)
-        x, constants = self._split_inputs(x, stacked, inference_mode)
+        key = None if keys is None else jax.ShapeDtypeStruct(keys.shape[1:], keys.dtype)
+        constants = ()
+        if self.has_constants(x, trainables, non_trainables, key, inference_mode):
+            x, *constants = x
 
         def step(x: Any, own: tuple[Tree, Tree, jax.Array | None], layer: Layer = layer) -> tuple[Any, Tree]:
             trainables, non_trainables, key = own
@@ -228,22 +231,34 @@ class Repeat(Wrapper):
                 states.append(state)
         return x, name_stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
-    def _split_inputs(self, x: Any, stacked: Any, inference_mode: bool) -> tuple[Any, tuple[Any, ...]]:
-        """What is passed from repetition to repetition, and the inputs that each of them gets."""
+    def has_constants(self, x: Any, trainables: Tree, non_trainables: Tree, key: Any, inference_mode: bool) -> bool:
+        """Whether of several inputs only the first is passed on from repetition to repetition; by its shapes alone."""
         if not isinstance(x, tuple) or len(x) < 2:
-            return x, ()
+            return False
+        stacked = get_stack(trainables), get_stack(non_trainables)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
-        trainables, non_trainables, key = one
 
         def run(x: Any, trainables: Tree, non_trainables: Tree, key: jax.Array | None) -> Any:
             return self.layer.fwd(x, trainables, non_trainables, rng=key, inference_mode=inference_mode)[0]
 
         with error_scope(STACKED, x):
-            y = jax.eval_shape(run, x, trainables, non_trainables, key)
-        return (x[0], x[1:]) if is_like_first(y, x) else (x, ())
+            return is_like_first(jax.eval_shape(run, x, *one, key), x)
+
+    def carry_constants(self) -> "Repeat":
+        """The Repeat of a layer that returns its inputs after the first, too, as part of the output."""
+        return with_fields(self, layer=_ReturnConstants(self.layer))
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         check_stack(self, self.times, trainables, non_trainables)
+
+
+@frozen
+class _ReturnConstants(Wrapper):
+    """`layer` of several inputs, (x, t), to an output y like x: (y, t)."""
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y, new = self.layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return (y, *x[1:]), new
 
 
 @cached_by_shape

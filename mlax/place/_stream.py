@@ -21,6 +21,7 @@ from mlax.core import (
     name_stack,
     short_repr,
     signature,
+    with_fields,
 )
 
 
@@ -62,6 +63,10 @@ class Stream(Wrapper):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         self.layer.check_variables(x, trainables, non_trainables)
+        if self.layer.has_constants(x, trainables, non_trainables, rng, inference_mode):
+            stream = with_fields(self, layer=self.layer.carry_constants())
+            (y, *_), new = stream.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+            return y, new
         keys = None if rng is None else jax.random.split(rng, self.layer.times)
         static_mode = inference_mode if isinstance(inference_mode, bool) else None
         mode = jnp.broadcast_to(inference_mode, (self.layer.times,)) if static_mode is None else None

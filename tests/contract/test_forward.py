@@ -1,6 +1,7 @@
 """`fwd` is pure, computes what the reference does, the same under jit and vmap, and has the right gradients."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -62,6 +63,21 @@ def test_the_state_keeps_its_structure_and_dtypes(row, dtype):
         _, new = jax.eval_shape(function, x, trainables, non_trainables)
         assert jax.tree.structure(new) == jax.tree.structure(non_trainables)
         assert [leaf.dtype for leaf in jax.tree.leaves(new)] == [leaf.dtype for leaf in jax.tree.leaves(non_trainables)]
+
+
+def test_capturing_every_part_changes_neither_the_output_nor_the_state(row):
+    layer, x, trainables, non_trainables = row.init("float32")
+    parts = mlax.layers(layer)
+    if not parts:
+        pytest.skip("it has no parts")
+
+    def both(*args):
+        *plain, outputs = mlax.capture(layer, "**")(*args, rng=jax.random.key(1))
+        return plain, outputs, list(fwd(layer, *args))
+
+    plain, outputs, wanted = jax.eval_shape(both, x, trainables, non_trainables)
+    assert plain == wanted
+    assert {re.sub("#[0-9]+", "", path) for path in outputs} == set(parts)
 
 
 def test_vmap_over_examples_equals_the_batched_call(row):

@@ -61,11 +61,6 @@ def test_the_outputs_of_repetitions_are_stacked_in_every_mode():
         assert_close(fwd(X, trainables, state, rng=KEY)[-1], outputs, 1e-5)
 
 
-def test_two_stars_capture_every_part():
-    _, _, outputs = jax.eval_shape(lambda: run(model(), X, "**"))
-    assert set(outputs) == set(mlax.layers(model()))
-
-
 def test_a_second_call_of_a_part_is_numbered():
     @mlax.frozen
     class Twice(mlax.Composite):

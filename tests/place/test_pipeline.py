@@ -214,10 +214,10 @@ def test_the_pipeline_is_found_within_calls(call):
         assert_close(jax.jit(step)(x, trainables, None, jax.random.key(1)), wanted)
 
 
-def test_integers_pass_between_stages_with_the_activations():
-    def gated(pair):
-        x, which = pair
-        return jnp.where(which[:, None] > 0, jnp.tanh(x), 1.1 * x), which
+def test_inputs_that_no_layer_changes_pass_between_stages_with_the_activations():
+    def gated(inputs):
+        x, which = inputs
+        return jnp.where(which[:, None] > 0, jnp.tanh(x), 1.1 * x)
 
     @mlax.frozen
     class Model(mlax.Composite):
@@ -225,7 +225,7 @@ def test_integers_pass_between_stages_with_the_activations():
         head: mlax.Layer = nn.Linear(2)
 
         def wire(self, sub, x):
-            return sub.head(sub.blocks((x, (x[:, 0] > 0).astype(jnp.int32)))[0])
+            return sub.head(sub.blocks(x, (x[:, 0] > 0).astype(jnp.int32)))
 
     x = normal(8, 6)
     data = {"x": x, "y": jnp.arange(8, dtype=jnp.int32) % 2}

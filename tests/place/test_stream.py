@@ -81,6 +81,23 @@ def test_gradients_reach_the_state_and_integer_inputs_pass_through():
     assert_close((y, new), repeat.fwd(x, trainables, state))
 
 
+def test_every_streamed_layer_gets_the_inputs_after_the_first():
+    @mlax.frozen
+    class Scale(mlax.Composite):
+        linear: mlax.Layer = nn.Linear(3)
+
+        def wire(self, sub, x, t):
+            return sub.linear(x) * t
+
+    repeat, inputs = mlax.Repeat(Scale(), 3), (normal(2, 3), normal(2, 3, seed=1))
+    trainables, _ = repeat.init(jax.random.key(0), inputs)
+
+    def grads(layer):
+        return jax.grad(lambda trainables, x: (layer.fwd(x, trainables)[0] ** 2).sum(), (0, 1))(trainables, inputs)
+
+    assert_close(grads(place.Stream(repeat)), grads(repeat))
+
+
 def test_at_most_two_layers_are_on_the_device():
     def working(times):
         _, stream, x = both(times, 64, 0.0)

@@ -78,6 +78,10 @@ class Pipelined(Wrapper):
         axis_type = self._axis_type()
         if axis_type is None:
             return self.layer.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
+        if self.repeat.has_constants(x, trainables, None, rng, inference_mode):  # they pass with their microbatch
+            pipelined = with_fields(self, layer=self.repeat.carry_constants())
+            (y, *_), _ = pipelined.fwd(x, trainables, rng=rng, inference_mode=inference_mode)
+            return y, None
         if axis_type is AxisType.Manual:  # traced by a schedule, which looks for the pipeline in the jaxpr
             return bind_pipeline(self, x, trainables, rng, inference_mode), None
         parts = split_microbatches(x, self.microbatches, "microbatches")
