@@ -48,7 +48,7 @@ class Config:
 
 @mlax.frozen
 class Block(mlax.Composite):
-    """A residual block on x (b, d), modulated by the condition c (b, d): (x, c) to (x, c)."""
+    """A residual block on x (b, d), modulated by the condition c (b, d): (b, d)."""
 
     width: int
     dropout: float
@@ -62,11 +62,10 @@ class Block(mlax.Composite):
             "down": nn.Linear(self.width),
         }
 
-    def wire(self, sub, inputs):
-        x, c = inputs
+    def wire(self, sub, x, c):
         scale, shift = jnp.split(sub.set(c), 2, axis=-1)
         y = sub.norm(x) * (1 + scale) + shift
-        return x + sub.down(sub.drop(jax.nn.gelu(sub.up(y)))), c
+        return x + sub.down(sub.drop(jax.nn.gelu(sub.up(y))))
 
 
 @mlax.frozen
@@ -92,7 +91,7 @@ class VelocityField(mlax.Composite):
         angles = x["time"][:, None] * np.pi * 2.0 ** np.arange(8, dtype=np.float32)  # (b, 8)
         time = sub.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
         pixels = sub.pixels(x["image"].reshape(-1, 64))
-        y, _ = sub.blocks((pixels, jax.nn.silu(time + sub.digit(x["digit"]))))
+        y = sub.blocks(pixels, jax.nn.silu(time + sub.digit(x["digit"])))
         return sub.out(sub.norm(y)).reshape(-1, 8, 8)
 
 
