@@ -8,8 +8,10 @@ from typing import Any, Self
 
 import jax
 
+from mlax._supervision import Phase
 from mlax.inspect import format_bytes
 from mlax.train._checks import int_or_none
+from mlax.train._signals import heartbeat
 
 TRACE_NAME = "train"  # of each call of the step in the trace
 
@@ -47,6 +49,7 @@ class Profile:
         self._tracing.close()
         if self._open and step >= self.window[1]:
             jax.block_until_ready(state)
+            heartbeat(step, Phase.SAVING)  # a large trace takes a while
             self._stop()
 
     def _start(self) -> None:
