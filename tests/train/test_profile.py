@@ -41,8 +41,9 @@ def test_without_a_run_folder_the_trace_goes_into_a_temporary_one(tmp_path, monk
     step = train.step(objective, OPTIMIZER, steps_per_call=4)
     fit(None, 12, step=step, evaluate=None, profile=(6, 7), show=True)
     (trace,) = traces(tmp_path)
-    assert step_numbers(trace) == [5], "the call that has steps 5 to 8"
-    assert str(trace) in capsys.readouterr().out
+    assert step_numbers(trace) == [5]
+    out = capsys.readouterr().out
+    assert str(trace) in out and "profile of steps 5 to 8" in out, "those of one call"
 
 
 def test_a_trace_that_cannot_be_made_ends_no_training(tmp_path, capsys):
@@ -52,6 +53,13 @@ def test_a_trace_that_cannot_be_made_ends_no_training(tmp_path, capsys):
     finally:
         jax.profiler.stop_trace()
     assert "no profile: the trace could not be started" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_in_the_window_or_before_it_says_so(tmp_path, capsys):
+    fit(tmp_path / "run", 5, evaluate=None, profile=(4, 9))
+    assert "profile of steps 4 to 5, " in capsys.readouterr().err
+    fit(tmp_path / "run", 7, evaluate=None, profile=(8, 9))
+    assert "no profile: training ended at step 7, before step 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("window", [(5, 3), (0, 2), 5, (1, 2, 3), ("1", "2")])
