@@ -105,6 +105,7 @@ GROUPS = {
         "Summary of a model": "summary Summary LayerSummary",
         "NaN and infinity": "nonfinite NonFinite Statistics",
         "Compilation stages": "stages Stages Donation Constant Match",
+        "Cost and roofline": "cost Cost LayerCost Peaks",
         "Memory": "memory Memory LiveBuffers Moment",
         "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",

@@ -1,6 +1,7 @@
-"""Inspection of traced and compiled functions: FLOPs, transfers and memory."""
+"""Inspection: what JAX and XLA made of a function, by layer."""
 
 from mlax.core import format_bytes as format_bytes
+from mlax.inspect._cost import Cost, LayerCost, Peaks, cost
 from mlax.inspect._device_memory import free_bytes as free_bytes
 from mlax.inspect._device_memory import total_bytes as total_bytes
 from mlax.inspect._device_memory import used_bytes as used_bytes
@@ -23,19 +24,23 @@ __all__ = [
     "ArgumentChange",
     "Compilation",
     "Constant",
+    "Cost",
     "Donation",
+    "LayerCost",
     "LayerSummary",
     "LiveBuffers",
     "Match",
     "Memory",
     "Moment",
     "NonFinite",
+    "Peaks",
     "Retraced",
     "Stages",
     "Statistics",
     "Summary",
     "Transfer",
     "Transfers",
+    "cost",
     "flops",
     "memory",
     "nonfinite",

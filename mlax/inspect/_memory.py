@@ -3,13 +3,12 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from mlax._jax import fused_op_names, path_of, scopes_of_op_name
 from mlax.core import align_columns, format_bytes
+from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._hlo import Computation, Instruction, Program, parse_hlo
 
 PASSES_THROUGH = ("bitcast", "optimization-barrier", "while", "copy-done", "add-dependency")
@@ -76,15 +75,14 @@ class Memory:
     __repr__ = __str__
 
 
-def memory(function: Callable[..., Any], *args: Any, batch: int | None = None, **kwargs: Any) -> Memory:
+def memory(function: Any, *args: Any, batch: int | None = None, **kwargs: Any) -> Memory:
     """Compile `function(*args, **kwargs)` and find when it needs most memory, and which layers hold it; nothing is run.
 
-    The arguments may be `jax.ShapeDtypeStruct`s. `batch` is the batch size: buffers with an axis of that size are taken
-    to grow with it. The sizes are those of one device. Temporaries are XLA's own number; which buffers are live when is
-    read from the schedule of the program, so the curve may differ from it where XLA shares buffers.
+    `function` may be a `train.step`, and the arguments `jax.ShapeDtypeStruct`s. `batch` is the batch size: buffers with
+    an axis of that size are taken to grow with it. The sizes are those of one device. Temporaries are XLA's own number;
+    which buffers are live when is read from the schedule of the program, so the curve may differ from it a little.
     """
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
-    compiled = jitted.lower(*args, **kwargs).compile()
+    _, compiled = trace_and_compile("memory", function, args, kwargs)
     analysis = compiled.memory_analysis()
     program = parse_hlo(compiled.as_text() or "")
     snapshots = list(_snapshots(program, program.computations[program.entry]))

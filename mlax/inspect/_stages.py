@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import inspect
 import io
 import re
@@ -15,6 +14,7 @@ import jax
 from jax.core import Tracer
 
 from mlax.core import count_of, format_bytes, signature
+from mlax.inspect._compile import trace, trace_and_compile
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
 
@@ -101,17 +101,16 @@ def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
     The arguments may be `jax.ShapeDtypeStruct`s. A jitted function keeps its options, such as `donate_argnums`; any
     other is jitted, with leaves that are not arrays as static.
     """
-    if not callable(function):
-        raise TypeError(f"stages: {function!r} is not a function; the call is stages(function, *arguments).")
-    jitted: Any = function if hasattr(function, "trace") else None
-    plain = function if jitted is None else jitted.__wrapped__
-    side_effects = tuple(_observe_tracing(plain, args, kwargs))
+    plain = getattr(function, "__wrapped__", function) if hasattr(function, "trace") else function
+    plain = getattr(function, "advance", plain)  # of a `train.step`
+    side_effects = tuple(_observe_tracing(plain, args, kwargs)) if callable(function) else ()
+    with contextlib.redirect_stdout(io.StringIO()):  # a print that runs while tracing is in the result
+        traced, compiled = trace_and_compile("stages", function, args, kwargs)
+    if traced is None:
+        raise TypeError("stages: a compiled function does not have the other stages; pass the function and arguments.")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # it is in the result
-        with contextlib.redirect_stdout(io.StringIO()):  # a print that runs while tracing is in the result
-            traced = _trace(function, args, kwargs) if jitted is None else jitted.trace(*args, **kwargs)
-        lowered = traced.lower()
-        compiled = lowered.compile()
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # they are in the result
+        stablehlo = traced.lower().as_text()
     hlo = compiled.as_text() or ""
     program = parse_hlo(hlo)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
@@ -121,7 +120,7 @@ def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
     return Stages(
         name=traced.fun_name,
         jaxpr=str(traced.jaxpr),
-        stablehlo=lowered.as_text(),
+        stablehlo=stablehlo,
         hlo=hlo,
         arguments=arguments,
         dropped=tuple(name for name in names if name not in parameters),
@@ -130,24 +129,6 @@ def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
         side_effects=side_effects,
         kernels=collections.Counter(each.opcode for each in _kernels(program)),
     )
-
-
-def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The function traced with leaves that are not arrays as static."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    if all(is_array):
-        return jax.jit(function).trace(*args, **kwargs)
-
-    @functools.wraps(function)
-    def call(arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        args, kwargs = structure.unflatten(
-            [next(given) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
-        )
-        return function(*args, **kwargs)
-
-    return jax.jit(call).trace([leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
 
 
 def _parameters(program: Program) -> dict[str, int]:
@@ -211,7 +192,7 @@ def _observe_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> It
     """What a function does besides computing its results: it does so when it is traced, and not when it is run."""
     before = _containers(function)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        _trace(lambda *args, **kwargs: function(*args, **kwargs), args, kwargs)  # a new function, so that it is traced
+        trace(lambda *args, **kwargs: function(*args, **kwargs), args, kwargs)  # a new function, so that it is traced
     for line in filter(None, printed.getvalue().splitlines()):
         yield f"print({line!r}); write jax.debug.print to print in each call"
     for name, (value, size) in _containers(function).items():

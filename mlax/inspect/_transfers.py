@@ -9,6 +9,7 @@ import jax
 
 from mlax._jax import path_of, scopes_of_stack
 from mlax.core import align_columns, format_bytes
+from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
 from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
@@ -61,7 +62,7 @@ def transfers(function: Any, *args: Any) -> Transfers:
     host and device share their memory and XLA copies nothing; there the copies in the jaxpr are counted, which the
     result of `lower().compile()` no longer has.
     """
-    traced, compiled = _trace_and_compile(function, args)
+    traced, compiled = trace_and_compile("transfers", function, args, {})
     events = list(program_events(program := parse_hlo(compiled.as_text()), program.entry))
     if traced is not None and _platform(compiled) == "cpu":
         shardings = jax.tree.structure(traced.args_info).flatten_up_to(compiled.input_shardings)
@@ -83,24 +84,6 @@ def summarize_events(events: Iterable[TransferEvent]) -> Transfers:
             _add_event(rows, (layer, event.kind, event.group), event, size)
         _add_event(totals, ("", event.kind, event.group), event, sum(layers.values()))
     return Transfers(_sorted_rows(rows), _sorted_rows(totals), events)
-
-
-def _trace_and_compile(function: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The traced function, or None if only the compiled one is known, and the compiled function."""
-    aot = getattr(function, "aot", None)  # of a `train.step`
-    if aot is not None:
-        if not args and not aot.compiled:
-            raise ValueError(f"transfers: {function} is not compiled yet; pass a state and a batch as well.")
-        return aot.stages(*args)
-    if hasattr(function, "as_text"):
-        if args:
-            raise TypeError("transfers: a compiled function takes no arguments here; pass it alone.")
-        return None, function
-    if not callable(function):
-        raise TypeError(f"transfers: {function!r} is neither a function nor a compiled function.")
-    jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    traced = jitted.trace(*args)
-    return traced, traced.lower().compile()
 
 
 def _platform(compiled: Any) -> str:

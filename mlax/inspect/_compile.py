@@ -1,0 +1,51 @@
+"""Trace and compile what is inspected: a function, a jitted function, a training step or a compiled program."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def trace_and_compile(owner: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The traced function, or None if only the compiled one is known, and the compiled function.
+
+    `function` is a `train.step`, a compiled function, which takes no arguments here, or any other function.
+    """
+    aot = getattr(function, "aot", None)  # of a `train.step`
+    if aot is not None:
+        if not args and not aot.compiled:
+            raise ValueError(f"{owner}: {function} is not compiled yet; pass a state and a batch as well.")
+        return aot.stages(*args)
+    if hasattr(function, "as_text"):
+        if args or kwargs:
+            raise TypeError(f"{owner}: a compiled function takes no arguments here; pass it alone.")
+        return None, function
+    if not callable(function):
+        raise TypeError(
+            f"{owner}: {function!r} is neither a function nor a compiled function; the call is "
+            f"{owner}(function, *arguments)."
+        )
+    traced = trace(function, args, kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `stages` says which
+        return traced, traced.lower().compile()
+
+
+def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The function traced for these arguments. A jitted one keeps its options; of others, non-arrays are static."""
+    jitted: Any = function if hasattr(function, "trace") else None
+    if jitted is not None:
+        return jitted.trace(*args, **kwargs)
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    if len(arrays) == len(leaves):
+        return jax.jit(function).trace(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(arrays: dict[int, Any]) -> Any:
+        args, kwargs = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return function(*args, **kwargs)
+
+    return jax.jit(call).trace(arrays)
