@@ -107,6 +107,7 @@ GROUPS = {
         "Compilation stages": "stages Stages Donation Constant Match",
         "Cost and roofline": "cost Cost LayerCost Peaks",
         "Memory": "memory Memory LiveBuffers Moment",
+        "Comparison": "compare Comparison LayerDifference dtypes Dtypes LayerDtypes",
         "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",
         "Transfers": "transfers Transfers Transfer",

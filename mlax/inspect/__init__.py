@@ -1,6 +1,7 @@
 """Inspection: what JAX and XLA made of a function, by layer."""
 
 from mlax.core import format_bytes as format_bytes
+from mlax.inspect._compare import Comparison, Dtypes, LayerDifference, LayerDtypes, compare, dtypes
 from mlax.inspect._cost import Cost, LayerCost, Peaks, cost
 from mlax.inspect._device_memory import free_bytes as free_bytes
 from mlax.inspect._device_memory import total_bytes as total_bytes
@@ -22,11 +23,15 @@ from mlax.inspect._transfers import summarize_events as summarize_events
 
 __all__ = [
     "ArgumentChange",
+    "Comparison",
     "Compilation",
     "Constant",
     "Cost",
     "Donation",
+    "Dtypes",
     "LayerCost",
+    "LayerDifference",
+    "LayerDtypes",
     "LayerSummary",
     "LiveBuffers",
     "Match",
@@ -40,7 +45,9 @@ __all__ = [
     "Summary",
     "Transfer",
     "Transfers",
+    "compare",
     "cost",
+    "dtypes",
     "flops",
     "memory",
     "nonfinite",

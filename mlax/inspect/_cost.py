@@ -180,9 +180,7 @@ def _measure(function: Any, args: Any, kwargs: Any, compiled: Any) -> dict[str, 
         profile = jax.profiler.ProfileData.from_file(file)
     seconds = collections.Counter[str]()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of JAX's own types; as an error it would abort the process
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a type of JAX; an error would abort Python
         for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
             name = dict(event.stats).get("hlo_op")
             if name is not None:
