@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax._jax import at_least_float32
-from mlax.core import signature
+from mlax.core import Documented, signature
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-class Metric:
+class Metric(metaclass=Documented):
     """A metric that is not a mean over examples, such as F1: it is computed from weighted sums over all of them.
 
     An objective returns it beside the loss: `{"loss": loss, "f1": train.F1(predictions, labels, classes=10)}`. The sums
@@ -69,7 +69,7 @@ class Metric:
 
 
 @jax.tree_util.register_pytree_node_class
-class MetricSums:
+class MetricSums(metaclass=Documented):
     """The sums of a metric over examples, a small pytree: `a + b` is that of both, `compute()` the metric of them."""
 
     def __init__(self, metric: Metric, sums: Mapping[str, Any]):

@@ -19,7 +19,8 @@ from mlax.core._errors import (
     short_signature,
     signature,
 )
-from mlax.core._frozen import DType, Size, fields_of, frozen, with_fields
+from mlax.core._frozen import fields_of, frozen, with_fields
+from mlax.core._help import Documented, DocumentedProtocol, DType, Size, document_tuple, name_types
 from mlax.core._initializers import (
     Constant,
     Identity,
@@ -129,3 +130,4 @@ __all__ = [
     "tabulate",
     "wrap",
 ]
+name_types(globals())

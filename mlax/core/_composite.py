@@ -18,8 +18,9 @@ from jax.core import Tracer
 from mlax._jax import abstract_key, name_hash, named_key
 from mlax.core._checks import check_is_dict, expect_array
 from mlax.core._display import Node
-from mlax.core._errors import error_scope, short_repr, signature, wrong_instance_message
+from mlax.core._errors import SURGERY, error_scope, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import call_repr, fields_of, frozen, repr_arguments, with_fields
+from mlax.core._help import Documented
 from mlax.core._layer import (
     CalledDescription,
     Layer,
@@ -38,7 +39,7 @@ from mlax.core._paths import STACKED, unflatten_paths
 KEYS = "#rng"  # no part can be called that
 
 
-class Sub:
+class Sub(metaclass=Documented):
     """The parts of a composite, bound to their variables for one call of `wire`: `sub.name(x)` or `sub["name"](x)`.
 
     Each call passes a part its variables and its key, and collects its new state. Several inputs, `sub.name(x, t)`,
@@ -144,13 +145,12 @@ class Composite(Layer):
     with several inputs, `wire(self, sub, x, t)`, takes them from a tuple: `init(rng, (x, t))`, `fwd((x, t), ...)` and,
     where the composite is itself a part, `sub.name(x, t)`. Inputs with a default may be left out, the last ones first.
 
-    Variables: one entry for each part that has any, under the part's name. `edits` holds the parts that
-    surgery has put in place of the author's.
+    Variables: one entry for each part that has any, under the part's name.
     """
 
     has_dict_fields: ClassVar[bool] = True
 
-    edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)
+    edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)  # parts put in place by surgery
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -217,6 +217,9 @@ class Composite(Layer):
         own = call_repr(type(self).__name__, repr_arguments(self))
         edits = [(f"{name!r}: ", part) for name, part in getattr(self, "edits", ())]
         return call_repr(f"{own}.with_parts", edits, "({})") if edits else own
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != SURGERY]  # what a completion offers
 
     def _tree(self, name: str = "") -> Node:
         below = tuple(_part_nodes(parts_of(self)))

@@ -8,7 +8,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ import numpy as np
 
 from mlax.core._display import function_name
 from mlax.core._errors import SURGERY, constructor_error, unknown_field_message, wrong_instance_message
+from mlax.core._help import DType, Size
 
 C = TypeVar("C", bound=type)
 D = TypeVar("D")
-DType = str | type | np.dtype | None  # anything that jnp.dtype accepts; a field of this type holds its name
-Size = Annotated[int, "an integer of at least 1"]  # an integer of at least 1, which is checked in a field of this type
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -34,6 +33,8 @@ def frozen(cls: C) -> C:
     """
     if not isinstance(cls, type):
         raise TypeError(f"frozen: {cls!r} is not a class; put @mlax.frozen above a class.")
+    if not cls.__doc__:
+        cls.__doc__ = " "  # or dataclasses would write one, for which it reads the signature of every class
     if "__post_init__" in vars(cls):
         cls.__post_init__ = _check_fields_before(cls.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
     described: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)

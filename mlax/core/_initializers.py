@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from mlax._jax import constant, sample
 from mlax.core._frozen import frozen
+from mlax.core._help import Documented
 
 
 @frozen
-class Initializer(abc.ABC):
+class Initializer(metaclass=Documented):
     """A description of initial values: `initializer(rng, shape, dtype)` returns the array.
 
     `in_axis` and `out_axis` are the input and output axes of a kernel; the others are its window.

@@ -28,6 +28,7 @@ from mlax.core._checks import (
 from mlax.core._display import Node, print_pretty, tree_html, tree_text
 from mlax.core._errors import short_repr, short_signature, signature
 from mlax.core._frozen import call_repr, check_sizes, frozen, repr_arguments
+from mlax.core._help import Documented
 
 T = TypeVar("T")
 
@@ -55,12 +56,14 @@ class Outputs(NamedTuple):
 
 
 @frozen
-class Layer(abc.ABC):
+class Layer(metaclass=Documented):
     """A description of a computation with variables: hyperparameters and nothing else.
 
     A leaf layer implements `init` and `fwd`. Both are pure. Every call is checked while it is traced, which costs
     a compiled call nothing.
     """
+
+    _listed = ("init", "fwd")  # by `help`
 
     has_statistics: ClassVar[bool] = False  # True: mixed precision sets accum_dtype to float32
     needs_floating_input: ClassVar[bool] = False  # True: integers are refused by a layer without weights, too

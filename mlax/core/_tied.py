@@ -5,6 +5,7 @@ from typing import Any
 
 from mlax.core._errors import short_repr
 from mlax.core._frozen import frozen
+from mlax.core._help import Documented
 from mlax.core._layer import Layer, Tree, variable_shapes
 from mlax.core._paths import flatten_paths, no_match_message, stacked_axes, unflatten_paths
 from mlax.core._surgery import find_layers, get, replace
@@ -12,7 +13,7 @@ from mlax.core._wrappers import Wrapper
 
 
 @frozen
-class Tie:
+class Tie(metaclass=Documented):
     """Ties the trainable at path `leaf` to the one at path `to`, transposed if `transpose`."""
 
     leaf: str

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax._jax import layer_path, source_line
-from mlax.core import Layer, short_repr
+from mlax.core import Documented, Layer, short_repr
 
 
 @dataclasses.dataclass(frozen=True)
-class DtypeViolation:
+class DtypeViolation(metaclass=Documented):
     """One operation with an operand or a result of another floating dtype than the declared one."""
 
     path: str  # of the layer, like "blocks/mlp/up"; "" outside of a layer
@@ -38,7 +38,7 @@ class Violations(tuple[DtypeViolation, ...]):
         return "\n".join(map(str, self)) or "every operation is in the declared dtype"
 
 
-class DtypeError(TypeError):
+class DtypeError(TypeError, metaclass=Documented):
     """Raised by `check`: an operation leaves the declared dtype."""
 
 

@@ -1,5 +1,6 @@
 """Pytrees of arrays in safetensors files, validated when read and written crash-safely."""
 
+from mlax.core import name_types as name_types
 from mlax.files._io import NO_LOCKS_ERRNOS as NO_LOCKS_ERRNOS
 from mlax.files._io import InvalidFile, NotEnoughSpace
 from mlax.files._io import atomic_write as atomic_write
@@ -34,3 +35,5 @@ from mlax.files._safetensors import to_file_layout as to_file_layout
 from mlax.files._save import save
 
 __all__ = ["InvalidFile", "NotEnoughSpace", "load", "metadata", "save"]
+
+name_types(globals())

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mlax.core import Documented
+
 # Non-blocking: opening a FIFO would otherwise wait for the other end.
 _SAFE_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -35,11 +37,11 @@ _UNFINISHED = re.compile(r"\..{1,100}\.[0-9a-f]{16}")  # the temporary names of 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-class InvalidFile(ValueError):
+class InvalidFile(ValueError, metaclass=Documented):
     """A file is damaged, has another format or exceeds a limit; the message names the file and the reason."""
 
 
-class NotEnoughSpace(OSError):
+class NotEnoughSpace(OSError, metaclass=Documented):
     """A file system is too full to write `filename`: that takes `needed` bytes, and `free` are left."""
 
     def __init__(self, path: str, needed: int, free: int):

@@ -1,6 +1,7 @@
 """Inspection: what JAX and XLA made of a function, by layer."""
 
 from mlax.core import format_bytes as format_bytes
+from mlax.core import name_types as name_types
 from mlax.inspect._compare import Comparison, Dtypes, LayerDifference, LayerDtypes, compare, dtypes
 from mlax.inspect._cost import Cost, LayerCost, Peaks, cost
 from mlax.inspect._device_memory import free_bytes as free_bytes
@@ -56,3 +57,5 @@ __all__ = [
     "summary",
     "transfers",
 ]
+
+name_types(globals())

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core import Layer, Tree, align_columns, capture, check_layer, layers, signature
+from mlax.core import Documented, Layer, Tree, align_columns, capture, check_layer, document_tuple, layers, signature
 from mlax.inspect._compile import trace
 from mlax.inspect._flops import operations
 
 
+@document_tuple
 class LayerDifference(NamedTuple):
     """How far the outputs of one layer differ between two models."""
 
@@ -30,7 +31,7 @@ class LayerDifference(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(metaclass=Documented):
     """The differences of two models by layer, in the order of the model; `print` shows a table."""
 
     rows: tuple[LayerDifference, ...]
@@ -116,6 +117,7 @@ def _flat(leaf: Any) -> np.ndarray:
     return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64).ravel()
 
 
+@document_tuple
 class LayerDtypes(NamedTuple):
     """How many operations of a layer compute in which floating dtype."""
 
@@ -125,7 +127,7 @@ class LayerDtypes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Dtypes:
+class Dtypes(metaclass=Documented):
     """The floating dtypes of a function by layer; `print` shows a table."""
 
     rows: tuple[LayerDtypes, ...]

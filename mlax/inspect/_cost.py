@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import fused_op_names, path_of, scopes_of_op_name
-from mlax.core import align_columns, format_bytes
+from mlax.core import Documented, align_columns, document_tuple, format_bytes
 from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._flops import operations
 from mlax.inspect._hlo import Computation, Instruction, Program, parse_hlo
@@ -24,6 +24,7 @@ NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 RUNS = 3  # that are timed
 
 
+@document_tuple
 class Peaks(NamedTuple):
     """What a device reached in a short measurement: a large matrix product, and a copy of a large array."""
 
@@ -44,6 +45,7 @@ class Peaks(NamedTuple):
         )
 
 
+@document_tuple
 class LayerCost(NamedTuple):
     """The cost of a layer in one pass, in all its repetitions."""
 
@@ -69,7 +71,7 @@ class LayerCost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Cost:
+class Cost(metaclass=Documented):
     """The cost of a function by layer, the longest first; `print` shows a table."""
 
     rows: tuple[LayerCost, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mlax._jax import fused_op_names, path_of, scopes_of_op_name
-from mlax.core import align_columns, format_bytes
+from mlax.core import Documented, align_columns, document_tuple, format_bytes
 from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._hlo import Computation, Instruction, Program, parse_hlo
 
@@ -16,6 +16,7 @@ UPDATES = ("dynamic-update-slice", "scatter")  # in place
 ACTIVATIONS, OTHERS = "activations", "gradients and temporaries"
 
 
+@document_tuple
 class LiveBuffers(NamedTuple):
     """What a layer holds at the peak."""
 
@@ -24,6 +25,7 @@ class LiveBuffers(NamedTuple):
     bytes: int
 
 
+@document_tuple
 class Moment(NamedTuple):
     """The memory in use while an operation runs."""
 
@@ -33,7 +35,7 @@ class Moment(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Memory:
+class Memory(metaclass=Documented):
     """The memory of a compiled function on one device; `print` shows it as a table and a curve."""
 
     arguments: int  # bytes

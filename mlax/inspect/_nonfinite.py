@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax._jax import is_backward_pass, layer_path, source_line
-from mlax.core import STACKED, signature
+from mlax.core import STACKED, Documented, document_tuple, signature
 from mlax.inspect._flops import sub_jaxprs
 
 ARGUMENT = "argument"
 
 
+@document_tuple
 class Statistics(NamedTuple):
     """What an array holds: its signature, its smallest and largest finite element, and how many are not finite."""
 
@@ -35,7 +36,7 @@ class Statistics(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite:
+class NonFinite(metaclass=Documented):
     """The operation whose result is the first with a NaN, or with an infinity if there is no NaN, and its layer."""
 
     path: str  # of the layer, like "blocks/7/norm"; "" outside of a layer

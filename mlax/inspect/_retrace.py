@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from mlax._jax import leaves_with_paths
-from mlax.core import count_of
+from mlax.core import count_of, document_tuple
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that JAX records after each compilation
 
 
+@document_tuple
 class ArgumentChange(NamedTuple):
     """An argument, or a leaf of one, that differs from the closest earlier call, and what to do about it."""
 
@@ -29,6 +30,7 @@ class ArgumentChange(NamedTuple):
         return f"{self.name} was {self.before} and is now {self.after}; {self.advice}"
 
 
+@document_tuple
 class Compilation(NamedTuple):
     """One compilation of a function: in which call, how long it took, and what had changed."""
 

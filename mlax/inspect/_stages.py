@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from mlax.core import count_of, format_bytes, signature
+from mlax.core import Documented, count_of, document_tuple, format_bytes, signature
 from mlax.inspect._compile import trace, trace_and_compile
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
@@ -22,6 +22,7 @@ LARGE = 1 << 20  # bytes of a constant that is worth a line
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
+@document_tuple
 class Donation(NamedTuple):
     """An argument whose buffer was donated, and whether a result is written to it."""
 
@@ -33,6 +34,7 @@ class Donation(NamedTuple):
         return f"{self.name} is donated" + ("" if self.is_used else f", but its buffer is not used: {self.reason}")
 
 
+@document_tuple
 class Constant(NamedTuple):
     """An array that the function closes over, and that is part of the program."""
 
@@ -45,6 +47,7 @@ class Constant(NamedTuple):
         return f"{name}{self.signature}, {format_bytes(self.bytes)}: pass it as an argument"
 
 
+@document_tuple
 class Match(NamedTuple):
     """A line of a stage that has the text that was searched for."""
 
@@ -54,7 +57,7 @@ class Match(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Stages:
+class Stages(metaclass=Documented):
     """The three stages of a function as text, and what became of its arguments; `print` shows an overview."""
 
     name: str

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from mlax._jax import abstract_key
 from mlax.core import (
     STACKED,
+    Documented,
     Layer,
     Repeat,
     align_columns,
     call_shapes,
     count_of,
+    document_tuple,
     flatten_paths,
     format_bytes,
     header,
@@ -33,6 +35,7 @@ from mlax.inspect._flops import Operation, operations
 WIDTH = 48  # of an input or output in the table
 
 
+@document_tuple
 class LayerSummary(NamedTuple):
     """One layer, with all that is inside it."""
 
@@ -57,7 +60,7 @@ class LayerSummary(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(metaclass=Documented):
     """The layers of a model, each before its parts; `print` shows a table."""
 
     rows: tuple[LayerSummary, ...]

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 
 from mlax._jax import path_of, scopes_of_stack
-from mlax.core import align_columns, format_bytes
+from mlax.core import align_columns, document_tuple, format_bytes
 from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
 from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
 
 
+@document_tuple
 class Transfer(NamedTuple):
     """All transfers of one kind that belong to one layer."""
 
@@ -26,6 +27,7 @@ class Transfer(NamedTuple):
     sent: int  # the bytes that each device sends, in a ring
 
 
+@document_tuple
 class Transfers(NamedTuple):
     """The transfers of a compiled function; printed, they are a table."""
 

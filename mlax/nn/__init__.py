@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mlax.core import name_types as name_types
 from mlax.nn._attention import Attention, MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
@@ -98,3 +99,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(f"mlax.nn has no {name}." if name.startswith("_") else missing_layer_message(name, __all__))
+
+
+name_types(globals())

@@ -131,66 +131,46 @@ class Attention(Layer):
 class MultiHeadAttention(Composite):
     """Multi-head attention, to the input itself or to a source: (b, t, d) to (b, t, features).
 
-    The input is x (b, t, d); or a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of
-    - x; source: as above; value_source (b, s, ...): what values are computed from, the source unless given;
-    - segments (b, t), and source_segments (b, s) if there is a source: ids of packed sequences, which do not attend to
-      each other;
-    - lengths (b,): how many tokens of each row of the source, or of x, are not padding;
-    - positions (t,) or (b, t): for rotary embeddings alone, 0, 1, 2, ... unless given; causal and window go by order;
-    - mask, boolean, and bias (b, h, t, s), each axis of that size or 1.
-    A name whose value is None counts as absent.
-
-    Each of `heads` query heads is `head_width` wide, d / heads unless given, and each of its values `value_width`,
-    `head_width` unless given; each of `kv_heads` keys and values is shared by an equal number of them. `qk_norm` is a
-    layer for queries and keys, such as RMSNorm(). The output is `features` wide, d unless given. Dropout of weights
-    while training needs a key. With `return_weights`, it returns a dict of the output as y and of weights (b, h, t, s),
-    those before dropout.
-
-    With `cache`, each call appends its tokens to a cache of `cache` tokens and attends to all of them, or to the last
-    `window` of them if that is fewer; see KeyValueCache for what happens when it is full. Rows may have prompts of
-    different lengths, padded at their ends: pass `lengths`, and each row continues where it ended. Outputs of padding
-    have no meaning. The keys of a mask or a bias are then the tokens of a row in order, those that it does not reach
-    visible and without a bias; there can be neither with a window below `cache`, where old tokens are overwritten.
-    Segments, if any, are passed to `init` and to every call.
-
-    Variables: those of the parts query, key, value and out, each a Linear, attend (`sinks`), query_norm, key_norm and
-    relative; in non_trainables position and cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
+    The input is x (b, t, d); a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of x,
+    source and value_source (b, s, ...), for the values; segments (b, t) and source_segments (b, s), ids of packed
+    sequences, which do not attend to each other; lengths (b,), how many tokens of each row of the source, or of x, are
+    not padding; positions (t,) or (b, t), of `rotary` alone; mask, boolean, and bias (b, h, t, s), each axis of that
+    size or 1. A name whose value is None is absent. With `cache`, each call appends its tokens to a KV cache: see
+    KeyValueCache. Variables: query, key, value, out, each a Linear, attend (`sinks`), query_norm, key_norm, relative;
+    in non_trainables position and cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
 
     >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
-    >>> layer.fwd(x, trainables, non_trainables)[0].shape
-    (8, 20, 64)
-    >>> padded = {"x": x, "lengths": jnp.full(8, 15)}  # or "mask": booleans (b, h, t, s)
-    >>> layer.fwd(padded, trainables, non_trainables)[0].shape
+    >>> layer.fwd({"x": x, "lengths": jnp.full(8, 15)}, trainables, non_trainables)[0].shape
     (8, 20, 64)
     """
 
-    heads: int
+    heads: int  # of the queries
     _: KW_ONLY
-    kv_heads: int | None = None
-    head_width: int | None = None
-    value_width: int | None = None  # None: head_width
-    features: int | None = None
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    rotary: Rotary | None = None
-    relative: RelativeBias | None = None
-    qk_norm: Layer | None = None
-    scale: float | None = None
-    dropout: float = 0.0
-    return_weights: bool = False
-    bias: bool = True
+    kv_heads: int | None = None  # of keys and values, each shared by several queries; None: heads
+    head_width: int | None = None  # of a query and a key; None: d / heads
+    value_width: int | None = None  # of a value; None: head_width
+    features: int | None = None  # of the output; None: d
+    causal: bool = False  # no token attends to later ones
+    window: int | None = None  # a token attends to so many, itself included
+    softcap: float | None = None  # c maps a score x to c * tanh(x / c)
+    sinks: bool = False  # a learned score for each head that takes part in its softmax
+    alibi: bool = False  # a bias by distance: ALiBi
+    rotary: Rotary | None = None  # of queries and keys
+    relative: RelativeBias | None = None  # a learned bias by distance
+    qk_norm: Layer | None = None  # for queries and keys, RMSNorm() say
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_width)
+    dropout: float = 0.0  # of the weights, in training; needs a key
+    return_weights: bool = False  # a dict of y and of weights (b, h, t, s), before dropout
+    bias: bool = True  # of query, key and value
     out_bias: bool | None = None  # None: like `bias`
-    cache: int | None = None
-    kernel_init: Initializer = lecun()
-    precision: PrecisionLike = None
+    cache: int | None = None  # the tokens that a KV cache holds
+    kernel_init: Initializer = lecun()  # of all four kernels
+    precision: PrecisionLike = None  # of all products
     accum_dtype: DType = None  # of the softmax; None: the input's
     param_dtype: DType = None  # None: the input's
     cache_dtype: DType = None  # None: the dtype that init sees
-    implementation: AttentionBackend | None = None
+    implementation: AttentionBackend | None = None  # None: the fastest that supports these options
 
     def __post_init__(self):
         for name in ("heads", "kv_heads", "head_width", "value_width", "features", "cache"):

@@ -47,6 +47,12 @@ class KeyValueCache(Layer):
       they are outside of `jit`; inside it, a value written is NaN, so that the overflow shows.
     - A `ring` buffer keeps the last `capacity` tokens, for attention with a window of that size, and never overflows.
 
+    In a MultiHeadAttention with `cache`, tokens attend to all tokens of the cache, or to the last `window`, if that is
+    fewer. Rows may have prompts of different lengths, padded at their ends: pass `lengths`, and each row continues
+    where it ended; outputs of padding have no meaning. The keys of a mask or a bias are the tokens of a row in order,
+    those that it does not reach visible and without a bias; there can be neither with a window below `cache`, where old
+    tokens are overwritten. Segments, if any, are passed to `init` and to every call.
+
     Non-trainables: key and value (b, capacity, g, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
     computes in; segments (b, capacity).
 

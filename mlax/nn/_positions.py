@@ -11,7 +11,7 @@ import numpy as np
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import DType, Initializer, Layer, Normal, Size, frozen
+from mlax.core import Documented, DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
 from mlax.nn._kv_cache import Position
 
@@ -90,7 +90,7 @@ class SinusoidalPositions(Layer):
 
 
 @frozen
-class RotaryScaling(abc.ABC):
+class RotaryScaling(metaclass=Documented):
     """How rotary frequencies change for contexts longer than those in training."""
 
     @abc.abstractmethod

@@ -1,5 +1,6 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
+from mlax.core import name_types as name_types
 from mlax.ops._activations import glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention, attention_weights
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
@@ -140,3 +141,5 @@ __all__ = [
     "weight_norm",
     "yarn_frequencies",
 ]
+
+name_types(globals())

@@ -1,5 +1,6 @@
 """Optimizers: frozen descriptions with a guaranteed structure and guaranteed dtypes, and the schedules they follow."""
 
+from mlax.core import name_types as name_types
 from mlax.optim._adafactor import Adafactor
 from mlax.optim._adam import LAMB, AdaBelief, Adam, AdamW, AdEMAMix, AMSGrad, NAdam, RAdam
 from mlax.optim._adam_variants import ADOPT, Adamax, Adan, NAdamW, Yogi
@@ -101,3 +102,5 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "from_optax",
     "to_optax",
 ]
+
+name_types(globals())

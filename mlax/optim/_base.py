@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
-from mlax.core import DType, Tree, check_not_donated, frozen, short_repr
+from mlax.core import Documented, DType, Tree, check_not_donated, frozen, short_repr
 from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
     Hyperparams,
@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
 
 
 @frozen
-class Optimizer(abc.ABC):
+class Optimizer(metaclass=Documented):
     """A frozen description of an optimizer; its state has slots with the tree structure of the trainables.
 
         state = optimizer.init(trainables)
@@ -54,6 +54,8 @@ class Optimizer(abc.ABC):
     its axes and new ones, as `slots` declares; one that a parameter does not need has shape (0,). Wrapping an
     optimizer moves no slot. `update` preserves the shape, dtype, weak type and sharding of every leaf.
     """
+
+    _listed = ("init", "update", "eval_trainables", "eval_non_trainables", "partition", "describe")  # by `help`
 
     shadows_overrides: ClassVar[bool] = False  # whether overrides of its fields are not passed to those inside
     nesting_error: ClassVar[str] = ""  # for an optimizer that cannot be wrapped: why, and what to do instead

@@ -50,6 +50,14 @@ Positive = Annotated[float | Schedule, Range(TINY)]  # an epsilon that alone kee
 StartValue = Annotated[float, Range()]  # the first value of a slot, of at least 0
 Count = Annotated[int, Range(0, MAX_COUNT)]  # an integer of at least 0, such as the steps of a warm-up
 PositiveCount = Annotated[int, Range(1, MAX_COUNT)]  # an integer of at least 1, such as a period
+for _alias, _meaning in (  # of those that are equal, such as Rate and NonNegative, Python makes one object
+    (Rate, "A number of at least 0, or a schedule of it."),
+    (Beta, "A number of at least 0 and below 1, or a schedule of it."),
+    (Positive, "A number above 0, or a schedule of it."),
+    (Count, "An integer of at least 0."),
+    (PositiveCount, "An integer of at least 1."),
+):
+    _alias.__doc__ = _meaning
 Patterns = str | tuple[str, ...]  # a field of this type takes one path pattern or several, and stores a tuple
 SlotDTypes = tuple[tuple[str, str], ...]  # a field of this type has pairs of a slot and its dtype
 DECAYED_NAMES = ("kernel", "table", "down", "up")  # of the leaves that decay where no patterns say which; LoRA's too

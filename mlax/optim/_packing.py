@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
-from mlax.core import Tree, check_patterns, frozen, matches, signature, unflatten_paths
+from mlax.core import Documented, Tree, check_patterns, frozen, matches, signature, unflatten_paths
 from mlax.optim._trees import leaves_by_path
 
 
@@ -23,7 +23,7 @@ class PackedLeaf(NamedTuple):
 
 
 @frozen
-class Packing:
+class Packing(metaclass=Documented):
     """Concatenates the leaves of a tree into one vector per dtype and group: `packing = Packing.of(trainables)`.
 
         packed = packing.pack(trainables)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax.core import frozen
+from mlax.core import Documented, frozen
 from mlax.optim._slots import Slot
 
 
 @frozen
-class Rounding(abc.ABC):
+class Rounding(metaclass=Documented):
     """The conversion of stored weights to the compute dtype and back; unused where both dtypes are the same."""
 
     reads_weights: ClassVar[bool] = True  # False if a slot replaces them

@@ -4,7 +4,7 @@ import collections
 import functools
 from collections.abc import Collection, Mapping
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mlax._jax import is_on_host, map_chunks, slice_to_device, to_host
-from mlax.core import print_as_table
+from mlax.core import document_tuple, print_as_table
 
 
+@document_tuple
 class Slot(NamedTuple):
     """The declaration of one leaf of a slot: each axis is an axis of the parameter, by index, or a new one, None."""
 
@@ -88,7 +89,8 @@ if TYPE_CHECKING:
         def _replace(self, **fields: Any) -> "OptimizerState": ...
 
 else:
-    OptimizerState = tuple  # a named tuple: `step`, then the slots, each like the trainables, then scalars
+    OptimizerState = Annotated[tuple, "named"]  # `step`, then the slots, each like the trainables, then scalars
+    OptimizerState.__doc__ = "A named tuple: `step`, the updates so far; the slots, each like the trainables; scalars."
 
 
 def make_state(fields: Mapping[str, Any]) -> OptimizerState:

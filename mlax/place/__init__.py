@@ -1,5 +1,6 @@
 """Placement: where variables are stored, how arrays are sharded, and where layers are computed."""
 
+from mlax.core import name_types as name_types
 from mlax.place._auto import auto
 from mlax.place._distributed import ClusterEnv as ClusterEnv
 from mlax.place._distributed import ProcessInfo, initialize_distributed
@@ -48,3 +49,5 @@ __all__ = [
     "tensor",
     "zero",
 ]
+
+name_types(globals())

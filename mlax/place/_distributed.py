@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 import jax
 
+from mlax.core import document_tuple
+
 Environment = Mapping[str, str]
 
 
+@document_tuple
 class ProcessInfo(NamedTuple):
     """The index of this process, the number of processes, and how they were found."""
 

@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from mlax._jax import leaves_with_paths
-from mlax.core import signature
+from mlax.core import Documented, signature
 from mlax.inspect import format_bytes
 
 
-class UnplannedTransfer(RuntimeError):
+class UnplannedTransfer(RuntimeError, metaclass=Documented):
     """An array would be copied implicitly, between host and device or between devices."""
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from mlax._jax import is_on_host, is_workaround
 from mlax.core import (
+    Documented,
     Layer,
     Tree,
     check_key,
@@ -46,7 +47,7 @@ Rule = tuple[str, Any]  # a path pattern, and what `as_placement` accepts
 REPLICATED = (("**", PartitionSpec()),)
 
 
-class Plan:
+class Plan(metaclass=Documented):
     """Where every variable is stored, and how variables, batches and activations are sharded.
 
         plan = place.Plan(
@@ -70,6 +71,8 @@ class Plan:
 
     A plan is a description: it holds no arrays and compares by value. Plans multiply: `fsdp(4) * tensor(model, x, 2)`.
     """
+
+    _listed = ("init", "place", "parallelize", "describe", "batch_sharding")  # by `help`
 
     def __init__(
         self,

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mlax.core import Documented
 from mlax.inspect import Transfers, format_bytes, summarize_events
 
 
-class NotEnoughMemory(MemoryError):
+class NotEnoughMemory(MemoryError, metaclass=Documented):
     """A plan or a compiled function needs more memory than a device has; nothing was allocated or run."""
 
 
@@ -34,7 +35,7 @@ class LayerMemory:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Description:
+class Description(metaclass=Documented):
     """The memory of each device and the transfers of a step; `print` it, or `plot` it.
 
     All devices need the same number of bytes. `working` is the size of the compiled step's temporary buffers:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from mlax.core import EXCLUDE, NoMatch, check_patterns, frozen, matches, signature
+from mlax.core import EXCLUDE, Documented, NoMatch, check_patterns, frozen, matches, signature
 
 Memory = Literal["device", "host"]
 Device = Any  # a jax.Device
@@ -34,7 +34,7 @@ class ShapeSpec(abc.ABC):
 
 
 @frozen
-class Placement:
+class Placement(metaclass=Documented):
     """The sharding of an array over a mesh, or its single device, and its memory.
 
     `spec` is a PartitionSpec, or what `shard_last_axes` or `shard_largest_axis` set; None leaves it to another rule, or

@@ -3,6 +3,7 @@
 from mlax._metric import Metric, MetricSums
 from mlax._objective import count_labels as count_labels
 from mlax._objective import gradients as gradients
+from mlax.core import name_types as name_types
 from mlax.train._aot import RetraceError
 from mlax.train._classification import AUC, F1, ConfusionMatrix, Perplexity, Precision, Recall, accuracy
 from mlax.train._curves import plot_curves
@@ -84,3 +85,5 @@ __all__ = [
     "step",
     "to_orbax",
 ]
+
+name_types(globals())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mlax._jax import leaves_with_paths
-from mlax.core import check_not_donated, signature
+from mlax.core import Documented, check_not_donated, signature
 from mlax.inspect import flops, format_bytes, free_bytes
 from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
 from mlax.train._state import DONATED_STATE
@@ -20,7 +20,7 @@ MEMORY_ADVICE = (
 )
 
 
-class RetraceError(TypeError):
+class RetraceError(TypeError, metaclass=Documented):
     """A function that is already compiled would have to be compiled again for these arguments."""
 
 

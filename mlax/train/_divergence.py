@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mlax.core import Documented
 from mlax.files import InvalidFile
 from mlax.train._metrics import Record
 from mlax.train._monitor import Monitor
@@ -17,7 +18,7 @@ from mlax.train.checkpoints._restore import RestoredCheckpoint
 _RECOVERY = 10  # times `patience`: training that has gone on for so many steps has recovered
 
 
-class Diverged(FloatingPointError):
+class Diverged(FloatingPointError, metaclass=Documented):
     """The loss, a gradient or the result was not finite in many steps in a row, and rolling back did not help.
 
     `state` is the state after these steps, to find the layer by `step.advance` under `jax.debug_nans(True)`.

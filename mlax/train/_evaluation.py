@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mlax._metric import MetricSums, compute_metrics, scalar_metrics
 from mlax._objective import Objective, batch_weight, reduce_values, unpack_output
-from mlax.core import check_not_donated, function_name
+from mlax.core import Documented, check_not_donated, function_name
 from mlax.optim import Optimizer
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
@@ -27,7 +27,7 @@ WEIGHT = ""  # the name of the batch's weight beside the sums
 BatchSums = tuple[Metrics, dict[str, MetricSums]]
 
 
-class Evaluation:
+class Evaluation(metaclass=Documented):
     """Computes the means of an objective's values over batches, weighted by their masks, with `inference_mode=True`.
 
     `evaluation(state, feed)` returns floats by name, over one epoch of a feed or over any iterable of batches. A

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mlax.core import check_not_donated, print_pretty, short_summary, tabulate
+from mlax.core import check_not_donated, document_tuple, print_pretty, short_summary, tabulate
 from mlax.train._callback import Callback, Each, check_callback
 from mlax.train._checks import int_at_least
 from mlax.train._divergence import Divergence
@@ -36,6 +36,7 @@ from mlax.train._step import Step
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
 
 
+@document_tuple
 class Fitted(NamedTuple):
     """The trained state, its scores, and how far training got: what `fit` returns.
 

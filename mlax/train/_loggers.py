@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mlax.core import DocumentedProtocol
 from mlax.train._metrics import MetricsLog, truncate_log
 
 Config = Mapping[str, Any]
@@ -15,7 +16,7 @@ NOT_LOGGED = ("step", "seconds")  # of a record
 
 
 @runtime_checkable
-class Logger(Protocol):
+class Logger(Protocol, metaclass=DocumentedProtocol):
     """Experiment tracking: any object with these three methods, which `fit` calls in the first process only.
 
     The names of values say where they come from: "train/loss" of a step, "evaluation/loss" of an evaluation, or

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core import frozen
+from mlax.core import Documented, frozen
 
 
 @frozen
-class LossScale(abc.ABC):
+class LossScale(metaclass=Documented):
     """A factor that multiplies the loss before differentiation; the gradients are then divided by it in float32."""
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mlax._jax import at_least_float32, widest_dtype
-from mlax.core import NoMatch
+from mlax.core import Documented, NoMatch
 from mlax.files import InvalidFile, atomic_write, open_regular
 from mlax.train._curves import parse_record, read_lines
 
@@ -32,7 +32,7 @@ RECORDS_TO_FIND = 3  # in a row, of steps that are kept: the number in one line 
 
 
 @jax.tree_util.register_pytree_node_class
-class Metrics(Mapping[str, jax.Array]):
+class Metrics(Mapping[str, jax.Array], metaclass=Documented):
     """The metrics of a step by name: each () or, with several steps per call, (steps_per_call,), in float32 or wider.
 
     They are stored as one array, a pytree leaf, so that one transfer brings all of them to the host: `to_numpy`. Only

@@ -9,11 +9,11 @@ from jax import lax, random
 
 from mlax._jax import at_least_float32, cast_scalar, global_norm, leaves_with_paths, named_key, tree_add
 from mlax._objective import MASK
-from mlax.core import Tree, frozen
+from mlax.core import Documented, Tree, frozen
 
 
 @frozen
-class DifferentialPrivacy:
+class DifferentialPrivacy(metaclass=Documented):
     """DP-SGD: clip the gradient of each example to the norm `clip`, and add noise of `noise * clip` to their sum.
 
     The gradient of a step is that sum over the batch size. `noise` is the noise multiplier, from which a privacy

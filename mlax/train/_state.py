@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import random
 
 from mlax._jax import is_typed_key, leaves_with_paths
-from mlax.core import Tree, check_not_donated, print_as_table, short_signature, signature
+from mlax.core import Tree, check_not_donated, document_tuple, print_as_table, short_signature, signature
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place import Plan
 from mlax.train._loss_scale import LossScale
@@ -22,6 +22,7 @@ DONATED_VARIABLES = (
 )
 
 
+@document_tuple
 @print_as_table
 class TrainState(NamedTuple):
     """What a step reads and writes, and what a checkpoint stores.

@@ -23,7 +23,17 @@ from mlax._objective import (
     gradients,
     loss_function,
 )
-from mlax.core import Layer, NoMatch, Tree, as_patterns, check_not_donated, match_paths, short_repr, signature
+from mlax.core import (
+    Documented,
+    Layer,
+    NoMatch,
+    Tree,
+    as_patterns,
+    check_not_donated,
+    match_paths,
+    short_repr,
+    signature,
+)
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
@@ -91,7 +101,7 @@ def step(
 
 
 @dataclasses.dataclass(repr=False, eq=False)
-class Step:
+class Step(metaclass=Documented):
     """A compiled training step, made by `train.step`. `evaluation` evaluates the same objective."""
 
     objective: Objective

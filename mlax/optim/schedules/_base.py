@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.core import frozen
+from mlax.core import Documented, frozen
 from mlax.optim.schedules._checks import LAST_STEP
 from mlax.optim.schedules._plot import format_table, plot, plot_text
 
 
 @frozen
-class Schedule(abc.ABC):
+class Schedule(metaclass=Documented):
     """A learning rate schedule, or another value that depends on the step: `schedule(step)`, where `step` is the number
     of updates so far.
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from mlax.core import Layer, Repeat, find_layers, frozen, map_layers, match_paths, stacked_axes
+from mlax.core import Documented, Layer, Repeat, find_layers, frozen, map_layers, match_paths, stacked_axes
 from mlax.place._pipeline._layer import Pipelined, bubble_fraction
 from mlax.place._pipeline._one_f_one_b import one_forward_one_backward
 
@@ -12,7 +12,7 @@ Schedule = Literal["gpipe", "1f1b"]
 
 
 @frozen
-class PipelineConfig:
+class PipelineConfig(metaclass=Documented):
     """How a plan pipelines the Repeats of a model: the number of stages and of microbatches, and the schedule.
 
     "gpipe" runs all forward passes and then all backward passes; "1f1b" runs the backward pass of each microbatch as

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core import check_not_donated, frozen, signature
+from mlax.core import Documented, check_not_donated, frozen, signature
 from mlax.files import InvalidFile, parse_json
 from mlax.train._checks import int_or_none
 from mlax.train._state import DONATED_STATE
@@ -35,7 +35,7 @@ _MAX_LISTINGS = 20  # by a reader, while a writer keeps deleting what it has lis
 
 
 @frozen
-class Maximize:
+class Maximize(metaclass=Documented):
     """The best step has the highest `metric`, the latest of equal ones. Steps without it, or with NaN, do not count."""
 
     metric: str
@@ -46,7 +46,7 @@ class Maximize:
 
 
 @frozen
-class Minimize:
+class Minimize(metaclass=Documented):
     """The best step has the lowest `metric`, the latest of equal ones. Steps without it, or with NaN, do not count."""
 
     metric: str
@@ -61,7 +61,7 @@ def _best_step(metrics: Mapping[int, Mapping[str, float]], name: str, sign: floa
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
-class Checkpoints:
+class Checkpoints(metaclass=Documented):
     """The checkpoints in a folder: the last `keep` steps (None: all), and the best one by a metric.
 
     `save` returns once the values are copied to the host. A background thread writes them to safetensors files with a

@@ -10,7 +10,17 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mlax._jax import is_typed_key, with_weak_type
-from mlax.core import STACKED, NoMatch, as_patterns, check_patterns, matches, no_match_message, short_summary, tabulate
+from mlax.core import (
+    STACKED,
+    NoMatch,
+    as_patterns,
+    check_patterns,
+    document_tuple,
+    matches,
+    no_match_message,
+    short_summary,
+    tabulate,
+)
 from mlax.files import Header, InvalidFile, byte_view, read_header, safe_open
 from mlax.train.checkpoints._blocks import intersect_blocks, storage_shape
 from mlax.train.checkpoints._manifest import (
@@ -25,6 +35,7 @@ from mlax.train.checkpoints._step_folders import MANIFEST, StepFolder
 _ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if they were renamed"
 
 
+@document_tuple
 class RestoredCheckpoint(NamedTuple):
     """A restored tree, the step that it is from, and the later steps that were skipped because they are damaged."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
+from mlax.core import Documented
 from mlax.train._checks import int_at_least
 from mlax.train.feeds._batch import (
     Batch,
@@ -26,7 +27,7 @@ from mlax.train.feeds._source import as_source, stack_examples
 Transform = Callable[[Batch, np.random.Generator], Any]
 
 
-class Feed:
+class Feed(metaclass=Documented):
     """A data loader: batches of `batch` examples of `source`, without end; each epoch has every example once, shuffled
     by `seed`.
 
@@ -53,6 +54,8 @@ class Feed:
     prefetch     batches to prefetch, ready or in progress, while a step runs
     sharding     of the batches: a `jax.sharding.Sharding` of (b, ...), truncated to the rank of each array
     """
+
+    _listed = ("stream", "epoch", "batch_at", "steps", "example")  # by `help`
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
+from mlax.core import Documented
 from mlax.train._checks import int_at_least
 from mlax.train.feeds._batch import (
     Batch,
@@ -23,7 +24,7 @@ from mlax.train.feeds._device_put import BatchPlacer, check_sharding
 from mlax.train.feeds._prefetch import BatchIterator, LoadedBatch, Position, count_items, start_step
 
 
-class IterableFeed:
+class IterableFeed(metaclass=Documented):
     """A data loader over an iterator of batches: dicts of arrays, of the size of the first batch.
 
     ```python

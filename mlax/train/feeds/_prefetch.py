@@ -5,15 +5,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 
+from mlax.core import Documented
 from mlax.train._checks import int_at_least
 from mlax.train.feeds._batch import Batch, BatchSpec
 from mlax.train.feeds._device_put import BatchPlacer, RowIndex
 
-Position = dict[str, Any]  # where a stream is in its data; JSON-serializable
+Position = Annotated[dict[str, Any], "JSON-serializable"]  # where a stream is in its data
+Position.__doc__ = "Where a stream is in its data: a dict of plain values, which a checkpoint stores."
 
 _POLL_SECONDS = 0.05  # between two calls of `stopped`
 _JOIN_SECONDS = 2.0  # how long `close` waits for items in progress
@@ -30,7 +32,7 @@ class LoadedBatch(NamedTuple):
     position: Position
 
 
-class BatchIterator(Iterator[dict[str, jax.Array]]):
+class BatchIterator(Iterator[dict[str, jax.Array]], metaclass=Documented):
     """An iterator of batches that are on the devices before they are requested.
 
     Its threads end when it is exhausted, closed or garbage-collected, when its `with` block ends, or after an error.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlax.core import signature
+from mlax.core import Documented, signature
 from mlax.train._checks import int_at_least
 from mlax.train.feeds._batch import MASK, as_array, common_length
 
@@ -117,7 +117,7 @@ def pack_sequences(sequences: Any, length: int, *, split: bool = False, pad: Any
     return PackedSequences(Sequences(sequences, "pack_sequences"), length, split, pad)
 
 
-class PackedSequences:
+class PackedSequences(metaclass=Documented):
     """A Source of packed rows, from `pack_sequences`; `fill` is the fraction of entries that are not padding."""
 
     def __init__(self, sequences: Sequences, length: int, split: bool, pad: Any):

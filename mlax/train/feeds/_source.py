@@ -6,12 +6,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from mlax.core import signature
+from mlax.core import DocumentedProtocol, signature
 from mlax.train.feeds._batch import as_array, as_batch, check_numeric, common_length
 
 
 @runtime_checkable
-class Source(Protocol):
+class Source(Protocol, metaclass=DocumentedProtocol):
     """A dataset of `len(source)` examples; `source[ids]` is a dict of arrays with one row per id.
 
     It is read from several threads at once, and must not modify an array that it has returned. A Hugging Face dataset
