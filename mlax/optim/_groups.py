@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mlax.core import NoMatch, frozen, matches, short_repr, stacked_axes, with_fields
+from mlax.core import NoMatch, as_patterns, frozen, matches, short_repr, stacked_axes, with_fields
 from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Patterns, Range, matches_any
 from mlax.optim._optax import FromOptax
@@ -16,7 +16,7 @@ from mlax.optim._wrappers import OptimizerWrapper
 
 @frozen
 class Groups(Optimizer):
-    """Parameter groups: update each leaf by the optimizer of the first matching pattern.
+    """Parameter groups: update each leaf by the optimizer of the first pattern, or tuple of patterns, that matches.
 
     A slot has one tree for all leaves, empty where the optimizer of a leaf does not have it. If the second group has a
     scalar of the same name as the first, it is stored as `name_1`, and so on. A group that gets no leaf is an error.
@@ -26,15 +26,17 @@ class Groups(Optimizer):
     ('step', 'mean', 'square')
     """
 
-    groups: tuple[tuple[str, Optimizer], ...]
+    groups: tuple[tuple[Patterns, Optimizer], ...]
 
-    def __init__(self, *groups: tuple[str, Optimizer]):
+    def __init__(self, *groups: tuple[Patterns, Optimizer]):
         object.__setattr__(self, "groups", groups)
         self.__post_init__()
 
     def __post_init__(self):
         for group in self.groups:
-            if not (isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], Optimizer)):
+            if not (isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], Optimizer)) or not all(
+                isinstance(pattern, str) for pattern in as_patterns(group[0])
+            ):
                 raise TypeError(
                     f'Groups: {group!r} is not a pair of a pattern and an optimizer; pass ("**/kernel", Adam(1e-3)).'
                 )
@@ -45,15 +47,15 @@ class Groups(Optimizer):
 
     def patterns(self):
         inner = (pattern for optimizer in self.inner_optimizers() for pattern in optimizer.patterns())
-        return (*(pattern for pattern, _ in self.groups), *inner)
+        return (*(pattern for patterns, _ in self.groups for pattern in as_patterns(patterns)), *inner)
 
     def check_paths(self, paths):
         super().check_paths(paths)
         used = {self._group_index(path) for path in paths}
-        for index, (pattern, optimizer) in enumerate(self.groups):
+        for index, (patterns, optimizer) in enumerate(self.groups):
             if index not in used:
                 raise NoMatch(
-                    f"Groups: no leaf is left for ({pattern!r}, {short_repr(optimizer)}), since the patterns before it "
+                    f"Groups: no leaf is left for ({patterns!r}, {short_repr(optimizer)}), since those before it "
                     "match all of its leaves; put it before them, or remove it."
                 )
 
@@ -107,8 +109,8 @@ class Groups(Optimizer):
         return self.groups[self._group_index(path)][1]
 
     def _group_index(self, path: str) -> int:
-        for index, (pattern, _) in enumerate(self.groups):
-            if matches(pattern, path):
+        for index, (patterns, _) in enumerate(self.groups):
+            if matches(patterns, path):
                 return index
         raise NoMatch(f'Groups: no pattern matches {path!r}; end with a group for the rest, ("**", ...).')
 

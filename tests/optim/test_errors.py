@@ -201,6 +201,7 @@ MISTAKES = {
         KeyError,
         ["no pattern matches 'dense/bias'", '("**", ...)'],
     ),
+    "a group of a number": (lambda: optim.Groups((3, ADAM)), TypeError, ["(3, Adam(", "not a pair of a pattern"]),
     "groups that are not pairs": (
         lambda: optim.Groups(ADAM),
         TypeError,

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mlax import optim
+from mlax.optim import train_only
 from tests.arrays import normal
-from tests.asserts import assert_close
+from tests.asserts import assert_close, unequal_leaves
 from tests.catalogue.optimizers import loss, tree
 
 
@@ -43,9 +44,30 @@ def test_the_first_matching_pattern_applies():
     found, _ = steps(
         optim.Groups(("dense/kernel", optim.SGD(0.0)), ("**/kernel", optim.SGD(0.1)), ("**", optim.SGD(0.0)))
     )
+    several, _ = steps(optim.Groups((("**/kernel", "!dense/*"), optim.SGD(0.1)), ("**", optim.SGD(0.0))))
+    jax.tree.map(np.testing.assert_array_equal, several, found)
     before = tree("float32")
     np.testing.assert_array_equal(found["dense"]["kernel"], before["dense"]["kernel"])
     assert (found["stack"]["kernel"] != before["stack"]["kernel"]).all()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.Freeze(optim.SGD(0.1), "!dense/*"),
+        optim.Freeze(optim.SGD(0.1), ("**", "!dense/*")),
+        train_only(optim.SGD(0.1), ("dense/*",)),
+        optim.Rates(optim.SGD(0.1), (("!dense/*", 0.0),)),
+        optim.Decay(optim.SGD(0.0), 0.1, decayed=("**", "!s*/**", "!temperature")),
+        optim.AdamW(0.1, decay=0.1, decayed="dense/*", b1=0.0, b2=0.0, eps=1e30),
+    ],
+    ids=repr,
+)
+def test_patterns_of_optimizers_leave_out_what_follows_an_exclamation_mark(optimizer):
+    before = tree("float32")
+    after, _ = optimizer.update(before, optimizer.init(before), before)
+    changed = {name for name in before if unequal_leaves(after[name], before[name])}
+    assert changed == {"dense"}
 
 
 def test_leaves_can_have_their_own_rates():
