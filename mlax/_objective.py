@@ -46,7 +46,7 @@ def gradients(
     `is_frozen` are not differentiated.
     """
     total = batch_weight(batch)
-    live, merge_frozen = _split_frozen(trainables, is_frozen)
+    live, merge_frozen = split_frozen(trainables, is_frozen)
 
     def loss(live: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
         values, new = unpack_output(objective(microbatch, merge_frozen(live), non_trainables, rng=rng))
@@ -102,7 +102,7 @@ def _accumulate(loss: Any, trainables: Tree, microbatches: Any, non_trainables: 
     return Gradients(values, grads, non_trainables)
 
 
-def _split_frozen(trainables: Tree, is_frozen: Callable[[str], bool]) -> tuple[Tree, Callable[[Tree], Tree]]:
+def split_frozen(trainables: Tree, is_frozen: Callable[[str], bool]) -> tuple[Tree, Callable[[Tree], Tree]]:
     """The trainables with None for frozen leaves, and the function that fills these in again."""
     leaves, structure = jax.tree.flatten(trainables)
     frozen = [is_frozen(path) for path, _ in leaves_with_paths(trainables)]

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from mlax._jax import all_stay_finite, global_norm, layer_path, leaves_with_paths
-from mlax._objective import Backward, Objective, gradients, loss_function
+from mlax._objective import Backward, Objective, gradients, loss_function, split_frozen
 from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
 from mlax.inspect import path_in_model, total_bytes, transfers
 from mlax.optim import Optimizer
@@ -52,7 +52,7 @@ def describe(
         live = {path for path in flatten_paths(trainables) if not optimizer.is_frozen(path)}
         counts["gradients"] = _bytes_by_layer(*(_some_leaves(tree, live) for tree in (trainables, shardings[0])))
         if activations_known:
-            counts["activations"] = _activations_by_layer(plan, objective, model, variables, batch)
+            counts["activations"] = _activations_by_layer(plan, objective, model, variables, batch, optimizer)
     compiled = None
     if compile:
         state, state_shardings = (*variables, slots), (*shardings, slot_shardings)
@@ -192,17 +192,27 @@ def _shards_only_examples(plan: "Plan", shardings: Any) -> bool:
 
 
 def _activations_by_layer(
-    plan: "Plan", objective: Objective, model: Layer, variables: tuple[Tree, Tree], batch: Any
+    plan: "Plan",
+    objective: Objective,
+    model: Layer,
+    variables: tuple[Tree, Tree],
+    batch: Any,
+    optimizer: Optimizer,
 ) -> Counts:
     """The bytes of one device's residuals, by layer."""
     shards = math.prod(num_shards(entry, plan.shape) for entry in plan.batch)
     with jax.set_mesh(plan.mesh):  # as when it is compiled: layers may compute in another way without a mesh
-        residuals = _residuals_by_layer(objective, *variables, batch, layers(model))
+        residuals = _residuals_by_layer(objective, *variables, batch, layers(model), optimizer.is_frozen)
     return {(path, "device"): -(-size // shards) for path, size in residuals.items()}
 
 
 def _residuals_by_layer(
-    objective: Objective, trainables: Tree, non_trainables: Tree, batch: Any, paths: Collection[str]
+    objective: Objective,
+    trainables: Tree,
+    non_trainables: Tree,
+    batch: Any,
+    paths: Collection[str],
+    is_frozen: Callable[[str], bool],
 ) -> dict[str, int]:
     """The bytes of the residuals of the backward pass, by the path of the layer that produced them.
 
@@ -210,7 +220,9 @@ def _residuals_by_layer(
     """
 
     def residuals(trainables: Tree, non_trainables: Tree, batch: Any, rng: jax.Array) -> list[jax.Array]:
-        _, pullback = jax.vjp(loss_function(objective, batch, non_trainables, rng), trainables)
+        live, merge_frozen = split_frozen(trainables, is_frozen)
+        loss = loss_function(objective, batch, non_trainables, rng)
+        _, pullback = jax.vjp(lambda live: loss(merge_frozen(live)), live)
         return [leaf for leaf in jax.tree.leaves(pullback) if isinstance(leaf, jax.Array)]
 
     jaxpr = jax.make_jaxpr(residuals)(trainables, non_trainables, batch, _key_shape()).jaxpr

@@ -231,11 +231,11 @@ def test_auto_chooses_the_plan_that_fits_and_sends_least_and_says_why():
         place.auto(model, tokens, **small, memory=2**16)
 
 
-def test_frozen_weights_count_neither_gradients_nor_slots():
+def test_frozen_weights_count_neither_gradients_nor_slots_nor_inputs_of_their_layers():
     task = cnn()
     counts = [
         place.data().describe(task.model, task.x, optimizer, compile=False)
         for optimizer in (optim.Adam(1e-3), optim.Freeze(optim.Adam(1e-3), "**/kernel"))
     ]
-    whole, frozen = ([each.bytes_of(kind) for kind in ("gradients", "slots")] for each in counts)
-    assert 0 < frozen[0] < 0.5 * whole[0] and frozen[1] < 0.5 * whole[1]
+    whole, frozen = ([each.bytes_of(kind) for kind in ("gradients", "slots", "activations")] for each in counts)
+    assert 0 < frozen[0] < 0.5 * whole[0] and frozen[1] < 0.5 * whole[1] and frozen[2] < 0.9 * whole[2]
