@@ -77,14 +77,6 @@ def test_every_repetition_gets_the_inputs_after_the_first():
         assert_close(y, wanted, 1e-5)
 
 
-def test_the_inputs_after_the_first_are_constants_of_the_scan():
-    layer = mlax.Repeat(Modulated(6), 3)
-    variables = layer.init(RNG, (X, T))
-    jaxpr = jax.make_jaxpr(lambda x, t: layer.fwd((x, t), *variables, inference_mode=True)[0])(X, T)
-    (scan,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert len(scan.outvars) == 2  # x, and the count of each repetition
-
-
 def test_several_inputs_pass_through_wrappers():
     variables = Modulated(6).init(RNG, (X, T))
     wanted = apply(Modulated(6), (X, T), variables, inference_mode=True)
