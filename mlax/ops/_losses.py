@@ -62,15 +62,14 @@ def ctc_loss(
     """
     check_floating("ctc_loss", logits)
     x = _widen(logits, jnp.dtype(logits.dtype if accum_dtype is None else accum_dtype))
-    (batch, time, _), length = x.shape, labels.shape[1]
     unlikely = min_value(x.dtype) / 2  # minus infinity has no finite derivatives
-    states = jnp.full((batch, 2 * length + 1), blank, labels.dtype).at[:, 1::2].set(labels)
     is_repeated = jnp.pad(labels[:, 1:] == labels[:, :-1], ((0, 0), (1, 0)))
-    may_skip = jnp.zeros(states.shape, bool).at[:, 3::2].set(~is_repeated[:, 1:])  # the blank before a label
-    emitted = jnp.take_along_axis(x, jnp.broadcast_to(states[:, None], (batch, time, states.shape[1])), 2)
-    emitted = emitted - _log_normalizer(x)[..., None]  # (b, t, 2 n + 1)
-    valid_logits = jnp.ones((batch, time), bool) if logit_mask is None else logit_mask
-    valid_labels = jnp.ones(labels.shape, bool) if label_mask is None else label_mask
+    is_first = jnp.pad(jnp.zeros_like(labels[:, 1:], bool), ((0, 0), (1, 0)), constant_values=True)
+    states = _between_blanks(labels, blank)  # (b, 2 n + 1)
+    may_skip = _between_blanks(~(is_repeated | is_first), False)  # the blank before a label
+    emitted = jnp.take_along_axis(x, states[:, None], 2) - _log_normalizer(x)[..., None]  # (b, t, 2 n + 1)
+    valid_logits = jnp.ones_like(x[..., 0], bool) if logit_mask is None else logit_mask
+    valid_labels = jnp.ones_like(labels, bool) if label_mask is None else label_mask
 
     def advance(alpha: Array, inputs: tuple[Array, Array]) -> tuple[Array, None]:
         emitted, valid = inputs
@@ -78,7 +77,8 @@ def ctc_loss(
         new = _log_add_exp(alpha, once, jnp.where(may_skip, twice, unlikely)) + emitted
         return jnp.where(valid[:, None], jnp.maximum(new, unlikely), alpha), None
 
-    start = jnp.full(states.shape, unlikely, x.dtype).at[:, 0].set(0)  # before the first blank or label
+    is_start = lax.broadcasted_iota(np.int32, states.shape, 1) == 0  # before the first blank or label
+    start = jnp.where(is_start, 0, jnp.full_like(emitted[:, 0], unlikely))
     alpha, _ = lax.scan(advance, start, (jnp.swapaxes(emitted, 0, 1), jnp.swapaxes(valid_logits, 0, 1)))
     number = _count(valid_labels)
     at_blank = jnp.take_along_axis(alpha, 2 * number[:, None], 1)[:, 0]
@@ -172,6 +172,12 @@ def _log_normalizer(x: Array) -> Array:
 def _log_add_exp(*arrays: Array) -> Array:
     top = lax.stop_gradient(functools.reduce(lax.max, arrays))
     return top + lax.log(functools.reduce(lax.add, [lax.exp(each - top) for each in arrays]))
+
+
+def _between_blanks(labels: Array, blank: int) -> Array:
+    """The labels, (b, n), with a blank before each and one at the end, (b, 2 n + 1)."""
+    pairs = jnp.stack([jnp.full_like(labels, blank), labels], -1)
+    return jnp.pad(pairs.reshape(labels.shape[0], -1), ((0, 0), (0, 1)), constant_values=blank)
 
 
 def _count(mask: Array) -> Array:

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from mlax._jax import explicit_sharding
 from mlax._metric import Metric
 from mlax.core import signature
 
@@ -183,8 +186,10 @@ class Perplexity(Metric):
 
 def _histogram(index: jax.Array, weights: jax.Array, size: int) -> jax.Array:
     """The sum of the weights of each index, (size,) float32; indices outside of 0 to size - 1 are left out."""
-    index = jnp.where(index < 0, size, index).reshape(-1)  # a negative one would count from the end
-    return jnp.zeros(size, jnp.float32).at[index].add(weights.reshape(-1), mode="drop")
+    index = jnp.where(index < 0, size, index)  # a negative one would count from the end
+    sharding = explicit_sharding(index)
+    replicated = None if sharding is None else NamedSharding(sharding.mesh, P(None))
+    return jnp.zeros(size, jnp.float32).at[index].add(weights, mode="drop", out_sharding=replicated)
 
 
 def _ratio(xp: Any, part: Any, whole: Any) -> Any:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.test_util import check_grads
 
 from mlax import dtypes, ops
 from tests.asserts import assert_close
@@ -19,6 +18,17 @@ LARGE = {"float16": 3e4, "bfloat16": 1e37, "float32": 1e37, "float64": 1e300}
 
 def reference(case):
     return {name.split("/")[1]: REFERENCES[name] for name in REFERENCES.files if name.startswith(f"{case}/")}
+
+
+def pull_back(loss, x, g):
+    """The losses, and the gradient of the sum of `loss(x) * g`."""
+
+    @jax.jit
+    def run(x, g):
+        y, vjp = jax.vjp(loss, x)
+        return y, vjp(g)[0]
+
+    return run(x, g)
 
 
 def lengths_to_mask(lengths, size):
@@ -40,9 +50,11 @@ def test_cross_entropy_is_that_of_pytorch(case, options):
         wanted = {name: jnp.asarray(array) for name, array in reference(case).items()}
         labels = wanted["labels"]
         mask = labels >= 0 if case == "padded" else None
-        y, vjp = jax.vjp(lambda x: ops.softmax_cross_entropy(x, labels, mask=mask, **options), wanted["x"])
+        y, d_x = pull_back(
+            lambda x: ops.softmax_cross_entropy(x, labels, mask=mask, **options), wanted["x"], wanted["g"]
+        )
         assert_close(y, wanted["y"], 1e-12, 1e-12)
-        assert_close(vjp(wanted["g"])[0], wanted["d_x"], 1e-12, 1e-12)
+        assert_close(d_x, wanted["d_x"], 1e-12, 1e-12)
 
 
 def test_ctc_is_that_of_pytorch():
@@ -52,39 +64,50 @@ def test_ctc_is_that_of_pytorch():
             "logit_mask": lengths_to_mask(wanted["logit_lengths"], 12),
             "label_mask": lengths_to_mask(wanted["label_lengths"], 4),
         }
-        y, vjp = jax.vjp(jax.jit(lambda x: ops.ctc_loss(x, wanted["labels"], **masks)), wanted["x"])
+        y, d_x = pull_back(lambda x: ops.ctc_loss(x, wanted["labels"], **masks), wanted["x"], wanted["g"])
         assert_close(y, wanted["y"], 1e-12, 1e-12)
-        assert_close(vjp(wanted["g"])[0], wanted["d_x"], 1e-12, 1e-12)
+        assert_close(d_x, wanted["d_x"], 1e-12, 1e-12)
 
 
 def test_labels_without_an_alignment_have_an_infinite_loss_without_gradient():
     x, labels = jnp.zeros((2, 3, 4)), jnp.int32([[1, 1], [1, 2]])
     mask = jnp.array([[True, True, False], [True, True, True]])  # [1, 1] needs three logits
-    y, vjp = jax.vjp(jax.jit(lambda x: ops.ctc_loss(x, labels, logit_mask=mask)), x)
-    (d_x,) = vjp(jnp.ones(2))
+    y, d_x = pull_back(lambda x: ops.ctc_loss(x, labels, logit_mask=mask), x, jnp.ones(2))
     assert y[0] == jnp.inf and np.isfinite(y[1])
     assert not d_x[0].any() and d_x[1].any() and jnp.isfinite(d_x).all()
 
 
 def test_cross_entropy_adds_the_z_loss():
     x, labels = jnp.float32([[1, 2, 5], [0, 0, 0]]), jnp.int32([2, 1])
-    extra = ops.softmax_cross_entropy(x, labels, z_loss=0.1) - ops.softmax_cross_entropy(x, labels)
+    extra = jax.jit(lambda x: ops.softmax_cross_entropy(x, labels, z_loss=0.1) - ops.softmax_cross_entropy(x, labels))(
+        x
+    )
     np.testing.assert_allclose(extra, 0.1 * jax.nn.logsumexp(x, -1) ** 2, rtol=1e-5)
 
 
-def test_cross_entropy_has_first_and_second_derivatives_in_both_modes():
+def test_cross_entropy_has_the_derivatives_of_its_formula_in_both_modes_and_of_second_order():
+    """By logits and by probabilities."""
+
+    def loss(x, labels):
+        return ops.softmax_cross_entropy(x, labels, smoothing=0.1, z_loss=0.01).sum()
+
+    def formula(x, labels):
+        smoothed = 0.9 * labels + 0.1 / 4
+        return jnp.sum(0.01 * jax.nn.logsumexp(x, -1) ** 2 - jnp.sum(smoothed * jax.nn.log_softmax(x), -1))
+
+    @jax.jit
+    def derivatives(*args):
+        return [(jax.jacfwd(f, (0, 1))(*args), jax.hessian(f, (0, 1))(*args)) for f in (loss, formula)]
+
     with jax.enable_x64(True):
-        x = jax.random.normal(jax.random.key(0), (2, 4), jnp.float64)
-
-        def loss(x, labels):
-            hard = ops.softmax_cross_entropy(x, jnp.array([1, 3]), z_loss=0.01)
-            return hard + ops.softmax_cross_entropy(x, labels, smoothing=0.1)
-
-        check_grads(jax.jit(loss), (x, jax.nn.softmax(x[::-1])), order=2, modes=["fwd", "rev"], atol=1e-5, rtol=1e-5)
+        x = np.random.default_rng(0).normal(size=(2, 4))
+        found, wanted = derivatives(x, np.exp(x[::-1]) / np.exp(x[::-1]).sum(-1, keepdims=True))
+        assert_close(found, wanted, 1e-10, 1e-10)
 
 
-@pytest.mark.parametrize("accum", [None, "float32"])
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "accum"), [("float16", None), ("bfloat16", None), ("bfloat16", "float32"), ("float32", None)]
+)
 def test_cross_entropy_over_fifty_thousand_classes_is_that_of_float64(name, accum):
     """Values and gradients within a few epsilons, small losses among large logits included."""
     rng = np.random.default_rng(0)
@@ -97,8 +120,10 @@ def test_cross_entropy_over_fifty_thousand_classes_is_that_of_float64(name, accu
     rows = np.arange(4)
     wanted, gradient = log_sum - x[rows, labels], np.exp(x - log_sum[:, None])
     gradient[rows, labels] -= 1
-    y, vjp = jax.vjp(lambda x: ops.softmax_cross_entropy(x, jnp.asarray(labels, np.int32), accum_dtype=accum), narrow)
-    (d_x,) = vjp(jnp.ones_like(y))
+    ones = jnp.ones(4, accum or name)
+    y, d_x = pull_back(
+        lambda x: ops.softmax_cross_entropy(x, jnp.asarray(labels, np.int32), accum_dtype=accum), narrow, ones
+    )
     assert y.dtype == jnp.dtype(accum or name) and d_x.dtype == narrow.dtype
     np.testing.assert_allclose(np.asarray(y, np.float64), wanted, rtol=4 * float(jnp.finfo(y.dtype).eps))
     np.testing.assert_allclose(np.asarray(d_x, np.float64), gradient, atol=2 * float(jnp.finfo(name).eps))
@@ -106,14 +131,13 @@ def test_cross_entropy_over_fifty_thousand_classes_is_that_of_float64(name, accu
 
 def losses(dtype):
     """Losses as functions of one argument, which the guide shows; the last axis are classes or coordinates."""
-    labels, ones = jnp.int32([0, 2, 1, 1]), jnp.ones((4, 3), dtype)
-    binary = ones.at[1:3].set(0)
-    targets = jax.nn.one_hot(labels, 3, dtype=dtype)
-    signal = jnp.tile(ones, (2, 5, 1))[:, :4]
+    labels, columns = np.int32([0, 2, 1, 1]), np.arange(3)
+    targets, binary = jnp.asarray(columns == labels[:, None], dtype), jnp.asarray([[1] * 3, [0] * 3] * 2, dtype)
+    labels, ones = jnp.asarray(labels), jnp.asarray(np.ones((4, 3)), dtype)
     return {
         "ops.softmax_cross_entropy": lambda x: ops.softmax_cross_entropy(x, labels, smoothing=0.1),
         "ops.softmax_cross_entropy of probabilities": lambda x: ops.softmax_cross_entropy(x, targets),
-        "ops.ctc_loss": jax.jit(lambda x: ops.ctc_loss(signal * x[None], jnp.int32([[1, 2], [2, 2]]))),
+        "ops.ctc_loss": lambda x: ops.ctc_loss(jnp.stack([x, x]), jnp.int32([[1, 2], [2, 2]])),
         "sigmoid_binary_cross_entropy": lambda x: optax.sigmoid_binary_cross_entropy(x, binary),
         "hinge_loss": lambda x: optax.hinge_loss(x, 2 * binary - 1),
         "huber_loss": lambda x: optax.huber_loss(x, ones),
@@ -139,19 +163,19 @@ def test_a_loss_keeps_the_declared_dtype_and_is_finite_at_extreme_logits(name):
     """Sums of Optax's losses are accumulated in float32 and rounded to the dtype of the logits; all else is in it."""
     for dtype in FLOATS:
         with jax.enable_x64(dtype == "float64"):
-            loss, x = losses(dtype)[name], jax.random.normal(jax.random.key(0), (4, 3), dtype)
+            loss, x = losses(dtype)[name], np.random.default_rng(0).normal(size=(4, 3)).astype(dtype)
 
             def value_and_gradient(x, loss=loss):
-                y, vjp = jax.vjp(loss, x)
-                return y, vjp(jnp.ones_like(y))[0]
+                return pull_back(loss, x, jnp.ones_like(jax.eval_shape(loss, x)))
 
             y, d_x = jax.eval_shape(value_and_gradient, x)
             assert y.dtype == d_x.dtype == jnp.dtype(dtype)
             if name.startswith("ops") or name in WITHOUT_SUMS or dtype in ("float32", "float64"):
                 assert dtypes.audit(value_and_gradient, x) == ()
             if dtype in ("float16", "float32") and name not in UNBOUNDED:
-                for large in (x * LARGE[dtype] / 4, x.at[:, 0].set(-LARGE[dtype])):
-                    assert all(jnp.isfinite(each).all() for each in value_and_gradient(large)), (dtype, large)
+                for large in (x * LARGE[dtype] / 4, np.where([True, False, False], -LARGE[dtype], x)):
+                    found = value_and_gradient(large.astype(dtype))
+                    assert all(np.isfinite(each).all() for each in found), (dtype, large)
 
 
 def test_optax_losses_that_fail_under_strict_promotion_are_not_recommended():
@@ -166,4 +190,4 @@ def test_optax_losses_that_fail_under_strict_promotion_are_not_recommended():
         lambda: optax.losses.multiclass_sparsemax_loss(x, labels),
     ):
         with pytest.raises(jax.dtypes.TypePromotionError if hasattr(jax.dtypes, "TypePromotionError") else ValueError):
-            loss()
+            jax.eval_shape(loss)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import warnings
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics as sk
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mlax import optim, place, train
 from tests.train.tasks import MODEL, OPTIMIZER, arrays, feed, init_state, objective
@@ -210,7 +213,8 @@ def test_a_step_computes_metrics_of_its_batch_without_padding(options):
         np.testing.assert_allclose(found[name], np.full(found[name].shape, value), rtol=2e-4, err_msg=name)
 
 
-def test_fit_keeps_the_best_by_a_metric_and_logs_it(tmp_path):
+def test_fit_keeps_the_best_by_a_metric_and_logs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # curves take longer than the training
     result = train.fit(
         STEP, init_state(STEP), feed(), steps=4, run=tmp_path, evaluate=feed(), evaluate_every=2,
         best=train.Maximize("f1"), show=False,
@@ -218,6 +222,20 @@ def test_fit_keeps_the_best_by_a_metric_and_logs_it(tmp_path):
     assert 0 < result.scores["f1"] <= 1 and "confusion" not in result.scores
     log = (tmp_path / "metrics.jsonl").read_text()
     assert '"f1"' in log and '"r2/percent"' in log and "confusion" not in log
+
+
+def test_sums_are_added_over_devices_in_shard_map_and_over_explicit_axes():
+    predictions, labels = np.int32([0, 1, 2, 0, 1, 1, 2, 2]), np.int32([0, 1, 1, 0, 2, 1, 2, 0])
+    wanted = pytest.approx(sk.f1_score(labels, predictions, average="macro"))
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Explicit,))
+    given = jax.device_put((predictions, labels), NamedSharding(mesh, P("data")))
+
+    def score(predictions, labels):
+        return jax.lax.psum(train.F1(predictions, labels, classes=3).sum(), "data").compute()
+
+    with jax.set_mesh(mesh):
+        assert jax.jit(jax.shard_map(score, in_specs=P("data"), out_specs=P()))(*given) == wanted
+        assert jax.jit(lambda *args: train.F1(*args, classes=3).sum().compute())(*given) == wanted
 
 
 def test_metrics_take_neither_gradient_nor_memory_per_example():
