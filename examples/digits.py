@@ -84,7 +84,7 @@ def main(config: Config):
             images = random_shift(images, shift_rng)
         logits, non_trainables = model.fwd(images, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])  # (b,)
-        return {"loss": loss, "accuracy": logits.argmax(-1) == batch["digit"]}, non_trainables
+        return {"loss": loss, "accuracy": train.accuracy(logits, batch["digit"])}, non_trainables
 
     rate = optim.WarmupCosine(config.rate, warmup=min(50, config.steps // 2), total=config.steps)
     step = train.step(objective, optim.AdamW(rate, decay=config.decay))

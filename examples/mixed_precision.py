@@ -99,7 +99,7 @@ def train_in_precision(name, model, scaling, config):
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         logits, non_trainables = model.fwd(batch["image"], trainables, non_trainables, inference_mode=inference_mode)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])  # (b,), always in float32
-        return {"loss": loss, "accuracy": logits.argmax(-1) == batch["digit"]}, non_trainables
+        return {"loss": loss, "accuracy": train.accuracy(logits, batch["digit"])}, non_trainables
 
     optimizer = optim.AdamW(optim.WarmupCosine(config.rate, warmup=min(50, config.steps // 2), total=config.steps))
     step = train.step(objective, optimizer, scaling=scaling)

@@ -110,7 +110,7 @@ def main(config: Config):
             images = random_affine(images, rng, config.rotation, config.shift)
         logits, non_trainables = model.fwd(images, trainables, non_trainables, inference_mode=inference_mode)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])  # (b,)
-        return {"loss": loss, "accuracy": logits.argmax(-1) == batch["digit"]}, non_trainables
+        return {"loss": loss, "accuracy": train.accuracy(logits, batch["digit"])}, non_trainables
 
     steps = config.epochs * feed.steps
     rate = optim.WarmupCosine(config.rate, warmup=min(feed.steps, steps // 2), total=steps)

@@ -38,7 +38,7 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
     """The loss, which a step minimizes, and the accuracy, which is only a metric: (b,) each."""
     logits, new = MODEL.fwd(batch["pixels"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])
-    return {"loss": loss, "accuracy": logits.argmax(-1) == batch["digit"]}, new
+    return {"loss": loss, "accuracy": train.accuracy(logits, batch["digit"])}, new
 
 
 def main(config: Config):

@@ -36,7 +36,7 @@ def objective(batch, trainables, non_trainables, rng=None, inference_mode=False)
         batch["pixels"], trainables, non_trainables, rng=rng, inference_mode=inference_mode
     )
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])
-    return {"loss": losses, "accuracy": logits.argmax(-1) == batch["digit"]}, non_trainables
+    return {"loss": losses, "accuracy": train.accuracy(logits, batch["digit"])}, non_trainables
 
 
 def main(config: Config):
