@@ -10,12 +10,11 @@ import optax
 import pytest
 
 import mlax
-from mlax import dtypes, nn, ops, optim, place, train
+from mlax import optim
 from scripts.pages import format_examples, rooms
 
 ABSTRACT = {optim.Optimizer, optim.Leafwise, optim.OptimizerWrapper, optim.Schedule}
-SCOPE = {"jax": jax, "jnp": jnp, "math": math, "mlax": mlax, "optax": optax}
-SCOPE |= {"nn": nn, "ops": ops, "optim": optim, "dtypes": dtypes, "place": place, "train": train}
+SCOPE = {**rooms(), "jax": jax, "jnp": jnp, "math": math, "mlax": mlax, "optax": optax}
 PUBLIC = {f"{page}.{name}": getattr(room, name) for page, room in rooms().items() for name in room.__all__}
 WITH_EXAMPLES = {name: value for name, value in PUBLIC.items() if ">>>" in (inspect.getdoc(value) or "")}
 
