@@ -20,7 +20,7 @@ from mlax.core._errors import (
     signature,
 )
 from mlax.core._frozen import fields_of, frozen, with_fields
-from mlax.core._help import Documented, DocumentedProtocol, DType, Size, document_tuple, name_types
+from mlax.core._help import Documented, DocumentedProtocol, DType, Size, document_tuple, field_table, name_types
 from mlax.core._initializers import (
     Constant,
     Identity,

@@ -27,7 +27,7 @@ class F(Layer):
     if they are the same object: define a function once rather than a new lambda in each description.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # of the input, and of rng and inference_mode if it has such parameters
 
     def __post_init__(self) -> None:
         if isinstance(self.function, Layer):
@@ -139,9 +139,9 @@ class Residual(Composite):
     >>> projected = mlax.Residual(nn.Conv(32, 3, strides=2), shortcut=nn.Conv(32, 1, strides=2))
     """
 
-    layer: LayerLike
+    layer: LayerLike  # a layer or a function
     _: KW_ONLY
-    shortcut: LayerLike | None = None
+    shortcut: LayerLike | None = None  # what the input passes through; None: nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer", _as_layer("Residual", "layer", self.layer))

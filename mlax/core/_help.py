@@ -102,7 +102,8 @@ class FieldDoc(NamedTuple):
 def field_table(cls: type) -> str:
     """The fields in the order of the constructor, a line each: name, type, default and meaning."""
     fields, parameters = _fields(cls), _parameters(cls)
-    if not fields or not parameters.keys() <= set(fields):  # of a constructor with other arguments its docstring tells
+    is_written = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters.values())
+    if not fields or is_written or not parameters.keys() <= set(fields):  # the docstring of such a constructor tells
         return ""
     docs = field_docs(cls)
     declared = {name: str(parameter) for name, parameter in parameters.items()}
@@ -227,4 +228,4 @@ def _pointer(cls: type) -> str:
 def public_name(cls: type) -> str:
     """`mlax.Layer`, `mlax.optim.Optimizer`: the name that users import."""
     rooms = [name for name in cls.__module__.split(".") if not name.startswith("_") and name != "core"]
-    return ".".join([*rooms, cls.__qualname__])
+    return ".".join([*rooms[:2], cls.__qualname__])

@@ -29,7 +29,7 @@ class Initializer(metaclass=Documented):
 class Constant(Initializer):
     """Initialize with one value."""
 
-    value: float
+    value: float  # of every element
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return constant(self.value, rng, shape, dtype)
@@ -55,7 +55,7 @@ class Ones(Initializer):
 class Normal(Initializer):
     """Initialize from the normal distribution with mean 0 and standard deviation `std`."""
 
-    std: float = 0.01
+    std: float = 0.01  # the standard deviation
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return sample(jax.random.normal, rng, shape, dtype, self.std)
@@ -65,7 +65,7 @@ class Normal(Initializer):
 class TruncatedNormal(Initializer):
     """Initialize from the normal distribution with mean 0 and standard deviation `std`, truncated at two deviations."""
 
-    std: float = 0.01
+    std: float = 0.01  # the standard deviation, before the truncation
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return sample(_truncated_normal, rng, shape, dtype, self.std)
@@ -75,7 +75,7 @@ class TruncatedNormal(Initializer):
 class Uniform(Initializer):
     """Initialize from the uniform distribution from -`limit` to `limit`."""
 
-    limit: float = 0.01
+    limit: float = 0.01  # values are between -limit and limit
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         return sample(_symmetric_uniform, rng, shape, dtype, self.limit)
@@ -88,9 +88,9 @@ class VarianceScaling(Initializer):
     The truncated normal distribution is scaled to have that variance after truncation.
     """
 
-    scale: float = 1.0
-    fan: Literal["in", "out", "mean"] = "in"
-    distribution: Literal["normal", "truncated", "uniform"] = "truncated"
+    scale: float = 1.0  # the variance times the fan
+    fan: Literal["in", "out", "mean"] = "in"  # "in", "out" or their "mean"
+    distribution: Literal["normal", "truncated", "uniform"] = "truncated"  # "normal", "truncated" or "uniform"
 
     def __post_init__(self) -> None:
         if self.fan not in ("in", "out", "mean"):
@@ -145,7 +145,7 @@ class Orthogonal(Initializer):
     Sampled and factored in float32 or wider, since there is no narrower QR. https://arxiv.org/abs/1312.6120
     """
 
-    scale: float = 1.0
+    scale: float = 1.0  # of the matrix
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         if len(shape) < 2:
@@ -165,7 +165,7 @@ class Orthogonal(Initializer):
 class Identity(Initializer):
     """Initialize with the identity matrix times `scale`, at the center of the window if there is one."""
 
-    scale: float = 1.0
+    scale: float = 1.0  # of the diagonal
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         if len(shape) < 2:

@@ -91,13 +91,13 @@ class Recurrent(Wrapper):
     (8, 20, 32)
     """
 
-    layer: Cell
+    layer: Cell  # the cell
     _: KW_ONLY
-    axis: int = 1
-    reverse: bool = False
-    unroll: int | None = None
-    carry: bool = False
-    lengths: bool = False
+    axis: int = 1  # of time
+    reverse: bool = False  # whether to start at the last time step
+    unroll: int | None = None  # steps of the scan per iteration; None: as is fastest
+    carry: bool = False  # whether the carry is an input and an output
+    lengths: bool = False  # whether the lengths of the sequences are an input
 
     def __post_init__(self) -> None:
         if isinstance(self.layer, Layer) and not isinstance(self.layer, Cell):

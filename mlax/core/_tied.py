@@ -16,10 +16,10 @@ from mlax.core._wrappers import Wrapper
 class Tie(metaclass=Documented):
     """Ties the trainable at path `leaf` to the one at path `to`, transposed if `transpose`."""
 
-    leaf: str
-    to: str
+    leaf: str  # the path of the leaf that is not stored
+    to: str  # the path of the leaf that it equals
     _: KW_ONLY
-    transpose: bool = False
+    transpose: bool = False  # whether it is transposed
 
 
 @frozen

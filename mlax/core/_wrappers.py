@@ -39,7 +39,7 @@ class Wrapper(Layer):
     Variables: those of `layer`, under the same paths, unless a subclass writes `init` too.
     """
 
-    layer: Layer
+    layer: Layer  # the layer inside
 
     def __post_init__(self) -> None:
         check_layer(type(self).__name__, "layer", self.layer)
@@ -74,8 +74,8 @@ class Remat(Wrapper):
     """
 
     _: KW_ONLY
-    policy: Callable[..., bool] | None = None
-    prevent_cse: bool = True
+    policy: Callable[..., bool] | None = None  # one of jax.checkpoint_policies; None: only inputs are stored
+    prevent_cse: bool = True  # False inside of a scan
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         def run(x: Any, trainables: Tree, non_trainables: Tree, rng: jax.Array | None) -> tuple[Any, Tree]:
@@ -115,8 +115,8 @@ class Map(Wrapper):
     """
 
     _: KW_ONLY
-    axis: int = 1
-    variables: Literal[0] | None = None
+    axis: int = 1  # of the input and the output
+    variables: Literal[0] | None = None  # 0: separate for each slice; None: shared
 
     @property
     def has_stack(self) -> bool:
@@ -172,9 +172,9 @@ class Repeat(Wrapper):
     (12, 16, 64)
     """
 
-    times: int
+    times: int  # how often
     _: KW_ONLY
-    mode: Mode = "scan"
+    mode: Mode = "scan"  # "scan", "remat" or "unroll"
 
     def __post_init__(self) -> None:
         super().__post_init__()

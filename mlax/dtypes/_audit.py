@@ -20,8 +20,8 @@ class DtypeViolation(metaclass=Documented):
     path: str  # of the layer, like "blocks/mlp/up"; "" outside of a layer
     primitive: str  # like "add"; of a product in another dtype with its algorithm, like "dot_general[BF16_BF16_F32]"
     inputs: tuple[str, ...]  # dtypes of all operands, in order
-    outputs: tuple[str, ...]
-    declared: str
+    outputs: tuple[str, ...]  # dtypes of all results
+    declared: str  # the dtype that was expected
     source: str  # like "model.py:31 (wire)"; "" where JAX has no line of the user's
 
     def __str__(self):

@@ -20,9 +20,9 @@ class Mixed(Wrapper):
     """
 
     _: KW_ONLY
-    compute: DType = "bfloat16"
-    output: DType = "float32"
-    param_dtype: DType = "float32"
+    compute: DType = "bfloat16"  # the dtype of the computation
+    output: DType = "float32"  # the dtype of results; None: not cast
+    param_dtype: DType = "float32"  # the dtype that trainables are stored in
 
     def init(self, rng, x):
         return map_layers(self.layer, "", self._set_state_dtype).init(rng, cast(x, self.param_dtype))

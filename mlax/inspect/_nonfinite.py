@@ -20,13 +20,13 @@ class Statistics(NamedTuple):
     """What an array holds: its signature, its smallest and largest finite element, and how many are not finite."""
 
     signature: str  # like "float32[8, 16]"
-    size: int
+    size: int  # the number of elements
     lowest: float  # of the finite elements; NaN if there are none
-    highest: float
-    zeros: int
-    nan: int
-    inf: int
-    negative_inf: int
+    highest: float  # finite element
+    zeros: int  # how many
+    nan: int  # how many
+    inf: int  # how many
+    negative_inf: int  # how many
 
     def __str__(self) -> str:
         counts = {"zero": self.zeros, "NaN": self.nan, "inf": self.inf, "-inf": self.negative_inf}
@@ -40,11 +40,11 @@ class NonFinite(metaclass=Documented):
     """The operation whose result is the first with a NaN, or with an infinity if there is no NaN, and its layer."""
 
     path: str  # of the layer, like "blocks/7/norm"; "" outside of a layer
-    is_backward: bool
+    is_backward: bool  # whether in the backward pass
     primitive: str  # like "log"; "argument" if the function was called with it
     source: str  # like "model.py:31 (wire)"; of an argument its key path, like "[0]['up']['kernel']"
-    inputs: tuple[Statistics, ...]
-    outputs: tuple[Statistics, ...]
+    inputs: tuple[Statistics, ...]  # of the operation
+    outputs: tuple[Statistics, ...]  # of the operation
     cause: "NonFinite | None" = None  # of a NaN that was computed from an infinity: where that came from
 
     def __str__(self) -> str:

@@ -22,9 +22,9 @@ class ArgumentChange(NamedTuple):
     """An argument, or a leaf of one, that differs from the closest earlier call, and what to do about it."""
 
     name: str  # like "batch/x"
-    before: str
-    after: str
-    advice: str
+    before: str  # what it was
+    after: str  # what it is
+    advice: str  # what to do
 
     def __str__(self) -> str:
         return f"{self.name} was {self.before} and is now {self.after}; {self.advice}"
@@ -35,7 +35,7 @@ class Compilation(NamedTuple):
     """One compilation of a function: in which call, how long it took, and what had changed."""
 
     call: int  # from 1
-    seconds: float
+    seconds: float  # that it took
     changes: tuple[ArgumentChange, ...]  # none for the first compilation
 
     def __str__(self) -> str:

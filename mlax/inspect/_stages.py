@@ -26,8 +26,8 @@ NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 class Donation(NamedTuple):
     """An argument whose buffer was donated, and whether a result is written to it."""
 
-    name: str
-    is_used: bool
+    name: str  # of the argument
+    is_used: bool  # whether a result is written to it
     reason: str  # why not, or empty
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class Constant(NamedTuple):
     """An array that the function closes over, and that is part of the program."""
 
     name: str  # of the variable, or empty if it was not found
-    signature: str
-    bytes: int
+    signature: str  # dtype and shape
+    bytes: int  # of the array
 
     def __str__(self) -> str:
         name = f"{self.name}, " if self.name else ""
@@ -53,20 +53,20 @@ class Match(NamedTuple):
 
     stage: str  # "jaxpr", "stablehlo" or "hlo"
     line: int  # from 1
-    text: str
+    text: str  # of the line
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stages(metaclass=Documented):
     """The three stages of a function as text, and what became of its arguments; `print` shows an overview."""
 
-    name: str
-    jaxpr: str
-    stablehlo: str
+    name: str  # of the function
+    jaxpr: str  # as text
+    stablehlo: str  # as text
     hlo: str  # optimized, for the device
     arguments: Mapping[str, str]  # name: signature
     dropped: tuple[str, ...]  # arguments that no result depends on
-    donations: tuple[Donation, ...]
+    donations: tuple[Donation, ...]  # of arguments
     constants: tuple[Constant, ...]  # of at least 1 MiB
     side_effects: tuple[str, ...]  # that happened only while the function was traced
     kernels: Mapping[str, int]  # operations that run on the device, by HLO opcode; the body of a loop counts once

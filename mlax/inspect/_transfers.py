@@ -22,7 +22,7 @@ class Transfer(NamedTuple):
     layer: str  # its path, such as "blocks/mlp/up"; "" outside any layer
     kind: str  # such as "all-reduce" or "host to device"
     group: int  # the number of devices that take part in each; 1 for a host-device copy
-    count: int
+    count: int  # how many
     bytes: int  # of all of them, on one device; for an all-gather, of the result
     sent: int  # the bytes that each device sends, in a ring
 
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 class Transfers(NamedTuple):
     """The transfers of a compiled function; printed, they are a table."""
 
-    rows: tuple[Transfer, ...]
+    rows: tuple[Transfer, ...]  # by layer and kind
     totals: tuple[Transfer, ...]  # by kind and group; a collective of several layers counts once
     events: tuple[TransferEvent, ...] = ()  # the single transfers that the rows and totals sum up
 

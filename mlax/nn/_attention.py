@@ -41,16 +41,16 @@ class Attention(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
+    causal: bool = False  # no token attends to later ones
+    window: int | None = None  # a token attends to so many, itself included
+    softcap: float | None = None  # c maps a score x to c * tanh(x / c)
+    sinks: bool = False  # a learned score for each head in its softmax
+    alibi: bool = False  # a bias by distance: ALiBi
     scale: float | None = None  # None: 1 / sqrt(k)
-    dropout: float = 0.0
-    return_weights: bool = False
-    sinks_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    dropout: float = 0.0  # of the weights, in training; needs a key
+    return_weights: bool = False  # a dict of y and of weights (b, h, t, s)
+    sinks_init: Initializer = Zeros()  # of the sinks
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's; cuDNN needs float32
     param_dtype: DType = None  # None: the input's
     implementation: AttentionBackend | None = None  # None: the fastest that can; ops.attention_backend names it

@@ -17,18 +17,18 @@ from mlax.ops import Layout, Padding, PadWith, Sizes, parse_layout
 class Convolution(Layer):
     """The fields and variables that Conv and ConvTranspose share."""
 
-    features: Size
-    window: Sizes
+    features: Size  # the channels of the output
+    window: Sizes  # the size of a window, along all spatial axes or each
     _: KW_ONLY
-    strides: Sizes = 1
-    padding: Padding = "SAME"
-    dilation: Sizes = 1
-    groups: int | Literal["depthwise"] = 1
-    layout: str = "channel_last"
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    bias_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    strides: Sizes = 1  # the distance of windows
+    padding: Padding = "SAME"  # "SAME", "VALID", "CAUSAL", a size, or sizes by axis
+    dilation: Sizes = 1  # the distance of elements in a window
+    groups: int | Literal["depthwise"] = 1  # of channels, each convolved by itself, or "depthwise"
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    bias_init: Initializer = Zeros()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -81,7 +81,7 @@ class Conv(Convolution):
     """
 
     _: KW_ONLY
-    pad_with: PadWith = "zeros"
+    pad_with: PadWith = "zeros"  # "zeros", "circular", "reflect" or "edge"
 
     def init(self, rng, x):
         axes = parse_layout(f"{self}", self.layout, x)
@@ -125,7 +125,7 @@ class ConvTranspose(Convolution):
     """
 
     _: KW_ONLY
-    output_padding: Sizes = 0
+    output_padding: Sizes = 0  # added to one side of the output
 
     def init(self, rng, x):
         axes = parse_layout(f"{self}", self.layout, x)

@@ -17,7 +17,7 @@ class _RandomDrop(Layer):
 
     needs_floating_input: ClassVar[bool] = True
 
-    rate: float = 0.5
+    rate: float = 0.5  # the probability of zero, in training
 
     def __post_init__(self):
         if not 0.0 <= self.rate <= 1.0:
@@ -67,7 +67,7 @@ class ChannelDropout(_RandomDrop):
     """
 
     _: KW_ONLY
-    axis: int = -1
+    axis: int = -1  # of the channels
 
     def init(self, rng, x):
         num_channels(self, x)

@@ -26,11 +26,11 @@ class Embed(Layer):
     (8, 20, 64)
     """
 
-    vocabulary: Size
-    width: Size
+    vocabulary: Size  # the number of rows of the table
+    width: Size  # the size of an embedding
     _: KW_ONLY
-    padding: int | None = None
-    table_init: Initializer = Normal(0.02)
+    padding: int | None = None  # the index whose row is zero and gets no gradient
+    table_init: Initializer = Normal(0.02)  # of the table
     param_dtype: DType = "float32"  # the input has no floating dtype to follow
 
     def __post_init__(self):
@@ -61,12 +61,12 @@ class EmbedBag(Layer):
     (8, 64)
     """
 
-    vocabulary: Size
-    width: Size
+    vocabulary: Size  # the number of rows of the table
+    width: Size  # the size of an embedding
     _: KW_ONLY
-    by: Combine = "mean"
-    padding: int | None = None
-    table_init: Initializer = Normal(0.02)
+    by: Combine = "mean"  # "mean", "sum" or "max"
+    padding: int | None = None  # an index that is left out
+    table_init: Initializer = Normal(0.02)  # of the table
     param_dtype: DType = "float32"  # the input has no floating dtype to follow
 
     def __post_init__(self):

@@ -66,9 +66,9 @@ class KeyValueCache(Layer):
 
     stores_activations: ClassVar[bool] = True
 
-    capacity: Size
+    capacity: Size  # tokens of each row
     _: KW_ONLY
-    ring: bool = False
+    ring: bool = False  # whether new tokens overwrite the oldest
     param_dtype: DType = None  # None: the dtype that init sees
 
     def init(self, rng, x):

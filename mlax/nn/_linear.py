@@ -28,12 +28,12 @@ class Linear(Layer):
     ((8, 32), (16, 32))
     """
 
-    features: Size
+    features: Size  # the size of the last axis of the output
     _: KW_ONLY
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    bias_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    bias_init: Initializer = Zeros()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -68,8 +68,8 @@ class Bias(Layer):
     """
 
     _: KW_ONLY
-    axes: tuple[int, ...] = (-1,)
-    bias_init: Initializer = Zeros()
+    axes: tuple[int, ...] = (-1,)  # of the input that the bias has
+    bias_init: Initializer = Zeros()  # of the bias
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
@@ -93,8 +93,8 @@ class Scaler(Layer):
     """
 
     _: KW_ONLY
-    axes: tuple[int, ...] = (-1,)
-    scale_init: Initializer = Ones()
+    axes: tuple[int, ...] = (-1,)  # of the input that the scale has
+    scale_init: Initializer = Ones()  # of the scale
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
@@ -119,8 +119,8 @@ class PReLU(Layer):
     """
 
     _: KW_ONLY
-    axes: tuple[int, ...] = ()
-    slope_init: Initializer = Constant(0.25)
+    axes: tuple[int, ...] = ()  # of the input that the slope has; (): one number
+    slope_init: Initializer = Constant(0.25)  # of the slope
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
@@ -144,10 +144,10 @@ class MLP(Composite):
     (8, 10)
     """
 
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # the features of each layer
     _: KW_ONLY
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu
-    bias: bool = True
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu  # between the layers
+    bias: bool = True  # whether to add a bias
 
     def __post_init__(self):
         if not isinstance(self.widths, tuple) or not self.widths or not all(isinstance(w, int) for w in self.widths):
@@ -183,10 +183,10 @@ class GLU(Composite):
     (8, 32)
     """
 
-    features: Size
+    features: Size  # the size of the last axis of the output
     _: KW_ONLY
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-    bias: bool = False
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu  # of the gate
+    bias: bool = False  # whether to add a bias
 
     def __post_init__(self):
         _check_activation(self, "jax.nn.silu")

@@ -52,12 +52,12 @@ class LoRA(Wrapper):
     ('bias', 'kernel', 'lora/down', 'lora/up')
     """
 
-    layer: Linear
-    rank: int
+    layer: Linear  # the Linear to adapt
+    rank: int  # of the update
     _: KW_ONLY
     alpha: float | None = None  # None: the rank, so that the factor is 1
-    down_init: Initializer = lecun("normal")
-    up_init: Initializer = Zeros()
+    down_init: Initializer = lecun("normal")  # of down (d, rank)
+    up_init: Initializer = Zeros()  # of up (rank, features)
 
     def __post_init__(self):
         if isinstance(self.layer, type):

@@ -37,14 +37,14 @@ class Mamba(Composite):
     (8, 20, 64)
     """
 
-    width: int
+    width: int  # of the output
     _: KW_ONLY
-    states: int = 16
-    expansion: int = 2
-    window: int = 4
-    rank: int | None = None
-    chunk: int = 32
-    decode: bool = False
+    states: int = 16  # of each channel
+    expansion: int = 2  # hidden channels for each of the width
+    window: int = 4  # of the causal convolution
+    rank: int | None = None  # of the step sizes; None: a 16th of the width
+    chunk: int = 32  # time steps that are scanned in parallel
+    decode: bool = False  # whether to keep the state between calls
     accum_dtype: DType = None  # of the scan and its state; None: the input's
 
     def __post_init__(self):

@@ -43,13 +43,13 @@ class MoE(Composite):
 
     has_statistics: ClassVar[bool] = True  # the router's softmax
 
-    expert: Layer
-    experts: Size
+    expert: Layer  # the layer that each expert is
+    experts: Size  # how many
     _: KW_ONLY
-    k: Size = 2
-    capacity_factor: float | None = 1.25
+    k: Size = 2  # experts of each token
+    capacity_factor: float | None = 1.25  # the most tokens of an expert over its equal share; None: all
     renormalize: bool = True  # divide the gates of a token by their sum, where k > 1
-    noise: float = 0.0
+    noise: float = 0.0  # of the router's scores, in training
     precision: PrecisionLike = None  # of the router
     accum_dtype: DType = None  # of the router; None: the input's
 

@@ -40,16 +40,16 @@ class BatchNorm(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    axis: int = -1
-    momentum: float | None = 0.1
-    eps: float = 1e-5
-    scale: bool = True
-    shift: bool = True
-    frozen: bool = False
-    corrected: bool = False
-    axis_name: str | tuple[str, ...] | None = None
-    scale_init: Initializer = Ones()
-    shift_init: Initializer = Zeros()
+    axis: int = -1  # of the channels
+    momentum: float | None = 0.1  # how far a step moves the running statistics; None: their plain average
+    eps: float = 1e-5  # added to the variance
+    scale: bool = True  # whether to multiply by a learned scale
+    shift: bool = True  # whether to add a learned shift
+    frozen: bool = False  # whether training uses the running statistics, too
+    corrected: bool = False  # whether to remove the bias towards the initial values
+    axis_name: str | tuple[str, ...] | None = None  # of a shard_map or vmap to take statistics over
+    scale_init: Initializer = Ones()  # of the scale
+    shift_init: Initializer = Zeros()  # of the shift
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -127,12 +127,12 @@ class LayerNorm(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    axes: tuple[int, ...] = (-1,)
-    eps: float = 1e-5
-    scale: bool = True
-    shift: bool = True
-    scale_init: Initializer = Ones()
-    shift_init: Initializer = Zeros()
+    axes: tuple[int, ...] = (-1,)  # to normalize
+    eps: float = 1e-5  # added to the variance
+    scale: bool = True  # whether to multiply by a learned scale
+    shift: bool = True  # whether to add a learned shift
+    scale_init: Initializer = Ones()  # of the scale
+    shift_init: Initializer = Zeros()  # of the shift
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -161,10 +161,10 @@ class RMSNorm(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    axes: tuple[int, ...] = (-1,)
-    eps: float = 1e-6
-    scale: bool = True
-    scale_init: Initializer = Ones()
+    axes: tuple[int, ...] = (-1,)  # to normalize
+    eps: float = 1e-6  # added to the mean square
+    scale: bool = True  # whether to multiply by a learned scale
+    scale_init: Initializer = Ones()  # of the scale
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -196,14 +196,14 @@ class GroupNorm(Layer):
 
     has_statistics: ClassVar[bool] = True
 
-    groups: int
+    groups: int  # of channels
     _: KW_ONLY
-    axis: int = -1
-    eps: float = 1e-5
-    scale: bool = True
-    shift: bool = True
-    scale_init: Initializer = Ones()
-    shift_init: Initializer = Zeros()
+    axis: int = -1  # of the channels
+    eps: float = 1e-5  # added to the variance
+    scale: bool = True  # whether to multiply by a learned scale
+    shift: bool = True  # whether to add a learned shift
+    scale_init: Initializer = Ones()  # of the scale
+    shift_init: Initializer = Zeros()  # of the shift
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -242,12 +242,12 @@ class InstanceNorm(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    axis: int = -1
-    eps: float = 1e-5
-    scale: bool = True
-    shift: bool = True
-    scale_init: Initializer = Ones()
-    shift_init: Initializer = Zeros()
+    axis: int = -1  # of the channels
+    eps: float = 1e-5  # added to the variance
+    scale: bool = True  # whether to multiply by a learned scale
+    shift: bool = True  # whether to add a learned shift
+    scale_init: Initializer = Ones()  # of the scale
+    shift_init: Initializer = Zeros()  # of the shift
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -281,12 +281,12 @@ class LocalResponseNorm(Layer):
 
     has_statistics: ClassVar[bool] = True
 
-    size: int
+    size: int  # of a window of channels
     _: KW_ONLY
-    alpha: float = 1e-4
-    beta: float = 0.75
-    k: float = 1.0
-    axis: int = -1
+    alpha: float = 1e-4  # of the mean square
+    beta: float = 0.75  # the power
+    k: float = 1.0  # added to the mean square
+    axis: int = -1  # of the channels
     accum_dtype: DType = None  # None: the input's
 
     def __post_init__(self):

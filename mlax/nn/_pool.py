@@ -15,13 +15,13 @@ from mlax.ops import Padding, Reduction, Sizes, parse_layout
 class _WindowPool(Layer):
     """The fields that MaxPool, MeanPool and SumPool share."""
 
-    window: Sizes
+    window: Sizes  # the size of a window, along all spatial axes or each
     _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
-    padding: Padding = "VALID"
-    dilation: Sizes = 1
-    ceil: bool = False
-    layout: str = "channel_last"
+    padding: Padding = "VALID"  # "SAME", "VALID", "CAUSAL", a size, or sizes by axis
+    dilation: Sizes = 1  # the distance of elements in a window
+    ceil: bool = False  # whether a last, incomplete window counts
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def init(self, rng, x):
         ops.resolve_pool_windows(f"{self}", x, **_window_fields(self))
@@ -78,7 +78,7 @@ class MeanPool(_WindowPool):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    count_padding: bool = False
+    count_padding: bool = False  # whether padding counts in the mean
     accum_dtype: DType = None  # None: the input's
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -98,15 +98,15 @@ class Pool(Layer):
     (8, 14, 14, 16)
     """
 
-    combine: Callable[[Any, Any], Any]
-    start: float
-    window: Sizes
+    combine: Callable[[Any, Any], Any]  # an associative function of two arrays, jnp.maximum say
+    start: float  # its neutral element
+    window: Sizes  # the size of a window, along all spatial axes or each
     _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
-    padding: Padding = "VALID"
-    dilation: Sizes = 1
-    ceil: bool = False
-    layout: str = "channel_last"
+    padding: Padding = "VALID"  # "SAME", "VALID", "CAUSAL", a size, or sizes by axis
+    dilation: Sizes = 1  # the distance of elements in a window
+    ceil: bool = False  # whether a last, incomplete window counts
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def init(self, rng, x):
         ops.resolve_pool_windows(f"{self}", x, **_window_fields(self))
@@ -129,9 +129,9 @@ class GlobalPool(Layer):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    by: Reduction = "mean"
-    keep_axes: bool = False
-    layout: str = "channel_last"
+    by: Reduction = "mean"  # "mean", "max" or "sum"
+    keep_axes: bool = False  # whether spatial axes of size 1 remain
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
     accum_dtype: DType = None  # None: the input's
 
     def __post_init__(self):
@@ -161,10 +161,10 @@ class AdaptivePool(Layer):
 
     has_statistics: ClassVar[bool] = True
 
-    size: int | tuple[int | None, ...]
+    size: int | tuple[int | None, ...]  # of the output, along all spatial axes or each; None: unchanged
     _: KW_ONLY
-    by: Reduction = "mean"
-    layout: str = "channel_last"
+    by: Reduction = "mean"  # "mean", "max" or "sum"
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
     accum_dtype: DType = None  # None: the input's
 
     def __post_init__(self):

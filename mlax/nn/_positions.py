@@ -33,10 +33,10 @@ class LearnedPositions(Layer):
     (8, 20, 64)
     """
 
-    length: Size
+    length: Size  # the number of positions
     _: KW_ONLY
-    decoding: bool = False
-    table_init: Initializer = Normal(0.02)
+    decoding: bool = False  # whether to count the tokens of earlier calls
+    table_init: Initializer = Normal(0.02)  # of the table
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
@@ -71,8 +71,8 @@ class SinusoidalPositions(Layer):
     needs_floating_input: ClassVar[bool] = True
 
     _: KW_ONLY
-    base: float = 10_000.0
-    decoding: bool = False
+    base: float = 10_000.0  # of the wavelengths, the longest of which is about 2 pi base
+    decoding: bool = False  # whether to count the tokens of earlier calls
     accum_dtype: DType = "float32"  # of the sines from position 1,024 on; None: the input's
 
     def init(self, rng, x):
@@ -110,7 +110,7 @@ class LinearScaling(RotaryScaling):
     (8, 20, 4, 16)
     """
 
-    factor: float
+    factor: float  # how much longer the sequences are
 
     def frequencies(self, width, base, time=None):
         return ops.linear_frequencies(ops.rotary_frequencies(width, base), self.factor)
@@ -126,7 +126,7 @@ class NTKScaling(RotaryScaling):
     (8, 20, 4, 16)
     """
 
-    factor: float
+    factor: float  # how much longer the sequences are
 
     def frequencies(self, width, base, time=None):
         return ops.ntk_frequencies(width, base, self.factor)
@@ -143,9 +143,9 @@ class DynamicNTKScaling(RotaryScaling):
     (8, 20, 4, 16)
     """
 
-    factor: float
+    factor: float  # how fast it grows beyond `length`
     _: KW_ONLY
-    length: int
+    length: int  # of the sequences in training
     time: int | None = None  # None: that of the input
 
     def frequencies(self, width, base, time=None):
@@ -167,12 +167,12 @@ class YaRNScaling(RotaryScaling):
     (8, 20, 4, 16)
     """
 
-    factor: float
+    factor: float  # how much longer the sequences are
     _: KW_ONLY
-    length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention_factor: float | None = None
+    length: int  # of the sequences in training
+    fast: float = 32.0  # periods in `length` above which a frequency stays
+    slow: float = 1.0  # periods in `length` below which it is divided
+    attention_factor: float | None = None  # of queries and keys; None: 0.1 ln(factor) + 1
 
     def frequencies(self, width, base, time=None):
         return ops.yarn_frequencies(width, base, self.factor, self.length, self.fast, self.slow)
@@ -195,10 +195,10 @@ class Llama3Scaling(RotaryScaling):
     """
 
     _: KW_ONLY
-    factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    length: int = 8192
+    factor: float = 8.0  # how much longer the sequences are
+    low: float = 1.0  # periods in `length` below which a frequency is divided
+    high: float = 4.0  # periods in `length` above which it stays
+    length: int = 8192  # of the sequences in training
 
     def frequencies(self, width, base, time=None):
         frequencies = ops.rotary_frequencies(width, base)
@@ -222,10 +222,10 @@ class Rotary(Layer):
     needs_floating_input: ClassVar[bool] = True
 
     _: KW_ONLY
-    base: float = 10_000.0
-    width: int | None = None
-    scaling: RotaryScaling | None = None
-    interleaved: bool = False
+    base: float = 10_000.0  # of the wavelengths, the longest of which is about 2 pi base
+    width: int | None = None  # of the part of a head that is rotated; None: all
+    scaling: RotaryScaling | None = None  # for longer sequences than in training
+    interleaved: bool = False  # whether neighbors are pairs, not halves
     accum_dtype: DType = "float32"  # of cosines and sines from position 1,024 on, or given ones; None: the input's
 
     def __post_init__(self):
@@ -283,12 +283,12 @@ class RelativeBias(Layer):
     (1, 4, 20, 20)
     """
 
-    heads: Size
+    heads: Size  # how many
     _: KW_ONLY
-    buckets: Size = 32
+    buckets: Size = 32  # of distances
     farthest: int = 128  # distance from which all share the last bucket
     bidirectional: bool = True  # False for decoders: keys ahead count as distance 0
-    table_init: Initializer = Normal(0.02)
+    table_init: Initializer = Normal(0.02)  # of the table
     param_dtype: DType = "float32"  # the input has no floating dtype to follow
 
     def init(self, rng, x):

@@ -38,14 +38,14 @@ class RNNCell(CompositeCell):
     (8, 20, 32)
     """
 
-    features: Size
+    features: Size  # of the carry
     _: KW_ONLY
-    activation: Literal["tanh", "relu"] = "tanh"
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    recurrent_init: Initializer = lecun()
-    bias_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    activation: Literal["tanh", "relu"] = "tanh"  # "tanh" or "relu"
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    recurrent_init: Initializer = lecun()  # of the kernel of the carry
+    bias_init: Initializer = Zeros()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -84,13 +84,13 @@ class MGUCell(CompositeCell):
     (8, 20, 32)
     """
 
-    features: Size
+    features: Size  # of the carry
     _: KW_ONLY
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    recurrent_init: Initializer = lecun()
-    bias_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    recurrent_init: Initializer = lecun()  # of the kernel of the carry
+    bias_init: Initializer = Zeros()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -131,14 +131,14 @@ class GRUCell(CompositeCell):
     (8, 20, 32)
     """
 
-    features: Size
+    features: Size  # of the carry
     _: KW_ONLY
-    reset: Literal["after", "before"] = "after"
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    recurrent_init: Initializer = lecun()
-    bias_init: Initializer = Zeros()
-    precision: PrecisionLike = None
+    reset: Literal["after", "before"] = "after"  # the gate is applied after or before the product
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    recurrent_init: Initializer = lecun()  # of the kernel of the carry
+    bias_init: Initializer = Zeros()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -181,7 +181,7 @@ class ForgetBias(Initializer):
     >>> cell = nn.LSTMCell(32, bias_init=nn.ForgetBias(2.0))
     """
 
-    value: float = 1.0
+    value: float = 1.0  # of the bias of the forget gate
 
     def __call__(self, rng, shape, dtype, *, in_axis=-2, out_axis=-1):
         gate = shape[-1] // 4
@@ -208,16 +208,16 @@ class LSTMCell(CompositeCell):
     (8, 20, 32)
     """
 
-    features: Size
+    features: Size  # of the cell state
     _: KW_ONLY
-    peephole: bool = False
-    projection: int | None = None
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    recurrent_init: Initializer = lecun()
-    bias_init: Initializer = ForgetBias()
-    peephole_init: Initializer = Normal(0.1)
-    precision: PrecisionLike = None
+    peephole: bool = False  # whether the gates depend on the cell state
+    projection: int | None = None  # of the output to so many features; None: no projection
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    recurrent_init: Initializer = lecun()  # of the kernel of the carry
+    bias_init: Initializer = ForgetBias()  # of the bias
+    peephole_init: Initializer = Normal(0.1)  # of the peepholes
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 
@@ -273,14 +273,14 @@ class ConvLSTMCell(CompositeCell):
     (8, 5, 28, 28, 16)
     """
 
-    features: Size
+    features: Size  # the channels of the carry
     _: KW_ONLY
-    window: Sizes = 3
-    bias: bool = True
-    kernel_init: Initializer = lecun()
-    recurrent_init: Initializer = lecun()
-    bias_init: Initializer = ForgetBias()
-    precision: PrecisionLike = None
+    window: Sizes = 3  # the size of a window, along all spatial axes or each
+    bias: bool = True  # whether to add a bias
+    kernel_init: Initializer = lecun()  # of the kernel
+    recurrent_init: Initializer = lecun()  # of the kernel of the carry
+    bias_init: Initializer = ForgetBias()  # of the bias
+    precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
 

@@ -34,8 +34,8 @@ class Bidirectional(Composite):
     (8, 20, 64)
     """
 
-    forward: Recurrent
-    backward: Recurrent
+    forward: Recurrent  # from the first time step
+    backward: Recurrent  # from the last time step
 
     def __post_init__(self):
         for name, part, reverse in (("forward", self.forward, False), ("backward", self.backward, True)):

@@ -47,7 +47,7 @@ class WeightNorm(Wrapper):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    leaf: str = "kernel"
+    leaf: str = "kernel"  # the name of the kernel
     axis: int | None = None  # None: of the outputs
     accum_dtype: DType = None  # of the norm; None: the kernel's
 
@@ -99,11 +99,11 @@ class SpectralNorm(Wrapper):
     has_statistics: ClassVar[bool] = True
 
     _: KW_ONLY
-    leaf: str = "kernel"
+    leaf: str = "kernel"  # the name of the kernel
     axis: int | None = None  # None: of the outputs
-    iterations: int = 1
-    first_iterations: int = 15
-    precision: lax.PrecisionLike = None
+    iterations: int = 1  # of the power method, in each training step
+    first_iterations: int = 15  # of the power method, in init
+    precision: lax.PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # of singular vectors and values; None: the kernel's
 
     def __post_init__(self):

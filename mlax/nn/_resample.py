@@ -19,11 +19,11 @@ class Upsample(Layer):
     (8, 28, 28, 16)
     """
 
-    factor: Sizes
+    factor: Sizes  # of the sizes, along all spatial axes or each
     _: KW_ONLY
-    by: Interpolation = "nearest"
-    align_corners: bool = False
-    layout: str = "channel_last"
+    by: Interpolation = "nearest"  # "nearest" or "linear"
+    align_corners: bool = False  # whether corners stay where they are
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def __post_init__(self):
         ops.check_interpolation(f"{self}", self.by, self.align_corners)
@@ -50,9 +50,9 @@ class PixelShuffle(Layer):
     (8, 28, 28, 4)
     """
 
-    factor: Sizes
+    factor: Sizes  # of the sizes, along all spatial axes or each
     _: KW_ONLY
-    layout: str = "channel_last"
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def init(self, rng, x):
         ops.shuffle_factors(f"{self}", x, parse_layout(f"{self}", self.layout, x), self.factor)
@@ -72,9 +72,9 @@ class PixelUnshuffle(Layer):
     (8, 14, 14, 16)
     """
 
-    factor: Sizes
+    factor: Sizes  # of the sizes, along all spatial axes or each
     _: KW_ONLY
-    layout: str = "channel_last"
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def init(self, rng, x):
         ops.unshuffle_factors(f"{self}", x, parse_layout(f"{self}", self.layout, x), self.factor)

@@ -38,7 +38,7 @@ class Reshape(Layer):
     (8, 7, 7, 64)
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the output without the batch axis; -1: what is left
 
     def __post_init__(self):
         if not isinstance(self.shape, tuple) or not all(isinstance(size, int) for size in self.shape):
@@ -86,12 +86,12 @@ class Patches(Layer):
 
     needs_floating_input: ClassVar[bool] = True
 
-    window: Sizes
+    window: Sizes  # the size of a window, along all spatial axes or each
     _: KW_ONLY
     strides: Sizes | None = None  # None: the window's size
-    padding: Padding = "VALID"
-    dilation: Sizes = 1
-    layout: str = "channel_last"
+    padding: Padding = "VALID"  # "SAME", "VALID", "CAUSAL", a size, or sizes by axis
+    dilation: Sizes = 1  # the distance of elements in a window
+    layout: str = "channel_last"  # "channel_last", "channel_first", or spelled out, like "NHWC"
 
     def init(self, rng, x):
         axes = parse_layout(f"{self}", self.layout, x)

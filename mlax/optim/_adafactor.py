@@ -26,14 +26,14 @@ class Adafactor(Leafwise):
     ('step', 'rows', 'columns')
     """
 
-    rate: Rate = 0.01
-    power: NonNegative = 0.8
+    rate: Rate = 0.01  # the learning rate, a number or a schedule
+    power: NonNegative = 0.8  # of the step in the decay rate of squares
     eps: NonNegative = 1e-15  # the smallest root of a mean square; the paper's is squared, 1e-30
-    scale_eps: NonNegative = 1e-3
-    clip: Positive = 1.0
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
-    min_dim_size_to_factor: Count = 1
+    scale_eps: NonNegative = 1e-3  # the least scale of a parameter
+    clip: Positive = 1.0  # the largest root mean square of a step
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    min_dim_size_to_factor: Count = 1  # smaller axes are not factored
 
     def leaf_slots(self, path, w):
         factored = self._factored_axes(w.shape)

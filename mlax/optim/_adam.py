@@ -27,10 +27,10 @@ class Adam(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.9
-    b2: Beta = 0.999
-    eps: NonNegative = 1e-8
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.9  # the decay rate of the mean of gradients
+    b2: Beta = 0.999  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-8  # added to the denominator
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(wide=True)}
@@ -66,8 +66,8 @@ class AdamW(Adam):
     ('step', 'mean', 'square')
     """
 
-    decay: NonNegative = 0.01
-    decayed: Patterns | None = None
+    decay: NonNegative = 0.01  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
@@ -107,7 +107,7 @@ class NAdam(Adam):
     ('step', 'mean', 'square', 'product')
     """
 
-    momentum_decay: NonNegative = 4e-3
+    momentum_decay: NonNegative = 4e-3  # how fast the momentum grows to b1
 
     def scalars(self):
         return {"product": 1.0}
@@ -177,7 +177,7 @@ class AdaBelief(Adam):
     ('step', 'mean', 'surprise')
     """
 
-    eps: NonNegative = 1e-16
+    eps: NonNegative = 1e-16  # added to the denominator
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "surprise": Slot(wide=True)}
@@ -202,15 +202,15 @@ class AdEMAMix(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.9
-    b2: Beta = 0.999
-    b3: Beta = 0.9999
-    alpha: NonNegative = 5.0
-    warmup: Count = 0
-    eps: NonNegative = 1e-8
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.9  # the decay rate of the mean of gradients
+    b2: Beta = 0.999  # the decay rate of the mean of squares
+    b3: Beta = 0.9999  # the decay rate of the slow mean of gradients
+    alpha: NonNegative = 5.0  # the weight of the slow mean
+    warmup: Count = 0  # steps until alpha and b3 are reached
+    eps: NonNegative = 1e-8  # added to the denominator
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "slow_mean": Slot(wide=True), "square": Slot(wide=True)}
@@ -243,7 +243,7 @@ class LAMB(AdamW):
     """
 
     elementwise = False
-    eps: NonNegative = 1e-6
+    eps: NonNegative = 1e-6  # added to the denominator
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)

@@ -45,8 +45,8 @@ class Yogi(Adam):
     ('step', 'mean', 'square')
     """
 
-    eps: NonNegative = 1e-3
-    start: StartValue = 1e-6
+    eps: NonNegative = 1e-3  # added to the denominator
+    start: StartValue = 1e-6  # of the mean of squares
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(start=self.start, wide=True)}
@@ -92,12 +92,12 @@ class ADOPT(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.9
-    b2: Beta = 0.9999
-    eps: NonNegative = 1e-6
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.9  # the decay rate of the mean of gradients
+    b2: Beta = 0.9999  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-6  # added to the denominator
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(wide=True)}
@@ -127,13 +127,13 @@ class Adan(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.98
-    b2: Beta = 0.92
-    b3: Beta = 0.99
-    eps: NonNegative = 1e-8
-    decay: NonNegative = 0.02
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.98  # the decay rate of the mean of gradients
+    b2: Beta = 0.92  # the decay rate of the mean of changes
+    b3: Beta = 0.99  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-8  # added to the denominator
+    decay: NonNegative = 0.02  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "trend": Slot(), "square": Slot(wide=True), "previous": Slot()}

@@ -30,8 +30,8 @@ class Average(OptimizerWrapper):
     """
 
     elementwise = True
-    decay: Beta | None = 0.999
-    start: Count = 0
+    decay: Beta | None = 0.999  # of the moving average (EMA); None: the mean of all
+    start: Count = 0  # the step at which it begins
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
     def extra_slots(self, path, w):
@@ -72,8 +72,8 @@ class Lookahead(OptimizerWrapper):
     """
 
     elementwise = True
-    every: PositiveCount = 6
-    alpha: NonNegative = 0.5
+    every: PositiveCount = 6  # updates between two steps of the slow weights
+    alpha: NonNegative = 0.5  # how far the slow weights move
 
     def extra_slots(self, path, w):
         return {"slow": Slot(copy=True, wide=True)}

@@ -282,10 +282,10 @@ class Leafwise(Optimizer):
     is 0 for leaves that do not match the patterns `decayed`. `shared_values` returns the new value of every scalar.
     """
 
-    accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
-    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)
-    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
-    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
+    accum_dtype: DType = dataclasses.field(default=None, kw_only=True)  # of the update; None: at least float32
+    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)  # such as (("mean", "float32"),)
+    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)  # how narrow weights are stored
+    stacked: Patterns = dataclasses.field(default=(), kw_only=True)  # patterns of leaves that were stacked by hand
 
     @abc.abstractmethod
     def leaf_slots(self, path: str, w: Any) -> dict[str, Slot]:

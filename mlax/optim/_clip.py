@@ -27,7 +27,7 @@ class ClipValue(OptimizerWrapper):
     """
 
     elementwise = True
-    limit: NonNegative = 1.0
+    limit: NonNegative = 1.0  # of the absolute value of each element
 
     def update_leaves(self, context, grads, weights, slots):
         limit = context.hyperparams(self)["limit"]
@@ -43,7 +43,7 @@ class LeafClip(OptimizerWrapper):
     those that were stacked by hand.
     """
 
-    stacked: Patterns = dataclasses.field(default=(), kw_only=True)
+    stacked: Patterns = dataclasses.field(default=(), kw_only=True)  # patterns of leaves that were stacked by hand
 
     @abc.abstractmethod
     def clip(self, values: Mapping[str, Any], g: jax.Array, w: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ class ClipNorm(LeafClip):
     ('step',)
     """
 
-    limit: NonNegative = 1.0
+    limit: NonNegative = 1.0  # of the norm of each leaf's gradient
 
     def clip(self, values, g, w):
         return g * _clip_factor(norm(g), cast_scalar(values["limit"], g))
@@ -92,7 +92,7 @@ class ClipGlobalNorm(OptimizerWrapper):
     """
 
     elementwise = True  # except for the norm, which goes through `context.global_sum`
-    limit: NonNegative = 1.0
+    limit: NonNegative = 1.0  # of the norm of all gradients together
 
     def update_leaves(self, context, grads, weights, slots):
         size = jnp.sqrt(context.global_sum(tree_vdot(grads, grads)))
@@ -114,8 +114,8 @@ class ClipAdaptive(LeafClip):
     ('step',)
     """
 
-    limit: NonNegative = 0.01
-    eps: NonNegative = 1e-3
+    limit: NonNegative = 0.01  # of the norm of a gradient over that of its weights
+    eps: NonNegative = 1e-3  # the least norm of weights
 
     def clip(self, values, g, w):
         limit = cast_scalar(values["limit"], g) * jnp.maximum(_unit_norms(w), cast_scalar(values["eps"], g))

@@ -35,10 +35,10 @@ class GaLore(AdamW):
     """
 
     elementwise = False
-    rank: PositiveCount = 128
-    every: PositiveCount = 200
-    scale: NonNegative = 0.25
-    matrices: Patterns | None = None
+    rank: PositiveCount = 128  # of the projected gradients
+    every: PositiveCount = 200  # updates between two projections
+    scale: NonNegative = 0.25  # of the step of a matrix
+    matrices: Patterns | None = None  # patterns of the matrices; None: those named kernel
 
     def __post_init__(self):
         super().__post_init__()

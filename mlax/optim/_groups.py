@@ -26,7 +26,7 @@ class Groups(Optimizer):
     ('step', 'mean', 'square')
     """
 
-    groups: tuple[tuple[Patterns, Optimizer], ...]
+    groups: tuple[tuple[Patterns, Optimizer], ...]  # of channels
 
     def __init__(self, *groups: tuple[Patterns, Optimizer]):
         object.__setattr__(self, "groups", groups)
@@ -140,7 +140,7 @@ class Freeze(OptimizerWrapper):
     ('step', 'mean', 'square')
     """
 
-    frozen: Patterns = ()
+    frozen: Patterns = ()  # patterns of the leaves that do not change
 
     elementwise = True
 
@@ -172,7 +172,7 @@ class Rates(OptimizerWrapper):
     """
 
     elementwise = True
-    factors: tuple[tuple[str, float], ...] = ()
+    factors: tuple[tuple[str, float], ...] = ()  # (pattern, factor) pairs; the first match counts
 
     def __post_init__(self):
         super().__post_init__()
@@ -213,9 +213,9 @@ class LayerwiseRates(OptimizerWrapper):
     >>> optimizer = optim.LayerwiseRates(optim.AdamW(3e-4), layers=("embed/**", *blocks, "head/**"), factor=0.75)
     """
 
-    layers: Patterns
-    factor: Annotated[float, Range()] = 0.75
-    stacked: Patterns | None = dataclasses.field(default=None, kw_only=True)
+    layers: Patterns  # patterns, from the input to the output
+    factor: Annotated[float, Range()] = 0.75  # of the rate, from layer to layer
+    stacked: Patterns | None = dataclasses.field(default=None, kw_only=True)  # those that are stacks; None: by path
 
     def __post_init__(self):
         super().__post_init__()

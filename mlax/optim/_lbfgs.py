@@ -35,14 +35,14 @@ class LBFGS(Optimizer):
     ('step', 'steps', 'changes', 'gradient', 'move')
     """
 
-    rate: Rate = 1.0
-    history: PositiveCount = 10
-    max_search_steps: Count = 30
-    c1: UnitInterval = 1e-4
-    c2: UnitInterval = 0.9
-    accum_dtype: DType = dataclasses.field(default=None, kw_only=True)
-    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)
-    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)
+    rate: Rate = 1.0  # the learning rate, a number or a schedule
+    history: PositiveCount = 10  # pairs of steps and gradients to keep
+    max_search_steps: Count = 30  # of the line search
+    c1: UnitInterval = 1e-4  # of the Wolfe conditions: the least decrease
+    c2: UnitInterval = 0.9  # of the Wolfe conditions: the least change of slope
+    accum_dtype: DType = dataclasses.field(default=None, kw_only=True)  # of the update; None: at least float32
+    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)  # such as (("mean", "float32"),)
+    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)  # how narrow weights are stored
 
     def policy(self, path):
         return LeafPolicy(self.accum_dtype, self.slot_dtypes, self.rounding)

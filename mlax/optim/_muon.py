@@ -35,13 +35,13 @@ class Muon(Leafwise):
     """
 
     shadows_overrides = True
-    rate: Rate = 0.02
-    momentum: Beta = 0.95
-    nesterov: bool = True
-    steps: Count = 5
-    decay: NonNegative = 0.1
-    matrices: Patterns | None = None
-    rest: Optimizer = AdamW(3e-4)
+    rate: Rate = 0.02  # the learning rate, a number or a schedule
+    momentum: Beta = 0.95  # the decay rate of the mean of gradients
+    nesterov: bool = True  # whether the gradient looks one step ahead
+    steps: Count = 5  # of the Newton-Schulz iteration
+    decay: NonNegative = 0.1  # the weight decay
+    matrices: Patterns | None = None  # patterns of the matrices; None: those named kernel
+    rest: Optimizer = AdamW(3e-4)  # the optimizer of all other leaves
     newton_dtype: DType = None  # None: the compute dtype
 
     def __post_init__(self):

@@ -23,9 +23,9 @@ class GradientNoise(OptimizerWrapper):
     ('step', 'noise_seed')
     """
 
-    variance: NonNegative = 0.01
-    power: NonNegative = 0.55
-    seed: int = 0
+    variance: NonNegative = 0.01  # of the noise at the first update
+    power: NonNegative = 0.55  # of the update's number in the denominator
+    seed: int = 0  # of the random numbers
 
     def extra_scalars(self):
         return {"noise_seed": self.seed}

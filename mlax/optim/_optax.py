@@ -59,7 +59,7 @@ class FromOptax(Optimizer):
     )
 
     transformation: Any  # an Optax transformation, or the call that makes it
-    trained: Patterns = dataclasses.field(default=(), kw_only=True)
+    trained: Patterns = dataclasses.field(default=(), kw_only=True)  # patterns of the leaves that Optax sees; (): all
 
     def __repr__(self) -> str:
         call = self.transformation

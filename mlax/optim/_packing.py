@@ -38,7 +38,7 @@ class Packing(metaclass=Documented):
     """
 
     leaves: tuple[PackedLeaf, ...]  # in the order of the tree
-    structure: Any
+    structure: Any  # of the tree that is packed
 
     @classmethod
     def of(cls, trainables: Tree, *groups: tuple[str, str]) -> "Packing":

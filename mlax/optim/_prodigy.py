@@ -31,16 +31,16 @@ class Prodigy(Leafwise):
     """
 
     elementwise = True  # except for two sums, which go through `context.global_sum`
-    rate: Rate = 1.0
-    b1: Beta = 0.9
-    b2: Beta = 0.999
+    rate: Rate = 1.0  # the learning rate, a number or a schedule
+    b1: Beta = 0.9  # the decay rate of the mean of gradients
+    b2: Beta = 0.999  # the decay rate of the mean of squares
     b3: Beta | None = None  # None: the square root of b2
-    eps: NonNegative = 1e-8
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
-    start: Annotated[float, Range(TINY)] = 1e-6
-    factor: NonNegative = 1.0
-    safeguard_warmup: bool = False
+    eps: NonNegative = 1e-8  # added to the denominator
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    start: Annotated[float, Range(TINY)] = 1e-6  # the first estimate of the distance
+    factor: NonNegative = 1.0  # of the estimate
+    safeguard_warmup: bool = False  # whether the rate is left out of the estimate's denominator
 
     def leaf_slots(self, path, w):
         wide = Slot(wide=True)

@@ -101,7 +101,7 @@ class StochasticRounding(Rounding):
     ('step', 'mean', 'square')
     """
 
-    seed: int = 0
+    seed: int = 0  # of the random numbers
 
     def write(self, new, dtype, step, path, row=0):
         seed = zlib.crc32(f"{self.seed} {path}".encode())

@@ -71,13 +71,13 @@ class ScheduleFree(ScheduleFreeAverage):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Momentum = 0.9
-    b2: Beta = 0.999
-    eps: NonNegative = 1e-8
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
-    warmup: Count = 0
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Momentum = 0.9  # the weight of the average in the trainables
+    b2: Beta = 0.999  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-8  # added to the denominator
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    warmup: Count = 0  # steps of a linear warm-up
 
     def leaf_slots(self, path, w):
         return {"base": Slot(copy=True, wide=True), "square": Slot(wide=True)}
@@ -102,11 +102,11 @@ class ScheduleFreeSGD(ScheduleFreeAverage):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Momentum = 0.9
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
-    warmup: Count = 0
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Momentum = 0.9  # the weight of the average in the trainables
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    warmup: Count = 0  # steps of a linear warm-up
 
     def leaf_slots(self, path, w):
         return {"base": Slot(copy=True, wide=True)}

@@ -26,9 +26,9 @@ class SGD(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    momentum: Beta = 0.0
-    nesterov: bool = False
+    rate: Rate  # the learning rate, a number or a schedule
+    momentum: Beta = 0.0  # the decay rate of the sum of gradients
+    nesterov: bool = False  # whether the gradient looks one step ahead
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,11 +67,11 @@ class LARS(Leafwise):
     ('step', 'momentum')
     """
 
-    rate: Rate
-    momentum: Beta = 0.9
-    trust: Positive = 0.001
-    decay: NonNegative = 1e-4
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    momentum: Beta = 0.9  # the decay rate of the sum of gradients
+    trust: Positive = 0.001  # the factor of |w| / (|g| + decay * |w|)
+    decay: NonNegative = 1e-4  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_slots(self, path, w):
         return {"momentum": Slot()}
@@ -99,11 +99,11 @@ class Lion(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.9
-    b2: Beta = 0.99
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.9  # the weight of the mean in the update
+    b2: Beta = 0.99  # the decay rate of the mean of gradients
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def leaf_slots(self, path, w):
         return {"mean": Slot()}
@@ -127,11 +127,11 @@ class RMSProp(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b2: Beta = 0.99
-    eps: NonNegative = 1e-8
-    momentum: Beta = 0.0
-    centred: bool = False
+    rate: Rate  # the learning rate, a number or a schedule
+    b2: Beta = 0.99  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-8  # added to the denominator
+    momentum: Beta = 0.0  # the decay rate of the sum of gradients
+    centred: bool = False  # whether the mean is subtracted
 
     def override_error(self, name):
         return super().override_error(name) or momentum_override_error(self, name)
@@ -166,9 +166,9 @@ class Adagrad(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    start: StartValue = 0.0
-    eps: NonNegative = 1e-10
+    rate: Rate  # the learning rate, a number or a schedule
+    start: StartValue = 0.0  # of the sum of squares
+    eps: NonNegative = 1e-10  # added to the denominator
 
     def leaf_slots(self, path, w):
         return {"total": Slot(start=self.start, wide=True)}
@@ -191,8 +191,8 @@ class Adadelta(Leafwise):
     """
 
     elementwise = True
-    rate: Rate = 1.0
-    b2: Beta = 0.9
+    rate: Rate = 1.0  # the learning rate, a number or a schedule
+    b2: Beta = 0.9  # the decay rate of the mean of squares
     eps: Positive = 1e-6  # the first step is its root
 
     def leaf_slots(self, path, w):

@@ -24,10 +24,10 @@ class SignSGD(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    momentum: Beta = 0.0
-    decay: NonNegative = 0.0
-    decayed: Patterns | None = None
+    rate: Rate  # the learning rate, a number or a schedule
+    momentum: Beta = 0.0  # the decay rate of the mean of gradients
+    decay: NonNegative = 0.0  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
 
     def override_error(self, name):
         return super().override_error(name) or momentum_override_error(self, name)
@@ -55,12 +55,12 @@ class Rprop(Leafwise):
     """
 
     elementwise = True
-    rate: Rate = 1.0
-    start: StartValue = 0.01
-    shrink: UnitInterval = 0.5
-    grow: NonNegative = 1.2
-    min_size: NonNegative = 1e-6
-    max_size: NonNegative = 50.0
+    rate: Rate = 1.0  # the learning rate, a number or a schedule
+    start: StartValue = 0.01  # of the step sizes
+    shrink: UnitInterval = 0.5  # of a step after a change of sign
+    grow: NonNegative = 1.2  # of a step without one
+    min_size: NonNegative = 1e-6  # of a step
+    max_size: NonNegative = 50.0  # of a step
 
     def leaf_slots(self, path, w):
         return {"previous": Slot(), "size": Slot(start=self.start, wide=True)}

@@ -21,7 +21,7 @@ class Slot(NamedTuple):
 
     axes: tuple[int | None, ...] | EllipsisType = ...  # ...: all axes of the parameter
     sizes: tuple[int, ...] = ()  # of the new axes, in order
-    start: float = 0.0
+    start: float = 0.0  # the first value
     dtype: Any = None  # None: the parameter's, or the compute dtype if `wide`
     wide: bool = False  # for values whose changes a narrow dtype would round away: long averages, sums, weights
     copy: bool = False  # starts as a copy of the parameter

@@ -44,14 +44,14 @@ class SOAP(Leafwise):
     ('step', 'mean', 'square', 'left', 'left_basis', 'right', 'right_basis')
     """
 
-    rate: Rate
-    b1: Beta = 0.95
-    b2: Beta = 0.95
-    eps: NonNegative = 1e-8
-    decay: NonNegative = 0.01
-    decayed: Patterns | None = None
-    every: PositiveCount = 10
-    max_precond_dim: Count = 10_000
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.95  # the decay rate of the mean of gradients
+    b2: Beta = 0.95  # the decay rate of the mean of squares
+    eps: NonNegative = 1e-8  # added to the denominator
+    decay: NonNegative = 0.01  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    every: PositiveCount = 10  # steps between two updates of the bases
+    max_precond_dim: Count = 10_000  # longer sides are not rotated
 
     def __post_init__(self):
         super().__post_init__()

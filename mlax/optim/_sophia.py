@@ -32,14 +32,14 @@ class SophiaG(Leafwise):
     """
 
     elementwise = True
-    rate: Rate
-    b1: Beta = 0.96
-    b2: Beta = 0.99
-    gamma: NonNegative = 0.01
-    eps: Positive = 1e-12
-    decay: NonNegative = 0.1
-    decayed: Patterns | None = None
-    every: PositiveCount = 10
+    rate: Rate  # the learning rate, a number or a schedule
+    b1: Beta = 0.96  # the decay rate of the mean of gradients
+    b2: Beta = 0.99  # the decay rate of the curvature
+    gamma: NonNegative = 0.01  # the factor of the curvature
+    eps: Positive = 1e-12  # the least denominator
+    decay: NonNegative = 0.1  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    every: PositiveCount = 10  # updates between two estimates of the curvature
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "curvature": Slot(wide=True)}

@@ -30,7 +30,7 @@ class OptimizerWrapper(Optimizer):
     The slots of the inner optimizer keep their names.
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer  # the optimizer inside
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +93,7 @@ class Accumulate(OptimizerWrapper):
     """
 
     elementwise = True
-    every: PositiveCount = 1
+    every: PositiveCount = 1  # how many gradients an update averages
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower
 
     def extra_slots(self, path, w):
@@ -169,9 +169,9 @@ class Decay(OptimizerWrapper):
     """
 
     elementwise = True
-    decay: NonNegative = 1e-4
-    decayed: Patterns | None = None
-    coupled: bool = False
+    decay: NonNegative = 1e-4  # the weight decay
+    decayed: Patterns | None = None  # patterns of the leaves to decay; None: those named kernel or table
+    coupled: bool = False  # whether it is added to the gradient (L2 regularization)
 
     def patterns(self):
         return (*(self.decayed or ()), *self.optimizer.patterns())
@@ -208,12 +208,12 @@ class Plateau(OptimizerWrapper):
     """
 
     elementwise = True
-    factor: UnitInterval = 0.1
-    patience: Count = 10
-    threshold: NonNegative = 1e-4
-    cooldown: Count = 0
-    every: PositiveCount = 1
-    min_scale: UnitInterval = 0.0
+    factor: UnitInterval = 0.1  # of the rate, at a plateau
+    patience: Count = 10  # steps without an improvement
+    threshold: NonNegative = 1e-4  # the relative improvement that counts
+    cooldown: Count = 0  # steps that do not count after a reduction
+    every: PositiveCount = 1  # updates whose values are averaged
+    min_scale: UnitInterval = 0.0  # the least total factor
 
     def extra_scalars(self):
         return {"best": float("inf"), "gathered_value": 0.0, "waited": 0, "scale": 1.0}
@@ -259,7 +259,7 @@ class SAM(OptimizerWrapper):
     ('step',)
     """
 
-    radius: NonNegative = 0.05
+    radius: NonNegative = 0.05  # of the ascent step
 
     def update_leaves(self, context, grads, weights, slots):
         if context.evaluate is None:

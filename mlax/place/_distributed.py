@@ -19,9 +19,9 @@ Environment = Mapping[str, str]
 class ProcessInfo(NamedTuple):
     """The index of this process, the number of processes, and how they were found."""
 
-    index: int
-    processes: int
-    how: str
+    index: int  # of this process
+    processes: int  # how many
+    how: str  # they were found
 
     def __str__(self) -> str:
         return f"process {self.index} of {self.processes}, {self.how}"

@@ -45,16 +45,16 @@ class Description(metaclass=Documented):
     `needed` is a lower bound.
     """
 
-    name: str
-    devices: int
-    rows: tuple[LayerMemory, ...]
-    batch: int
-    working: int | None
-    transfers: Transfers | None
-    memory: int | None
-    device: str
+    name: str  # of the plan
+    devices: int  # how many
+    rows: tuple[LayerMemory, ...]  # by layer and memory
+    batch: int  # bytes of a batch
+    working: int | None  # bytes of temporary buffers; None: not compiled
+    transfers: Transfers | None  # in a step; None: not compiled
+    memory: int | None  # bytes that a device has; None: unknown
+    device: str  # its kind
     pipeline: str = ""  # its stages, microbatches and bubble, in a sentence
-    activations_known: bool = True
+    activations_known: bool = True  # or left to XLA
 
     def bytes_of(self, kind: str, memory: str = "device") -> int:
         """The bytes of 'weights', 'slots', 'gradients' or 'activations' on each device, or in host memory for it."""

@@ -41,9 +41,9 @@ class Placement(metaclass=Documented):
     to the parameter that a slot belongs to.
     """
 
-    spec: PartitionSpec | ShapeSpec | None = None
+    spec: PartitionSpec | ShapeSpec | None = None  # how it is sharded; None: as otherwise
     memory: Memory | None = None  # None: the device's
-    device: Device | None = None
+    device: Device | None = None  # a single one; None: the mesh
 
     def __post_init__(self) -> None:
         if self.memory not in (None, "device", "host"):

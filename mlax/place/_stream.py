@@ -47,8 +47,8 @@ class Stream(Wrapper):
     not overlap copies with computation. Pinned memory is limited to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
     """
 
-    layer: Repeat
-    inputs_in_host: bool = False
+    layer: Repeat  # a Repeat
+    inputs_in_host: bool = False  # whether each layer's input is in host memory, too
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Repeat):

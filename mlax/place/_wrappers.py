@@ -45,7 +45,7 @@ class On(Wrapper):
     trainables are in host memory and the output is on the device.
     """
 
-    where: Any
+    where: Any  # a device, a mesh, a NamedSharding, or place.host
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +115,7 @@ class ShardingConstraint(Wrapper):
     layer itself.
     """
 
-    spec: PartitionSpec
+    spec: PartitionSpec  # of the output
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         y, new = self.layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
@@ -170,7 +170,7 @@ class AllGatherWeights(Wrapper):
     of `jax.set_mesh`; without one this is the layer itself.
     """
 
-    specs: tuple[tuple[str, PartitionSpec], ...]
+    specs: tuple[tuple[str, PartitionSpec], ...]  # (path, spec) of each leaf, gathered
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         def fwd(x: Any, trainables: Tree, non_trainables: Tree, rng: jax.Array | None) -> tuple[Any, Tree]:
@@ -230,8 +230,8 @@ class ExpertAllToAll(Wrapper):
     itself.
     """
 
-    inside: PartitionSpec
-    outside: PartitionSpec
+    inside: PartitionSpec  # the sharding of the layer's input and output
+    outside: PartitionSpec  # the sharding in the model around it
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         def reshard(leaf: jax.Array, before: PartitionSpec, after: PartitionSpec) -> jax.Array:

@@ -37,9 +37,9 @@ class ClassCounts(Metric):
     """Counts of each class: examples predicted correctly, predicted, and labelled as it."""
 
     predictions: jax.Array  # integers or booleans, such as logits.argmax(-1) or logits > 0
-    labels: jax.Array
+    labels: jax.Array  # (b,) integers, the true classes
     _: dataclasses.KW_ONLY
-    classes: int = 2
+    classes: int = 2  # how many there are
     average: Average | None = None  # None: "binary" for 2 classes, "macro" for more
 
     def reduce(self, weights: jax.Array) -> dict[str, jax.Array]:
@@ -115,9 +115,9 @@ class ConfusionMatrix(Metric):
     """
 
     predictions: jax.Array  # integers or booleans, (b,) or (b, t)
-    labels: jax.Array
+    labels: jax.Array  # (b,) integers, the true classes
     _: dataclasses.KW_ONLY
-    classes: int = 2
+    classes: int = 2  # how many there are
 
     def reduce(self, weights: jax.Array) -> dict[str, jax.Array]:
         """The weighted counts, (classes, classes)."""
@@ -142,10 +142,10 @@ class AUC(Metric):
     if a score is NaN.
     """
 
-    scores: jax.Array
-    labels: jax.Array
+    scores: jax.Array  # (b,), higher for the positive class
+    labels: jax.Array  # (b,) 0 or 1
     _: dataclasses.KW_ONLY
-    bins: int = 2**14
+    bins: int = 2**14  # of the histogram of scores
 
     def reduce(self, weights: jax.Array) -> dict[str, jax.Array]:
         """The weighted histograms of both classes, (bins,) each."""
@@ -172,7 +172,7 @@ class Perplexity(Metric):
     `losses` are the cross-entropies of the tokens, (b, t), in nats.
     """
 
-    losses: jax.Array
+    losses: jax.Array  # of tokens, in nats
 
     def contributions(self) -> dict[str, jax.Array]:
         """The loss of each token, and 1."""

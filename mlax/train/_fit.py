@@ -43,9 +43,9 @@ class Fitted(NamedTuple):
     `state` has the last weights. `best_state()` restores those of the best evaluation, which early stopping is for.
     """
 
-    state: TrainState
+    state: TrainState  # after the last step
     scores: Mapping[str, float]  # of the last evaluation
-    step: int
+    step: int  # how far training got
     saved: int | None  # the last step on disk
     stopped: str  # why training ended early: a signal, the reason of `each`, or patience; else an empty string
     best: int | None = None  # the step of the best evaluation

@@ -28,7 +28,7 @@ class LossScale(metaclass=Documented):
 class StaticLossScale(LossScale):
     """A loss scale that stays constant."""
 
-    scale: float = 2.0**15
+    scale: float = 2.0**15  # of the loss
 
     def __post_init__(self):
         _check_positive(self, "scale", self.scale)
@@ -48,11 +48,11 @@ class DynamicLossScale(LossScale):
     `min_scale` and `max_scale`.
     """
 
-    scale: float = 2.0**15
-    every: int = 2000
-    factor: float = 2.0
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
+    scale: float = 2.0**15  # the first
+    every: int = 2000  # finite steps after which it grows
+    factor: float = 2.0  # by which it grows or shrinks
+    min_scale: float = 1.0  # the least
+    max_scale: float = 2.0**24  # the largest
 
     def __post_init__(self):
         for name in ("scale", "factor", "min_scale", "max_scale"):

@@ -24,9 +24,9 @@ class DifferentialPrivacy(metaclass=Documented):
     Algorithm 1 of https://arxiv.org/abs/1607.00133
     """
 
-    clip: float
-    noise: float
-    chunk: int | None = dataclasses.field(default=None, kw_only=True)
+    clip: float  # the largest norm of an example's gradient
+    noise: float  # the noise multiplier
+    chunk: int | None = dataclasses.field(default=None, kw_only=True)  # examples at a time; None: all
 
     def __post_init__(self) -> None:
         if not self.clip > 0:

@@ -32,10 +32,10 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array  # () int32, batches seen so far, skipped ones included
-    trainables: Tree
-    non_trainables: Tree
+    trainables: Tree  # the weights
+    non_trainables: Tree  # running statistics and caches
     average: Tree  # of the floating non_trainables, if the optimizer averages the weights; else None
-    optimizer: OptimizerState
+    optimizer: OptimizerState  # its slots
     rng: jax.Array  # a key
     scaling: Any  # state of the loss scale; None without one
     skipped: jax.Array  # () int32, steps skipped because something was not finite

@@ -104,17 +104,17 @@ def step(
 class Step(metaclass=Documented):
     """A compiled training step, made by `train.step`. `evaluation` evaluates the same objective."""
 
-    objective: Objective
+    objective: Objective  # like fwd: a loss and new non_trainables
     optimizer: Optimizer  # with the leaves frozen that `train` leaves out
-    train: str | tuple[str, ...] | None
-    steps_per_call: int
-    accumulate: int
-    scaling: LossScale | None
-    skip_nonfinite: bool
-    compilations: int
-    plan: Plan | None
-    privacy: DifferentialPrivacy | None
-    sampled: Objective | None
+    train: str | tuple[str, ...] | None  # patterns of the leaves to train; None: all
+    steps_per_call: int  # by a scan
+    accumulate: int  # microbatches of a batch
+    scaling: LossScale | None  # of the loss, for float16
+    skip_nonfinite: bool  # whether such steps change nothing
+    compilations: int  # allowed
+    plan: Plan | None  # of shardings
+    privacy: DifferentialPrivacy | None  # DP-SGD
+    sampled: Objective | None  # an objective with sampled labels
     given_optimizer: Optimizer = dataclasses.field(init=False)
     evaluation: Evaluation = dataclasses.field(init=False)
     aot: CompiledFunction = dataclasses.field(init=False)

@@ -10,7 +10,7 @@ import pytest
 
 import mlax
 from mlax import nn, optim, place, train
-from mlax.core import Documented
+from mlax.core import Documented, field_table
 
 ROOMS = ("", ".nn", ".ops", ".optim", ".place", ".train", ".inspect", ".dtypes", ".files")
 COLUMNS, LINES = 120, 60  # a screen
@@ -64,6 +64,14 @@ def test_help_of_a_layer_is_its_signature_its_docstring_and_a_line_for_each_fiel
     assert lines[first + len(names)] == "Methods of mlax.Layer: init, fwd"
     for machinery in ("__eq__", "__reduce__", "__dataclass_fields__", "check_variables", "has_statistics"):
         assert machinery not in text
+
+
+def test_every_field_of_a_description_has_a_meaning():
+    for name, value in CLASSES.items():
+        if not name.startswith("mlax.inspect."):
+            table = field_table(value) if isinstance(value, Documented) else ""
+            for line in table.splitlines()[1:]:
+                assert "  " in line.strip(), f"{name}: put a comment behind the field: {line.strip()}"
 
 
 def test_fields_are_in_the_order_of_the_constructor():

@@ -26,8 +26,8 @@ class ScaledSchedule(Schedule):
     [0.1  0.09 0.05 0.01 0.   0.   0.  ]
     """
 
-    schedule: Schedule
-    factor: float
+    schedule: Schedule  # the schedule inside
+    factor: float  # of every value
 
     def __post_init__(self) -> None:
         check_schedule(self, self.schedule)
@@ -64,7 +64,7 @@ class JoinedSchedules(Schedule):
     [0.   0.5  1.   0.85 0.5  0.15 0.  ]
     """
 
-    parts: tuple[tuple[Schedule, int | None], ...]
+    parts: tuple[tuple[Schedule, int | None], ...]  # (schedule, steps) pairs; None for the last: no end
 
     def __post_init__(self) -> None:
         pairs = isinstance(self.parts, tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in self.parts)
@@ -136,10 +136,10 @@ class WarmRestarts(Schedule):
     [1.   0.75 0.25 1.   0.75 0.25 0.  ]
     """
 
-    schedule: Schedule
-    times: int
-    stretch: int = 1
-    factor: float = 1.0
+    schedule: Schedule  # of the first period
+    times: int  # how many periods
+    stretch: int = 1  # of the length, from period to period
+    factor: float = 1.0  # of the values, from period to period
 
     def __post_init__(self) -> None:
         check_schedule(self, self.schedule)

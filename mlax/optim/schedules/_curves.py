@@ -60,7 +60,7 @@ class ConstantSchedule(Schedule):
     [0.1 0.1 0.1 0.1 0.1 0.1 0.1]
     """
 
-    value: float
+    value: float  # of every step
 
     def __post_init__(self) -> None:
         check_finite(self, "value")
@@ -118,9 +118,9 @@ class LinearSchedule(Transition):
     [1.   0.75 0.5  0.25 0.   0.   0.  ]
     """
 
-    start: float
-    end: float
-    steps: int
+    start: float  # the first value
+    end: float  # the last value
+    steps: int  # until the end
 
 
 @frozen
@@ -131,10 +131,10 @@ class Polynomial(Transition):
     [1.   0.56 0.25 0.06 0.   0.   0.  ]
     """
 
-    start: float
-    end: float
-    steps: int
-    power: float = 2.0
+    start: float  # the first value
+    end: float  # the last value
+    steps: int  # until the end
+    power: float = 2.0  # 1 is linear
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,9 +153,9 @@ class Cosine(Transition):
     [1.   0.85 0.5  0.15 0.   0.   0.  ]
     """
 
-    start: float
-    steps: int
-    end: float = 0.0
+    start: float  # the first value
+    steps: int  # until the end
+    end: float = 0.0  # the last value
 
     def shape(self, elapsed, remaining):
         return cosine(elapsed, remaining)
@@ -172,11 +172,11 @@ class Exponential(Schedule):
     [1.   0.71 0.5  0.35 0.25 0.18 0.12]
     """
 
-    start: float
-    factor: float
-    every: int = 1
-    staircase: bool = False
-    end: float | None = None
+    start: float  # the first value
+    factor: float  # by which it is multiplied
+    every: int = 1  # so many steps
+    staircase: bool = False  # whether at once, not gradually
+    end: float | None = None  # a bound; None: none
 
     def __post_init__(self) -> None:
         check_positive(self, "start", "factor")
@@ -235,8 +235,8 @@ class PiecewiseConstant(Schedule):
     [1.   1.   0.1  0.1  0.01 0.01 0.01]
     """
 
-    start: float
-    drops: tuple[tuple[int, float], ...]
+    start: float  # the first value
+    drops: tuple[tuple[int, float], ...]  # (step, factor) pairs
 
     def __post_init__(self) -> None:
         check_finite(self, "start")
@@ -300,7 +300,7 @@ class PiecewiseLinear(Schedule):
     [0.   0.5  1.   0.75 0.5  0.25 0.  ]
     """
 
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[int, float], ...]  # (step, value) pairs
 
     def __post_init__(self) -> None:
         pairs = isinstance(self.points, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.points)
@@ -354,11 +354,11 @@ class Cyclic(Schedule):
     [0.  0.5 1.  0.5 0.  0.5 1. ]
     """
 
-    low: float
-    high: float
-    rise: int
-    fall: int | None = None
-    factor: float = 1.0
+    low: float  # the lowest value
+    high: float  # the highest value
+    rise: int  # steps from low to high
+    fall: int | None = None  # steps back; None: as many
+    factor: float = 1.0  # of the height, after each cycle
 
     def __post_init__(self) -> None:
         check_finite(self, "low", "high")
@@ -406,7 +406,7 @@ class FunctionSchedule(Schedule):
     [1.   0.5  0.33 0.25 0.2  0.17 0.14]
     """
 
-    function: Callable[[Any], Any]
+    function: Callable[[Any], Any]  # of the step, an array
 
     def __post_init__(self) -> None:
         if isinstance(self.function, type | Schedule) or not callable(self.function):

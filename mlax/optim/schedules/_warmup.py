@@ -24,9 +24,9 @@ class Warmup(Schedule):
     [0.   0.5  1.   0.5  0.25 0.12 0.06]
     """
 
-    schedule: Schedule
-    steps: int
-    start: float = 0.0
+    schedule: Schedule  # what follows
+    steps: int  # of the warm-up
+    start: float = 0.0  # the first value
 
     def __post_init__(self) -> None:
         check_schedule(self, self.schedule)
@@ -65,11 +65,11 @@ class WarmupCosine(Schedule):
     [0.   0.5  1.   0.85 0.5  0.15 0.  ]
     """
 
-    peak: float
-    warmup: int
-    total: int
-    start: float = 0.0
-    end: float = 0.0
+    peak: float  # the highest value, after the warm-up
+    warmup: int  # steps of a linear warm-up
+    total: int  # steps in all, the warm-up included
+    start: float = 0.0  # the first value
+    end: float = 0.0  # the last value
 
     def __post_init__(self) -> None:
         check_finite(self, "peak", "start", "end")
@@ -114,13 +114,13 @@ class WarmupStableDecay(Schedule):
     [0.  0.5 1.  1.  1.  0.5 0. ]
     """
 
-    peak: float
-    warmup: int
-    total: int
-    decay: int
-    start: float = 0.0
-    end: float = 0.0
-    shape: Literal["linear", "cosine", "root"] = "linear"
+    peak: float  # the highest value, after the warm-up
+    warmup: int  # steps of a linear warm-up
+    total: int  # steps in all, the warm-up included
+    decay: int  # the last steps, in which it decreases
+    start: float = 0.0  # the first value
+    end: float = 0.0  # the last value
+    shape: Literal["linear", "cosine", "root"] = "linear"  # of the decrease: "linear", "cosine" or "root"
 
     def __post_init__(self) -> None:
         check_finite(self, "peak", "start", "end")
@@ -169,8 +169,8 @@ class InverseSqrt(Schedule):
     [0.   0.5  1.   0.82 0.71 0.63 0.58]
     """
 
-    peak: float
-    warmup: int
+    peak: float  # the highest value, after the warm-up
+    warmup: int  # steps of a linear warm-up
 
     def __post_init__(self) -> None:
         check_finite(self, "peak")
@@ -209,11 +209,11 @@ class OneCycle(Schedule):
     [0.04 0.99 0.81 0.46 0.13 0.   0.  ]
     """
 
-    peak: float
-    total: int
-    pct_start: float = 0.3
-    div_factor: float = 25.0
-    final_div_factor: float = 1e4
+    peak: float  # the highest value, after the warm-up
+    total: int  # steps in all, the warm-up included
+    pct_start: float = 0.3  # the fraction of steps that it rises
+    div_factor: float = 25.0  # the peak over the first value
+    final_div_factor: float = 1e4  # the first value over the last
 
     def __post_init__(self) -> None:
         check_finite(self, "peak")

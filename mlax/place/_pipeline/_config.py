@@ -19,10 +19,10 @@ class PipelineConfig(metaclass=Documented):
     soon as it can, so that only about as many are in flight as there are stages. Both have the same `bubble`.
     """
 
-    stages: int
-    microbatches: int
-    schedule: Schedule = "1f1b"
-    axis: str = "stage"
+    stages: int  # of devices
+    microbatches: int  # of a batch
+    schedule: Schedule = "1f1b"  # "gpipe" or "1f1b"
+    axis: str = "stage"  # of the mesh
     at: tuple[str, ...] | None = None  # paths of the Repeats, or patterns; None: all of them
 
     def __post_init__(self) -> None:

@@ -29,9 +29,9 @@ class Pipelined(Wrapper):
     The mesh is that of `jax.set_mesh`. Without a mesh that has this axis, this is the `Repeat` itself.
     """
 
-    stages: int
-    microbatches: int
-    axis: str = "stage"
+    stages: int  # of devices
+    microbatches: int  # of a batch
+    axis: str = "stage"  # of the mesh
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Repeat):

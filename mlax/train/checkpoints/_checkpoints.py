@@ -38,7 +38,7 @@ _MAX_LISTINGS = 20  # by a reader, while a writer keeps deleting what it has lis
 class Maximize(metaclass=Documented):
     """The best step has the highest `metric`, the latest of equal ones. Steps without it, or with NaN, do not count."""
 
-    metric: str
+    metric: str  # the name of the score
 
     def best_step(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
         """The best step, given the metrics of each."""
@@ -49,7 +49,7 @@ class Maximize(metaclass=Documented):
 class Minimize(metaclass=Documented):
     """The best step has the lowest `metric`, the latest of equal ones. Steps without it, or with NaN, do not count."""
 
-    metric: str
+    metric: str  # the name of the score
 
     def best_step(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
         """The best step, given the metrics of each."""

@@ -39,10 +39,10 @@ _ADVICE = "pass only=(...) to restore some leaves, or names={saved: wanted} if t
 class RestoredCheckpoint(NamedTuple):
     """A restored tree, the step that it is from, and the later steps that were skipped because they are damaged."""
 
-    step: int
-    tree: Any
-    metrics: Mapping[str, float]
-    notes: Mapping[str, Any]
+    step: int  # of the checkpoint
+    tree: Any  # like the target
+    metrics: Mapping[str, float]  # that were saved with it
+    notes: Mapping[str, Any]  # that were saved with it
     skipped: tuple[tuple[int, str], ...] = ()  # (step, reason), the newest first
 
     def __repr__(self) -> str:
