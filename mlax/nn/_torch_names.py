@@ -6,6 +6,18 @@ from collections.abc import Iterable
 
 import jax
 
+_LOSSES = {
+    "BCEWithLogitsLoss": "optax.sigmoid_binary_cross_entropy",
+    "CosineEmbeddingLoss": "optax.cosine_distance",
+    "CrossEntropyLoss": "mlax.ops.softmax_cross_entropy",
+    "CTCLoss": "mlax.ops.ctc_loss",
+    "HuberLoss": "optax.huber_loss",
+    "KLDivLoss": "optax.kl_divergence",
+    "MSELoss": "optax.squared_error",
+    "NLLLoss": "mlax.ops.softmax_cross_entropy of logits",
+    "SmoothL1Loss": "optax.huber_loss",
+    "TripletMarginLoss": "optax.losses.triplet_margin_loss",
+}
 _EQUIVALENTS = {
     "AvgPool": "nn.MeanPool",
     "AdaptiveAvgPool": "nn.AdaptivePool, or nn.GlobalPool for one value per channel",
@@ -41,7 +53,7 @@ def missing_layer_message(name: str, names: Iterable[str]) -> str:
     elif plain in _EQUIVALENTS:
         advice = f"write {_EQUIVALENTS[plain]}."
     elif name.endswith("Loss"):
-        advice = "a loss is a function, such as one of optax, which the objective of train.step calls."
+        advice = f"a loss is a function, {_LOSSES.get(name, 'such as one of optax')}, which the objective calls."
     elif name.replace("_", "").lower() in functions:
         advice = f"mlax.F(jax.nn.{functions[name.replace('_', '').lower()]}) makes a layer of the function."
     elif close := difflib.get_close_matches(name, names, n=3, cutoff=0.7):

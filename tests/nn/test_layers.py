@@ -102,10 +102,8 @@ def test_two_dtypes_in_one_op_are_an_error():
         ("Dropout2d", "write nn.ChannelDropout."),
         ("Sequential", "write mlax.Series."),
         ("LSTM", "write mlax.Recurrent(nn.LSTMCell(features))."),
-        (
-            "CrossEntropyLoss",
-            "a loss is a function, such as one of optax, which the objective of train.step calls.",
-        ),
+        ("CrossEntropyLoss", "a loss is a function, mlax.ops.softmax_cross_entropy, which the objective calls."),
+        ("HingeEmbeddingLoss", "a loss is a function, such as one of optax, which the objective calls."),
         ("MultiheadAttention", "did you mean MultiHeadAttention?"),
         ("functional", "write mlax.ops, jax.nn or jax.numpy."),
         ("Linaer", "did you mean Linear?"),

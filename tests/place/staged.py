@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import nn
+from mlax import nn, train
 
 EXAMPLES = 32
 
@@ -48,12 +48,13 @@ def batch(model, seed=0, examples=EXAMPLES):
 
 
 def objective(model):
-    """The cross-entropy and accuracy of either model."""
+    """The cross-entropy, accuracy and F1 of either model."""
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         logits, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return {"loss": losses, "accuracy": logits.argmax(-1) == batch["y"]}, new
+        f1 = train.F1(logits.argmax(-1), batch["y"], classes=logits.shape[-1])
+        return {"loss": losses, "accuracy": train.accuracy(logits, batch["y"]), "f1": f1}, new
 
     return objective
 
