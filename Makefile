@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test thorough faults docs api guide lint matrix bench references clean
+.PHONY: help demo test thorough faults browser docs api guide lint matrix bench references clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -21,6 +21,10 @@ thorough: $(VENV)/.ready  ## run all tests, with every row of the catalogue in e
 
 faults: $(VENV)/.ready  ## inject faults into training runs (kill, stop, corrupt, fill the disk, resize), and count the survivors
 	$(RUN)python -m tests.faults
+
+browser: $(VENV)/.ready  ## test the HTML report in headless Chromium, which must be installed
+	$(RUN)python -m pip install -q -c constraints.txt -e '.[test,browser]'
+	$(RUN)pytest tests/inspect/test_report.py
 
 docs: $(VENV)/.docs  ## build the documentation into site/; view it with: python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict

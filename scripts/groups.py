@@ -103,6 +103,7 @@ GROUPS = {
     },
     "inspect": {
         "Summary of a model": "summary Summary LayerSummary",
+        "Report": "report",
         "NaN and infinity": "nonfinite NonFinite Statistics",
         "Compilation stages": "stages Stages Donation Constant Match",
         "Cost and roofline": "cost Cost LayerCost Peaks",

@@ -124,6 +124,11 @@ def cost(function: Any, *args: Any, measure: bool = False, **kwargs: Any) -> Cos
     the time of each layer is read from the profiler.
     """
     traced, compiled = trace_and_compile("cost", function, args, kwargs)
+    return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled) if measure else None)
+
+
+def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cost:
+    """The cost of a function that is traced, or None, and compiled; `seconds` are those of each HLO instruction."""
     program = parse_hlo(compiled.as_text() or "")
     counts: dict[tuple[str, bool], list[float]] = collections.defaultdict(lambda: [0, 0, 0, 0.0])
     dtypes = collections.Counter[str]()
@@ -131,20 +136,19 @@ def cost(function: Any, *args: Any, measure: bool = False, **kwargs: Any) -> Cos
         if operation.flops:
             counts[operation.path, operation.is_backward][0] += operation.flops
             dtypes[str(operation.equation.invars[0].aval.dtype)] += operation.flops
-    seconds = _measure(function, args, kwargs, compiled) if measure else {}
     for kernel, computation, times in _kernels(program, program.entry, 1):
         row = counts[_layer(kernel)]
         row[1] += times * _kernel_bytes(program, computation, kernel)
         row[2] += times
-        row[3] += seconds.get(kernel.name, 0.0)
+        row[3] += (seconds or {}).get(kernel.name, 0.0)
     peaks = measure_peaks(_device(compiled), dtypes.most_common(1)[0][0] if dtypes else "float32")
     rows = [
-        LayerCost(path, backward, int(flops), int(size), int(number), spent if measure else None)
+        LayerCost(path, backward, int(flops), int(size), int(number), None if seconds is None else spent)
         for (path, backward), (flops, size, number, spent) in counts.items()
         if flops or size
     ]
-    key = (lambda row: -row.seconds) if measure else (lambda row: -row.best_seconds(peaks))
-    return Cost(tuple(sorted(rows, key=key)), peaks)
+    rows.sort(key=lambda row: -row.best_seconds(peaks) if row.seconds is None else -row.seconds)
+    return Cost(tuple(rows), peaks)
 
 
 @functools.lru_cache
@@ -170,7 +174,7 @@ def _best_seconds(function: Any, x: jax.Array, runs: int = 5) -> float:
     return best
 
 
-def _measure(function: Any, args: Any, kwargs: Any, compiled: Any) -> dict[str, float]:
+def measure_instructions(function: Any, args: Any, kwargs: Any, compiled: Any) -> dict[str, float]:
     """The seconds of each instruction of the compiled program in one call, read from the profiler."""
     run = function if callable(function) and (args or kwargs) else compiled
     jax.block_until_ready(run(*args, **kwargs))

@@ -85,6 +85,11 @@ def memory(function: Any, *args: Any, batch: int | None = None, **kwargs: Any) -
     which buffers are live when is read from the schedule of the program, so the curve may differ from it a little.
     """
     _, compiled = trace_and_compile("memory", function, args, kwargs)
+    return memory_of(compiled, batch)
+
+
+def memory_of(compiled: Any, batch: int | None = None) -> Memory:
+    """The memory of a compiled function."""
     analysis = compiled.memory_analysis()
     program = parse_hlo(compiled.as_text() or "")
     snapshots = list(_snapshots(program, program.computations[program.entry]))

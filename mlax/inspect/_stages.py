@@ -104,13 +104,16 @@ def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
     The arguments may be `jax.ShapeDtypeStruct`s. A jitted function keeps its options, such as `donate_argnums`; any
     other is jitted, with leaves that are not arrays as static.
     """
-    plain = getattr(function, "__wrapped__", function) if hasattr(function, "trace") else function
-    plain = getattr(function, "advance", plain)  # of a `train.step`
-    side_effects = tuple(_observe_tracing(plain, args, kwargs)) if callable(function) else ()
+    side_effects = tuple(_observe_tracing(_plain(function), args, kwargs)) if callable(function) else ()
     with contextlib.redirect_stdout(io.StringIO()):  # a print that runs while tracing is in the result
         traced, compiled = trace_and_compile("stages", function, args, kwargs)
     if traced is None:
         raise TypeError("stages: a compiled function does not have the other stages; pass the function and arguments.")
+    return stages_of(function, traced, compiled, side_effects)
+
+
+def stages_of(function: Any, traced: Any, compiled: Any, side_effects: tuple[str, ...] = ()) -> Stages:
+    """The stages of a function that is traced and compiled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # they are in the result
         stablehlo = traced.lower().as_text()
@@ -128,10 +131,16 @@ def stages(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Stages:
         arguments=arguments,
         dropped=tuple(name for name in names if name not in parameters),
         donations=tuple(_donation(name, arguments[name], parameters, hlo, traced) for name in donated),
-        constants=tuple(_constants(plain, traced.jaxpr)),
+        constants=tuple(_constants(_plain(function), traced.jaxpr)),
         side_effects=side_effects,
         kernels=collections.Counter(each.opcode for each in _kernels(program)),
     )
+
+
+def _plain(function: Any) -> Any:
+    """The function inside `jax.jit` or a `train.step`."""
+    plain = getattr(function, "__wrapped__", function) if hasattr(function, "trace") else function
+    return getattr(function, "advance", plain)
 
 
 def _parameters(program: Program) -> dict[str, int]:
