@@ -70,9 +70,8 @@ def main(options: argparse.Namespace) -> None:
     }
     share = mlax.count(trainables, LORA) / mlax.count(trainables)
     print(f"{mlax.count(trainables):,} weights, of which LoRA {share:.1%}, on {jax.devices()[0].device_kind}")
-    names = list(next(iter(rows.values())))
-    table = [(kind, *(_show(name, row[name]) for name in names)) for kind, row in rows.items()]
-    print_table("A step", ("", *names), table)
+    names = list(rows["train="])
+    print_table("A step", ("", *rows), [(name, *(_show(name, row[name]) for row in rows.values())) for name in names])
     found, wanted = rows["train="], rows["apart by hand"]
     for name in ("GFLOPs (mlax)", "GFLOPs (XLA)", "slots", "peak"):
         print(

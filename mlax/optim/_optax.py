@@ -63,7 +63,8 @@ class FromOptax(Optimizer):
 
     def __repr__(self) -> str:
         call = self.transformation
-        return f"from_optax({call!r})" if isinstance(call, OptaxCall) else "from_optax(an Optax transformation)"
+        made = f"from_optax({call!r})" if isinstance(call, OptaxCall) else "from_optax(an Optax transformation)"
+        return f"FromOptax({made}, trained={self.trained!r})" if self.trained else made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if isinstance(self.transformation, OptaxCall):
