@@ -167,7 +167,7 @@ def test_streaming_does_not_differentiate_frozen_layers():
         trainables, _ = model.init(jax.random.key(0), batch()["x"])
         return inspect.flops(traced(functools.partial(objective, model=model), ADAM, trainables, batch(), **options)[0])
 
-    assert flops(streamed, train="**/lora/*") == flops(resident, train="**/lora/*") < flops(streamed)
+    assert flops(streamed, train="**/lora/*") <= flops(resident, train="**/lora/*") < flops(streamed)
 
 
 def test_train_names_the_leaves_that_change():
