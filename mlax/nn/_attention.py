@@ -21,6 +21,10 @@ REQUIRED_INPUTS = ("query", "key", "value")
 OPTIONAL_INPUTS = ("segments", "source_segments", "lengths", "query_positions", "key_positions", "mask", "bias")
 SOURCES = ("source", "value_source", "source_segments")
 MULTI_HEAD_INPUTS = ("x", *SOURCES, "segments", "lengths", "positions", "mask", "bias")
+ATTENTION_FIELDS = (  # of MultiHeadAttention, for its part attend alone
+    *("causal", "window", "softcap", "sinks", "alibi", "scale", "dropout", "return_weights"),
+    *("accum_dtype", "implementation"),
+)
 
 
 @frozen
@@ -207,6 +211,15 @@ class MultiHeadAttention(Composite):
             parts |= {"position": Position(), "cache": KeyValueCache(slots, ring=ring, param_dtype=self.cache_dtype)}
         return parts
 
+    def with_parts(self, parts):
+        """Fields in place of an edit of `attend` that they express, so that fields that are set later reach it, too."""
+        attend = parts.get("attend")
+        if isinstance(attend, Attention):
+            fields = with_fields(self, **{name: getattr(attend, name) for name in ATTENTION_FIELDS})
+            if _attention_of(fields) == attend and "attend" not in dict(self.edits):
+                return Composite.with_parts(fields, {name: part for name, part in parts.items() if name != "attend"})
+        return super().with_parts(parts)
+
     def _reuses_slots(self) -> bool:
         return self.cache is not None and self.window is not None and self.window <= self.cache
 
@@ -335,20 +348,8 @@ class MultiHeadAttention(Composite):
 
 def _attention_of(layer: MultiHeadAttention) -> Attention:
     """The part that attends; a function, since methods need a finished description and `__post_init__` calls it."""
-    return Attention(
-        causal=layer.causal,
-        window=layer.window,
-        softcap=layer.softcap,
-        sinks=layer.sinks,
-        alibi=layer.alibi,
-        scale=layer.scale,
-        dropout=layer.dropout,
-        return_weights=layer.return_weights,
-        precision=layer.precision,
-        accum_dtype=layer.accum_dtype,
-        param_dtype=layer.param_dtype,
-        implementation=layer.implementation,
-    )
+    fields = (*ATTENTION_FIELDS, "precision", "param_dtype")
+    return Attention(**{name: getattr(layer, name) for name in fields})
 
 
 def _with_features(edited: Layer, part: Layer) -> Layer:

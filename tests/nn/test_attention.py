@@ -298,6 +298,15 @@ def test_empty_and_single_axes_work(kernel, shape):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad))
 
 
+def test_fields_of_a_layer_whose_attention_was_edited_still_reach_it():
+    layer, wanted = nn.MultiHeadAttention(2, causal=True), nn.Attention(causal=True, window=3, accum_dtype="float32")
+    mixed = mlax.override(layer, nn.Attention, accum_dtype="float32")  # as mixed precision does
+    assert mixed == nn.MultiHeadAttention(2, causal=True, accum_dtype="float32")
+    assert mlax.get(mlax.override(mixed, nn.MultiHeadAttention, window=3), "attend") == wanted
+    precise = mlax.override(layer, nn.Attention, precision="highest")  # the field of the layer is for its Linears, too
+    assert mlax.get(precise, "attend").precision == "highest" and mlax.get(precise, "query").precision is None
+
+
 def test_an_input_of_attention_that_is_none_counts_as_absent():
     layer, x = nn.MultiHeadAttention(2, causal=True), normal(1, 3, 8)
     trainables, _ = layer.init(RNG, {"x": x, "lengths": None})
