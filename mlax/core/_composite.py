@@ -150,7 +150,7 @@ class Composite(Layer):
 
     has_dict_fields: ClassVar[bool] = True
 
-    edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)  # parts put in place by surgery
+    edits: tuple[tuple[str, Layer], ...] = dataclasses.field(default=(), kw_only=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -92,6 +92,16 @@ def listed_names(cls: type) -> list[str]:
     return [name for name, value in own.items() if inspect.isroutine(value) or isinstance(value, property)]
 
 
+class OneLineSignature(inspect.Signature):
+    """A signature that pydoc of Python 3.13 does not break into a line for each parameter."""
+
+    __slots__ = ()
+
+    def format(self, *, max_width: int | None = None, **options: Any) -> str:
+        """The signature on one line, whatever its width."""
+        return super().format(**options)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class FieldDoc(NamedTuple):
     """A field as its author wrote it: the annotation, and the comment on its line."""
 
@@ -115,7 +125,7 @@ def field_table(cls: type) -> str:
 def class_signature(cls: type) -> inspect.Signature | None:
     """The signature of the constructor, with the types as the author of each field wrote them."""
     has_constructor = bool(_fields(cls)) or cls.__init__ is not object.__init__
-    return inspect.Signature(list(_parameters(cls).values())) if has_constructor else None
+    return OneLineSignature(list(_parameters(cls).values())) if has_constructor else None
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
@@ -143,7 +153,7 @@ def field_docs(cls: type) -> dict[str, FieldDoc]:
     found: dict[str, FieldDoc] = {}
     for base in reversed(cls.__mro__):
         written = dict(_read_source(base))
-        for name, annotation in vars(base).get("__annotations__", {}).items():
+        for name, annotation in inspect.get_annotations(base).items():
             found[name] = written.get(name) or FieldDoc(type_name(annotation), "")
         found |= {name: doc for name, doc in written.items() if name not in found}
     return found
@@ -216,7 +226,7 @@ def _shorten(signature: inspect.Signature) -> inspect.Signature:
     returned = signature.return_annotation
     if returned is not signature.empty:
         returned = TypeName(returned if isinstance(returned, str) else type_name(returned))
-    return signature.replace(parameters=parameters, return_annotation=returned)
+    return OneLineSignature(parameters, return_annotation=returned)
 
 
 def _pointer(cls: type) -> str:

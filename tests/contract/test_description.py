@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax.core import with_fields
+from mlax.core import F, with_fields
 
 
 def test_equal_descriptions_are_equal_and_hash_equal(row):
@@ -28,6 +28,14 @@ def test_copies_and_pickles_are_equal(row):
     assert copy.deepcopy(layer) == layer
     assert copy.copy(layer) == layer
     assert pickle.loads(pickle.dumps(layer)) == layer
+
+
+def test_a_layer_prints_its_name_and_no_addresses(row):
+    layer = row.layer("float32")
+    for text in (repr(layer), str(layer), layer._repr_html_()):
+        assert type(layer).__name__ in text or isinstance(layer, F)
+        assert " at 0x" not in text
+        assert "edits" not in text
 
 
 @pytest.mark.parametrize(
