@@ -63,7 +63,7 @@ Mixed of Tied(Tie('head/kernel', 'embed/table', transpose=True)) of Series
   embed: Embed(50257, 768)
   blocks: Repeat(12, mode='remat') of Block(768, 12)
     norm: LayerNorm(accum_dtype='float32')
-    attend: MultiHeadAttention(12, causal=True)
+    attend: MultiHeadAttention(12, causal=True, accum_dtype='float32')
       query: Linear(?)
       key: Linear(?)
       value: Linear(?)
