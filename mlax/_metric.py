@@ -36,11 +36,15 @@ class Metric(metaclass=Documented):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        dataclasses.dataclass(frozen=True)(cls)
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         arrays = [field.name for field in fields if not field.kw_only]
         options = [field.name for field in fields if field.kw_only]
         jax.tree_util.register_dataclass(cls, arrays, options)
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore
+        return f"{type(self).__name__}({', '.join(f'{name}={signature(value)}' for name, value in values.items())})"
 
     def contributions(self) -> Mapping[str, jax.Array]:
         """What each example adds to each sum, by name: the axes of the examples first, then those of the sum."""

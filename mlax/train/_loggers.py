@@ -46,6 +46,9 @@ class TensorBoard:
         self.folder = folder
         self._writer: Any = None
 
+    def __repr__(self) -> str:
+        return f"TensorBoard({'' if self.folder is None else repr(os.fspath(self.folder))})"
+
     def start(self, run: Path | None, step: int, config: Config) -> None:
         """Open an event file."""
         folder = self.folder if run is None else run / (self.folder or "tensorboard")
@@ -79,6 +82,9 @@ class JSONLines:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._log: MetricsLog | None = None
+
+    def __repr__(self) -> str:
+        return f"JSONLines({str(self.path)!r})"
 
     def start(self, run: Path | None, step: int, config: Config) -> None:
         """Drop the lines after `step` from the file of the run."""
@@ -122,6 +128,9 @@ class WandB:
         self.project, self.name, self.entity, self.group = project, name, entity, group
         self.tags, self.mode = tuple(tags), mode
         self._run: Any = None
+
+    def __repr__(self) -> str:
+        return f"WandB({self.project!r})"
 
     def start(self, run: Path | None, step: int, config: Config) -> None:
         """Create the run, or continue the one whose id is in the folder."""

@@ -304,3 +304,12 @@ def test_metrics_print_their_values_and_inside_jit_their_names():
     seen = []
     jax.eval_shape(lambda metrics: seen.append(repr(metrics)), metrics)
     assert seen == ["Metrics(loss, rate)"]
+
+
+def test_a_metric_prints_shapes_and_a_logger_its_target():
+    labels = jnp.zeros(100, jnp.int32)
+    assert repr(train.F1(labels, labels, classes=3)).startswith(
+        "F1(predictions=int32[100], labels=int32[100], classes=3"
+    )
+    loggers = [train.TensorBoard(), train.JSONLines("more.jsonl"), train.WandB("digits")]
+    assert repr(loggers) == "[TensorBoard(), JSONLines('more.jsonl'), WandB('digits')]"
