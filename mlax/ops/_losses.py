@@ -30,17 +30,17 @@ def softmax_cross_entropy(
     multiple of `logsumexp(logits) ** 2`, which keeps the logits small. Where `mask` is False, the loss and its gradient
     are 0, whatever the logits; elsewhere, the loss of a class outside of 0 to v - 1 is NaN.
 
-    With `accum_dtype="float32"`, narrow logits are read once in each pass and everything else, the result included, is
-    in float32: no array of logits in float32 is stored.
+    With `accum_dtype="float32"`, all but the logits and their gradient is in float32, the result included, and no copy
+    of the logits in float32 is stored for the backward pass.
     """
     check_floating("softmax_cross_entropy", logits)
     dtype = jnp.dtype(logits.dtype if accum_dtype is None else accum_dtype)
+    cross_entropy = _cross_entropy(float(smoothing), float(z_loss), dtype)
     if mask is None:
-        return _cross_entropy(smoothing, z_loss, dtype)(logits, labels)
+        return cross_entropy(logits, labels)
     wide_mask = mask[..., None]  # the gradient of what is masked out is 0, even if logits are NaN and labels no class
     labels = jnp.where(mask if _are_classes(labels) else wide_mask, labels, 0)
-    loss = _cross_entropy(smoothing, z_loss, dtype)(jnp.where(wide_mask, logits, 0), labels)
-    return jnp.where(mask, loss, 0)
+    return jnp.where(mask, cross_entropy(jnp.where(wide_mask, logits, 0), labels), 0)
 
 
 def ctc_loss(
@@ -55,13 +55,17 @@ def ctc_loss(
     """Connectionist temporal classification: minus the log probability of a label sequence, (b, t, v) to (b,).
 
     It is the sum over all alignments with the t logits, in which a label may be repeated and separated by blanks. The
-    masks are False for padding at the end of a sequence. The loss of labels that have no alignment, since there are too
-    few logits, is infinite, and its gradient 0: leave such examples out. In the dtype of the logits, or in
-    `accum_dtype`, the result included. Narrow logits need `accum_dtype="float32"`, since the log probability of a long
-    sequence is a large number. https://dl.acm.org/doi/10.1145/1143844.1143891, section 4.1.
+    masks are False for padding at the end of a sequence, which may have any value. The loss of labels that have no
+    alignment, since there are too few logits, is infinite, and its gradient 0: leave such examples out. In the dtype of
+    the logits, or in `accum_dtype`, the result included. Narrow logits need `accum_dtype="float32"`, since the log
+    probability of a long sequence is a large number. https://dl.acm.org/doi/10.1145/1143844.1143891, section 4.1.
     """
     check_floating("ctc_loss", logits)
     x = _widen(logits, jnp.dtype(logits.dtype if accum_dtype is None else accum_dtype))
+    if logit_mask is not None:
+        x = jnp.where(logit_mask[..., None], x, 0)  # padding has the gradient 0, even if it is NaN
+    if label_mask is not None:
+        labels = jnp.where(label_mask, labels, blank)
     unlikely = min_value(x.dtype) / 2  # minus infinity has no finite derivatives
     is_repeated = jnp.pad(labels[:, 1:] == labels[:, :-1], ((0, 0), (1, 0)))
     is_first = jnp.pad(jnp.zeros_like(labels[:, 1:], bool), ((0, 0), (1, 0)), constant_values=True)

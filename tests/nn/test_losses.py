@@ -70,9 +70,13 @@ def test_ctc_is_that_of_pytorch():
 
 
 def test_labels_without_an_alignment_have_an_infinite_loss_without_gradient():
-    x, labels = jnp.zeros((2, 3, 4)), jnp.int32([[1, 1], [1, 2]])
-    mask = jnp.array([[True, True, False], [True, True, True]])  # [1, 1] needs three logits
-    y, d_x = pull_back(lambda x: ops.ctc_loss(x, labels, logit_mask=mask), x, jnp.ones(2))
+    x, labels = jnp.asarray(np.zeros((2, 3, 4), np.float32)), jnp.int32([[1, 1, -100], [1, 2, -100]])
+    masks = {
+        "logit_mask": jnp.array([[True, True, False], [True, True, True]]),  # [1, 1] needs three logits
+        "label_mask": labels >= 0,
+    }
+    x = jnp.where(masks["logit_mask"][..., None], x, jnp.nan)
+    y, d_x = pull_back(lambda x: ops.ctc_loss(x, labels, **masks), x, jnp.ones(2))
     assert y[0] == jnp.inf and np.isfinite(y[1])
     assert not d_x[0].any() and d_x[1].any() and jnp.isfinite(d_x).all()
 
