@@ -26,8 +26,9 @@ browser: $(VENV)/.ready  ## test the HTML report in headless Chromium, which mus
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[test,browser]'
 	$(RUN)pytest tests/inspect/test_report.py
 
-docs: $(VENV)/.docs  ## build the documentation into site/; view it with: python3 -m http.server -d site
+docs: $(VENV)/.docs  ## build the documentation into site/, and test its search; view it: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+	$(RUN)pytest tests/docs/test_search.py
 
 api: $(VENV)/.ready  ## write docs/api.md, every public name with its one-line meaning
 	$(RUN)python scripts/api.py
