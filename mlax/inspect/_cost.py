@@ -154,7 +154,7 @@ def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cos
 @functools.lru_cache
 def measure_peaks(device: Any, dtype: str = "float32") -> Peaks:
     """Measure a device: the best of several runs of a matrix product, and of a copy."""
-    size, length = (8192, 1 << 28) if device.platform != "cpu" else (1024, 1 << 24)
+    size, length = (8192, 1 << 27) if device.platform != "cpu" else (1024, 1 << 24)
     with jax.default_device(device):
         a = jnp.ones((size, size), dtype)
         x = jnp.ones(length, jnp.float32)

@@ -36,8 +36,7 @@ def report(path: str | Path, function: Any, *args: Any, measure: bool = False, *
     `measure=True` the function is run, to measure the time of each layer. The page needs no network.
     """
     model: Layer | None = function if isinstance(function, Layer) else None
-    rows = _model_rows(model, *args, **kwargs) if model is not None else None
-    variables = () if model is not None else _find_variables(args)
+    rows = None if model is None else _model_rows(model, *args, **kwargs)
     title = type(model).__name__ if model is not None else getattr(function, "__name__", short_repr(function))
     if model is not None:
         function, args, kwargs = _both_passes(model, *args, **kwargs)
@@ -45,6 +44,25 @@ def report(path: str | Path, function: Any, *args: Any, measure: bool = False, *
     if traced is None:
         raise TypeError("report: a compiled function has no paths of layers; pass the function and its arguments.")
     seconds = measure_instructions(function, args, kwargs, compiled) if measure else None
+    variables = _find_variables(args)
+    return write_report(path, title, function, traced, compiled, variables=variables, rows=rows, seconds=seconds)
+
+
+Row = dict[str, Any]  # what the page shows of a layer
+
+
+def write_report(
+    path: str | Path,
+    title: str,
+    function: Any,
+    traced: Any,
+    compiled: Any,
+    *,
+    variables: Sequence[tuple[str, Any]] = (),
+    rows: dict[str, Row] | None = None,
+    seconds: dict[str, float] | None = None,
+) -> Path:
+    """Write the page about a function that is traced and compiled; `rows` are its layers, or else its named scopes."""
     found = list(operations(traced.jaxpr))
     rows = _scope_rows(found, variables) if rows is None else rows
     data = {
@@ -59,9 +77,6 @@ def report(path: str | Path, function: Any, *args: Any, measure: bool = False, *
     path = Path(path)
     path.write_text(page.replace("DATA_OF_THE_REPORT", text, 1), encoding="utf-8")
     return path
-
-
-Row = dict[str, Any]  # what the page shows of a layer
 
 
 def _both_passes(model: Layer, x: Any, *, inference_mode: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -116,7 +116,9 @@ def stages_of(function: Any, traced: Any, compiled: Any, side_effects: tuple[str
     """The stages of a function that is traced and compiled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # they are in the result
-        stablehlo = traced.lower().as_text()
+        plan = getattr(function, "plan", None)  # of a `train.step`
+        with contextlib.nullcontext() if plan is None else jax.set_mesh(plan.mesh):
+            stablehlo = traced.lower().as_text()
     hlo = compiled.as_text() or ""
     program = parse_hlo(hlo)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
