@@ -13,6 +13,7 @@ from mlax.inspect._hlo import parse_hlo as parse_hlo
 from mlax.inspect._memory import LiveBuffers, Memory, Moment, memory
 from mlax.inspect._nonfinite import NonFinite, Statistics, nonfinite
 from mlax.inspect._report import report
+from mlax.inspect._report import write_report as write_report
 from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
 from mlax.inspect._stages import Constant, Donation, Match, Stages, stages
 from mlax.inspect._summary import LayerSummary, Summary, summary

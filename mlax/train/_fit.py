@@ -28,6 +28,7 @@ from mlax.train._run import (
     public_config,
     restore_latest,
     trim_log,
+    write_html_report,
 )
 from mlax.train._scoring import Scoring, check_feed, check_feeds, check_patience, score_name
 from mlax.train._signals import Signals, exit_status
@@ -103,8 +104,8 @@ def fit(
 ) -> Fitted:
     """The training loop: train up to step number `steps`, resuming from the last checkpoint in the folder `run`.
 
-    The folder also gets the configuration, metrics, curves, a report and the last and best weights. `state` is
-    donated: use the one in the result, or `result.best_state()`.
+    The folder also gets the configuration, metrics, curves, reports of the run and of the compiled step, and the last
+    and best weights. `state` is donated: use the one in the result, or `result.best_state()`.
 
     evaluate        a feed to evaluate with, or several by name: {"valid": feed, ...} gives scores like "valid/loss"
     evaluate_every  steps; by default an epoch
@@ -209,6 +210,8 @@ def fit(
         export_weights(run_folder, step.optimizer, loop.state, checkpoints, monitor.warn)
         run_folder.update_curves(last=not interrupted)
         run_folder.write_report(str(run_folder.root), {**loop.summary(), **run_config})
+        if not interrupted:
+            write_html_report(run_folder, step, loop.state, monitor.warn)
     if interrupted in ("SIGTERM", "SIGHUP"):
         sys.exit(exit_status(interrupted))
     return _result(loop, saved, interrupted)

@@ -21,7 +21,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from mlax import files
-from mlax.core import Tree
+from mlax.core import Tree, flatten_paths
+from mlax.inspect import write_report
 from mlax.optim import Optimizer
 from mlax.train._curves import parse_record, read_lines
 from mlax.train._fingerprint import ABSENT, KEY, WEIGHTS, differences
@@ -37,7 +38,7 @@ MAX_CHANGE = 400  # characters of a value in a message about a change
 
 
 class RunFolder:
-    """The folder of a run, with `config.json`, `metrics.jsonl`, `curves.png`, `report.md` and `checkpoints/`.
+    """The folder of a run, with `config.json`, `metrics.jsonl`, `curves.png`, `report.md`, `report.html` and `checkpoints/`.
 
     While it is entered it is locked: a second process that enters it fails. Without a folder nothing is written.
     """
@@ -165,7 +166,20 @@ class RunFolder:
             "",
         ]
         text += [*_evaluation_table(records), "", "![curves](curves.png)", ""]
+        text += ["[What JAX and XLA made of the training step](report.html)", ""]
         self._write(path, "\n".join(text))
+
+
+def write_html_report(run: RunFolder, step: Any, state: TrainState, warn: Callable[[str], None]) -> None:
+    """Write report.html, what JAX and XLA made of the step; a failure is only reported."""
+    path = run.path("report.html")
+    if path is None or not run.is_main or not step.last_compiled.compiled:
+        return
+    try:
+        variables = list(flatten_paths(state.trainables).items())
+        write_report(path, "training step", step, *step.last_compiled.stages(), variables=variables)
+    except Exception as failure:  # the training is done and saved
+        warn(f"report.html was not written: {failure}")
 
 
 def _evaluation_table(records: Sequence[Mapping[str, Any]]) -> list[str]:

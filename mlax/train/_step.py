@@ -175,8 +175,12 @@ class Step(metaclass=Documented):
 
     def flops(self) -> int:
         """FLOPs of one step over all devices, by the jaxpr of the last compilation."""
-        aot = self.aot if self.aot.compiled else self.overriding_aot
-        return aot.flops() // self.steps_per_call
+        return self.last_compiled.flops() // self.steps_per_call
+
+    @property
+    def last_compiled(self) -> CompiledFunction:
+        """The function that is compiled: the one that takes hyperparameters only if the other was not called."""
+        return self.aot if self.aot.compiled else self.overriding_aot
 
     def _override(self, hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
         """The hyperparameters as arrays of one dtype, so that no value recompiles, on the devices of the plan."""

@@ -73,7 +73,15 @@ def test_records_after_the_step_to_resume_from_are_replaced(tmp_path):
 
 def test_the_folder_holds_configuration_metrics_curves_report_and_weights(uninterrupted):
     run, result = uninterrupted
-    for name in ("config.json", "metrics.jsonl", "curves.png", "report.md", "last.safetensors", "best.safetensors"):
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "curves.png",
+        "report.md",
+        "report.html",
+        "last.safetensors",
+        "best.safetensors",
+    ):
         assert (run / name).stat().st_size > 0, name
     config = json.loads((run / "config.json").read_text())
     assert config["steps"] == 40 and "AdamW" in config["step"] and "75 examples" in config["feed"]
