@@ -38,7 +38,7 @@ MAX_CHANGE = 400  # characters of a value in a message about a change
 
 
 class RunFolder:
-    """The folder of a run, with `config.json`, `metrics.jsonl`, `curves.png`, `report.md`, `report.html` and `checkpoints/`.
+    """The folder of a run: `config.json`, `metrics.jsonl`, `curves.png`, `report.md`, `report.html`, `checkpoints/`.
 
     While it is entered it is locked: a second process that enters it fails. Without a folder nothing is written.
     """
