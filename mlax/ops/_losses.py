@@ -143,7 +143,7 @@ def _expected_gap(logits: Array, top: Array, labels: Array) -> Array:
     """The largest logit minus that of the label, (...); for probabilities, its expectation."""
     if not _are_classes(labels):
         return reduce_sum(_widen(labels, top.dtype) * (top - _widen(logits, top.dtype)), (-1,))
-    index = jnp.where(labels < 0, logits.shape[-1], labels)  # a negative one would count from the end
+    index = jnp.where(labels < 0, logits.shape[-1], labels.astype(np.int32))  # a negative one would count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill", fill_value=jnp.nan)
     return (top - _widen(chosen, top.dtype))[..., 0]
 
@@ -156,7 +156,7 @@ def _total(labels: Array, smoothing: float, dtype: Any) -> Array:
 
 
 def _is_label(x: Array, labels: Array) -> Array:
-    return lax.broadcasted_iota(labels.dtype, x.shape, x.ndim - 1) == labels[..., None]
+    return lax.broadcasted_iota(np.int32, x.shape, x.ndim - 1) == labels[..., None].astype(np.int32)
 
 
 def _are_classes(labels: Array) -> bool:

@@ -20,15 +20,17 @@ Average = Literal["binary", "macro", "micro", "weighted"]
 def accuracy(logits: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     """Top-k accuracy per example: whether the label is among the k largest logits, (..., v) and (...) to (...) bool.
 
-    Of equal logits the first is larger, as for `argmax`. A label whose logit is NaN is not among the largest.
+    Of equal logits the first is larger, as for `argmax`. A label that is not a class, or whose logit is NaN, is not among
+    the largest.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"accuracy: the logits are {signature(logits)} and the labels {signature(labels)}; the labels must have "
             "the axes of the logits without the last."
         )
-    chosen = jnp.take_along_axis(logits, labels[..., None], -1)
-    earlier = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) < labels[..., None]
+    index = jnp.where(labels < 0, logits.shape[-1], labels.astype(np.int32))[..., None]
+    chosen = jnp.take_along_axis(logits, index, -1, mode="fill", fill_value=jnp.nan)
+    earlier = lax.broadcasted_iota(np.int32, logits.shape, logits.ndim - 1) < index
     larger = ~(logits <= chosen) | ((logits == chosen) & earlier)  # NaN is not <=
     return jnp.sum(larger, -1, dtype=np.int32) < k
 

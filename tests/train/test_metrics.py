@@ -122,7 +122,8 @@ def test_accuracy_at_k_is_that_of_scikit_learn_and_of_top_k_among_ties(k):
     tied = jnp.round(jnp.asarray(logits)) + 0.0  # top_k orders -0.0 before 0.0
     _, best = jax.lax.top_k(tied, k)
     assert np.array_equal(train.accuracy(tied, jnp.asarray(labels), k), (best == labels[:, None]).any(-1))
-    assert not train.accuracy(jnp.full((2, 3), jnp.nan), jnp.int32([0, 2]), k=1).any()
+    odd = jnp.float32([[jnp.nan] * 4, [0, 0, 0, 1], [1, 0, 0, 0]])
+    assert not train.accuracy(odd, jnp.int32([0, -1, 4]), k=1).any()
 
 
 class RSquared(train.Metric):
