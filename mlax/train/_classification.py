@@ -20,8 +20,8 @@ Average = Literal["binary", "macro", "micro", "weighted"]
 def accuracy(logits: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     """Top-k accuracy per example: whether the label is among the k largest logits, (..., v) and (...) to (...) bool.
 
-    Of equal logits the first is larger, as for `argmax`. A label that is not a class, or whose logit is NaN, is not among
-    the largest.
+    Of equal logits the first is larger, as for `argmax`. A label that is not a class, or whose logit is NaN, is not
+    among the largest.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
