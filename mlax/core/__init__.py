@@ -4,14 +4,7 @@ from mlax._jax import named_key
 from mlax.core._capture import Capture, call_shapes, capture
 from mlax.core._checks import check_array, check_key, check_not_donated
 from mlax.core._combinators import F, Parallel, Residual, Series
-from mlax.core._composite import (
-    Composite,
-    Sub,
-    check_layer,
-    part_inputs,
-    parts_of,
-    split_parts,
-)
+from mlax.core._composite import Composite, Sub, part_inputs
 from mlax.core._display import Text, align_columns, count_of, format_bytes, function_name, print_pretty
 from mlax.core._errors import (
     error_scope,
@@ -44,6 +37,7 @@ from mlax.core._layer import (
     shape_dtypes,
     variable_shapes,
 )
+from mlax.core._parts import check_layer, parts_of, split_parts
 from mlax.core._paths import (
     EXCLUDE,
     STACKED,

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 
 from mlax._jax import abstract_key
-from mlax.core._composite import Composite, check_layer, parts_of
+from mlax.core._composite import Composite
 from mlax.core._frozen import frozen, with_fields
 from mlax.core._layer import Layer, Tree, split_outputs, variable_shapes
+from mlax.core._parts import check_layer, parts_of
 from mlax.core._paths import STACKED, match_paths
 from mlax.core._surgery import layers
 from mlax.core._wrappers import Tap, Wrapper

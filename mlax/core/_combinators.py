@@ -9,12 +9,13 @@ from typing import Any, Self
 
 import jax
 
-from mlax.core._composite import Composite, Sub, check_layer
+from mlax.core._composite import Composite, Sub
 from mlax.core._display import Node, function_name
 from mlax.core._errors import is_like_first, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen, with_fields
 from mlax.core._initializers import Initializer
 from mlax.core._layer import Layer
+from mlax.core._parts import check_layer
 
 LayerLike = Layer | Callable[..., Any]  # a plain function is wrapped as F
 

@@ -1,24 +1,21 @@
 """Composite: a layer made of parts; the author writes the parts and how they are wired."""
 
 import abc
-import ast
 import collections
 import dataclasses
 import difflib
 import functools
 import inspect
-import itertools
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
 from jax.core import Tracer
 
-from mlax._jax import abstract_key, name_hash, named_key
+from mlax._jax import abstract_key, named_key
 from mlax.core._checks import check_is_dict, expect_array
 from mlax.core._display import Node
-from mlax.core._errors import SURGERY, error_scope, short_repr, signature, wrong_instance_message
+from mlax.core._errors import SURGERY, error_scope, short_repr, signature
 from mlax.core._frozen import call_repr, fields_of, frozen, repr_arguments, with_fields
 from mlax.core._help import Documented
 from mlax.core._layer import (
@@ -34,7 +31,16 @@ from mlax.core._layer import (
     shape_dtypes,
     split_outputs,
 )
-from mlax.core._paths import STACKED, unflatten_paths
+from mlax.core._parts import (
+    join_parts,
+    part_nodes,
+    parts_of,
+    replace_part,
+    split_parts,
+    unowned_paths,
+    walk_parts,
+    wire_access,
+)
 
 KEYS = "#rng"  # no part can be called that
 
@@ -100,7 +106,7 @@ class Sub(metaclass=Documented):
 
     def _call_part(self, name: str, /, *inputs: Any, **named: Any) -> Any:
         if named or not inputs:
-            call = f"sub.{_access(name)}"
+            call = f"sub.{wire_access(name)}"
             given = f"got {', '.join(named)} by keyword" if named else "got none"
             raise TypeError(f"{call}: {given}, but a part takes its inputs by position: {call}(x), or {call}(x, t).")
         return self._call(name, self._parts[name], inputs[0] if len(inputs) == 1 else inputs)
@@ -130,7 +136,7 @@ class _SubGroup:
     def __call__(self, *inputs: Any) -> Any:
         raise TypeError(
             f"sub.{self._path} is a group of {len(self._keys)} parts; call one of them, as "
-            f"sub.{_access(f'{self._path}/{self._keys[0]}')}(x)."
+            f"sub.{wire_access(f'{self._path}/{self._keys[0]}')}(x)."
         )
 
 
@@ -175,8 +181,8 @@ class Composite(Layer):
         own, edits = Composite.parts(self), dict(self.edits)
         for path, part in parts.items():
             name, *keys = path.split("/")
-            if (name, *keys) in dict(_walk_parts((), own)):
-                own = {**own, name: _replace_part(own[name], keys, part)}
+            if (name, *keys) in dict(walk_parts((), own)):
+                own = {**own, name: replace_part(own[name], keys, part)}
             else:
                 edits[path] = part
         return with_fields(self, **own, edits=tuple(edits.items()))
@@ -222,13 +228,13 @@ class Composite(Layer):
         return [name for name in super().__dir__() if name != SURGERY]  # what a completion offers
 
     def _tree(self, name: str = "") -> Node:
-        below = tuple(_part_nodes(parts_of(self)))
+        below = tuple(part_nodes(parts_of(self)))
         return Node(name, header(self, has_below=bool(below)), below)
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         for what, tree in (("trainables", trainables), ("non_trainables", non_trainables)):
             check_is_dict(self, what, tree)
-            extra = list(_unowned(tree, "", parts_of(self)))
+            extra = list(unowned_paths(tree, "", parts_of(self)))
             if extra:
                 raise ValueError(
                     f"{short_repr(self)}: {what} has extra {', '.join(map(repr, extra))}; the parts are "
@@ -268,66 +274,9 @@ def part_inputs(composite: Composite, x: Any) -> dict[str, Any]:
     if unused:
         raise ValueError(
             f"{short_repr(composite)}: wire never calls {', '.join(map(repr, unused))}; call it as "
-            f"sub.{_access(unused[0])}(x), or leave it out of the parts."
+            f"sub.{wire_access(unused[0])}(x), or leave it out of the parts."
         )
     return inputs
-
-
-@functools.lru_cache(maxsize=4096)
-def parts_of(composite: Composite) -> Mapping[str, Layer]:
-    """The parts of a composite by path, edits included, checked once for each distinct description."""
-    _check_distinct_keys(composite)
-    own = composite.parts()
-    if not isinstance(own, Mapping):
-        raise TypeError(
-            f"{short_repr(composite)}: parts returned a {type(own).__name__}, but must return a dict of layers by name."
-        )
-    found = dict(_walk_parts((), own))
-    for name, *keys in found:
-        if not _is_part_name(name) or not all(key and "/" not in key for key in keys):
-            raise ValueError(
-                f"{short_repr(composite)}: {'/'.join((name, *keys))!r} cannot name a part; use an identifier without a "
-                "leading underscore, other than inference_mode and rng, since `wire` calls it as sub.name."
-            )
-        if STACKED in (name, *keys):
-            raise ValueError(
-                f"{short_repr(composite)}: a part cannot be called {STACKED!r}, since that name in a path says that "
-                "the leaves below have a leading axis of layers, as in Repeat; rename it."
-            )
-    parts = {**{"/".join(keys): part for keys, part in found.items()}, **dict(composite.edits)}
-    for path, part in parts.items():
-        check_layer(short_repr(composite), f"part {path!r}", part)
-    hashes = {name_hash(name): name for name in parts}
-    for name in parts:
-        if hashes[name_hash(name)] != name:  # by which `named_key` derives their keys
-            raise ValueError(
-                f"{short_repr(composite)}: the names {name!r} and {hashes[name_hash(name)]!r} have the same hash, so "
-                "both parts would be initialized from the same key; rename one."
-            )
-    return parts
-
-
-def split_parts(composite: Composite, tree: Tree) -> dict[str, Tree]:
-    """The variables of each part that has any, by the part's path."""
-    found: dict[str, Tree] = {}
-    for path in parts_of(composite):
-        node = tree
-        for name in path.split("/"):
-            node = node.get(name) if isinstance(node, dict) else None
-        if node is not None:
-            found[path] = node
-    return found
-
-
-def join_parts(variables: Mapping[str, Tree]) -> Tree:
-    """The inverse of `split_parts`: nested dicts, or None if there are no variables."""
-    return unflatten_paths((path, tree) for path, tree in variables.items() if tree is not None)
-
-
-def check_layer(owner: str, what: str, part: Any) -> None:
-    """Raise a TypeError unless `part` is a layer, and say how to make one of it."""
-    if not isinstance(part, Layer):
-        raise TypeError(wrong_instance_message(owner, what, part, Layer))
 
 
 def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
@@ -336,9 +285,9 @@ def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
         with expect_array(composite, x):
             y = composite.wire(sub, *_unpack_inputs(composite, x))
     except CalledDescription as error:
-        own = [keys for keys, part in _walk_parts((), Composite.parts(composite)) if part is error.layer]
+        own = [keys for keys, part in walk_parts((), Composite.parts(composite)) if part is error.layer]
         if own:
-            part = _access("/".join(own[0]))
+            part = wire_access("/".join(own[0]))
             raise TypeError(
                 f"{type(composite).__name__}: wire calls self.{part}(x), which is a description; write sub.{part}(x)."
             ) from None
@@ -387,86 +336,6 @@ def _input_names(wire: Callable[..., Any]) -> tuple[tuple[str, ...], int]:
     return tuple(names), sum(each.default is each.empty for each in inputs)
 
 
-def _walk_parts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(names, part) of each layer in nested tuples and dicts, and of what should be one, such as a function."""
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    else:
-        if isinstance(value, Layer) or callable(value) or len(path) == 1:
-            yield path, value
-        return
-    for name, below in items:
-        yield from _walk_parts((*path, str(name)), below)
-
-
-def _part_nodes(parts: Mapping[str, Layer]) -> Iterator[Node]:
-    """The trees of the parts; equal ones whose names count up, such as block_0 to block_11, as one."""
-    for (_, part), group in itertools.groupby(parts.items(), key=lambda item: (_stem(item[0]), item[1])):
-        first, *others = (name for name, _ in group)
-        node = part._tree(first)
-        if others:
-            last = others[-1].removeprefix(_stem(first))
-            node = node._replace(name=f"{first} to {last}", text=f"{len(others) + 1} x {node.text}")
-        yield node
-
-
-def _stem(name: str) -> str:
-    """The name without the number at its end, or the whole name if there is none."""
-    return name.rstrip("0123456789") or name
-
-
-def _is_part_name(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and name not in ("inference_mode", "rng")
-
-
 def number_call(name: str, number: int) -> str:
     """The name of the first, second, third call of a part in one call of `wire`: name, name#2, name#3."""
     return name if number == 1 else f"{name}#{number}"
-
-
-def _replace_part(value: Any, keys: list[str], part: Layer) -> Any:
-    """Nested tuples and dicts with `part` at the path `keys`."""
-    if not keys:
-        return part
-    name, *rest = keys
-    if isinstance(value, Mapping):
-        return {**value, name: _replace_part(value[name], rest, part)}
-    return tuple(_replace_part(below, rest, part) if str(i) == name else below for i, below in enumerate(value))
-
-
-def _access(path: str) -> str:
-    """How `wire` reads the part at a path: `layers[0]` for `layers/0`."""
-    name, *keys = path.split("/")
-    return name + "".join(f"[{key if key.isdigit() else repr(key)}]" for key in keys)
-
-
-def _unowned(tree: Tree, path: str, parts: Mapping[str, Layer]) -> Iterator[str]:
-    """The paths of a variable tree that lead to no part."""
-    for name, below in (tree or {}).items():
-        where = f"{path}/{name}" if path else name
-        if where in parts:
-            continue
-        if isinstance(below, dict) and any(part.startswith(f"{where}/") for part in parts):
-            yield from _unowned(below, where, parts)
-        else:
-            yield where
-
-
-def _check_distinct_keys(composite: Composite) -> None:
-    names = _repeated_keys(type(composite).parts)
-    if names:
-        raise ValueError(f"{short_repr(composite)}: `parts` has two entries {names[0]!r}; rename one.")
-
-
-@functools.cache
-def _repeated_keys(parts: Callable[..., Any]) -> list[str]:
-    """The keys that a dict in the source of `parts` holds twice, of which Python would silently drop the first."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(parts)))
-    except (OSError, SyntaxError, TypeError):  # without source, as in an interactive session
-        return []
-    dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
-    keys = [[key.value for key in node.keys if isinstance(key, ast.Constant)] for node in dicts]
-    return [str(key) for each in keys for key, times in collections.Counter(each).items() if times > 1]

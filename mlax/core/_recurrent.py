@@ -24,10 +24,11 @@ from mlax._jax import (
     shard_like,
     time_vmap,
 )
-from mlax.core._composite import KEYS, Composite, Sub, number_call, split_parts
+from mlax.core._composite import KEYS, Composite, Sub, number_call
 from mlax.core._errors import error_scope, locate_nan_in_scan, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen
 from mlax.core._layer import Layer, Tree, join_outputs, prefix_outputs, shape_dtypes, split_outputs
+from mlax.core._parts import split_parts
 from mlax.core._surgery import find_layers
 from mlax.core._wrappers import Tap, Wrapper, slice_shapes
 

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mlax.core._composite import Composite, check_layer, parts_of
+from mlax.core._composite import Composite
 from mlax.core._errors import short_repr, short_signature
 from mlax.core._frozen import with_fields
 from mlax.core._layer import Layer, Tree
+from mlax.core._parts import check_layer, parts_of
 from mlax.core._paths import (
     STACKED,
     NoMatch,

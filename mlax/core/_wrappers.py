@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
 from mlax.core._checks import check_is_dict
-from mlax.core._composite import check_layer
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
 from mlax.core._frozen import frozen, with_fields
@@ -27,6 +26,7 @@ from mlax.core._layer import (
     split_outputs,
     variable_shapes,
 )
+from mlax.core._parts import check_layer
 from mlax.core._paths import STACKED, flatten_paths
 
 Mode = Literal["scan", "remat", "unroll"]
