@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlax._jax import is_backward_pass, layer_path
+from mlax.inspect._trip_counts import Lanes
 
 
 class Operation(NamedTuple):
@@ -37,7 +38,8 @@ def flops(jaxpr: Any) -> int:
 
     `jaxpr` is that of `jax.make_jaxpr(f)(...)` or `jax.jit(f).trace(...).jaxpr`. The body of a scan counts as often as
     it runs, that of a `shard_map` once for each device, a loop of unknown length once, and of a conditional the most
-    expensive branch. All other operations are left out, as is usual for model FLOPs utilization.
+    expensive branch. All other operations are left out, as is usual for model FLOPs utilization. Masked scores of an
+    attention count if they are computed: see `summary`.
     """
     return sum(operation.flops for operation in operations(jaxpr))
 
@@ -45,18 +47,20 @@ def flops(jaxpr: Any) -> int:
 def operations(jaxpr: Any) -> Iterator[Operation]:
     """The operations of a jaxpr in order, those of the jaxprs inside its equations included, without dead code."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return _walk(jaxpr, jaxpr.outvars, (), 1)
+    return _walk(jaxpr, jaxpr.outvars, (), 1, Lanes())
 
 
-def _walk(jaxpr: Any, results: Iterable[Any], nest: tuple[Any, ...], times: int) -> Iterator[Operation]:
+def _walk(jaxpr: Any, results: Iterable[Any], nest: tuple[Any, ...], times: int, lanes: Lanes) -> Iterator[Operation]:
     for equation in _live_equations(jaxpr, results):
+        lanes = lanes.after(equation)
         bodies = [getattr(body, "jaxpr", body) for body in sub_jaxprs(equation.params)]
         if not bodies:
             yield Operation(equation, nest, times)
         if equation.primitive.name == "cond":
             bodies = [max(bodies, key=flops)]
         for body in bodies:
-            yield from _walk(body, body.outvars, (*nest, equation), times * _runs(equation))
+            runs = _runs(equation, times, lanes)
+            yield from _walk(body, body.outvars, (*nest, equation), runs, lanes.inside(equation, body))
 
 
 def _live_equations(jaxpr: Any, results: Iterable[Any]) -> list[Any]:
@@ -75,15 +79,18 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return [each for each in found if hasattr(getattr(each, "jaxpr", each), "eqns")]
 
 
-def _runs(equation: Any) -> int:
-    """How often an equation runs the jaxpr inside it, on all devices."""
+def _runs(equation: Any, times: int, lanes: Lanes) -> int:
+    """How often the jaxpr inside an equation runs, on all devices, if the equation itself runs so many times."""
     params = equation.params
     if equation.primitive.name == "scan":
-        return params["length"]
+        return times * params["length"]
+    if equation.primitive.name == "while":
+        counts = lanes.trip_counts(equation)
+        return times if counts is None else times * int(counts.sum()) // lanes.count
     if equation.primitive.name == "shard_map":
         sizes = dict(params["mesh"].shape)
-        return math.prod(sizes[axis] for axis in params.get("manual_axes", sizes))
-    return 1
+        return times * math.prod(sizes[axis] for axis in params.get("manual_axes", sizes))
+    return times
 
 
 def _product_flops(equation: Any) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from mlax._jax import is_backward_pass, layer_path, source_line
 from mlax.core import STACKED, Documented, document_tuple, signature
 from mlax.inspect._flops import sub_jaxprs
+from mlax.inspect._trip_counts import count_stacked
 
 ARGUMENT = "argument"
 
@@ -204,8 +205,8 @@ def _enter(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -
 def _enter_scan(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -> _Program | None:
     body, length = equation.params["jaxpr"], equation.params["length"]
     # the names of the parameters that count them differ between versions of JAX
-    num_xs = _count_stacked(equation.invars, body.jaxpr.invars)
-    num_carry = len(equation.outvars) - _count_stacked(equation.outvars, body.jaxpr.outvars)
+    num_xs = count_stacked(equation.invars, body.jaxpr.invars)
+    num_carry = len(equation.outvars) - count_stacked(equation.outvars, body.jaxpr.outvars)
     num_consts = len(inputs) - num_carry - num_xs
     consts, carry, xs = inputs[:num_consts], inputs[num_consts : len(inputs) - num_xs], inputs[len(inputs) - num_xs :]
     run = jax.jit(_jaxpr_as_function(body))
@@ -216,11 +217,6 @@ def _enter_scan(program: _Program, equation: Any, inputs: list[Any], is_bad: IsB
             return _Program(body.jaxpr, body.consts, arguments, nest=(*program.nest, (equation, i)))
         carry = outputs[:num_carry]
     return None
-
-
-def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """How many arrays of a scan have an axis of iterations, which those of its body lack."""
-    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(outer, inner, strict=True))
 
 
 def _enter_while(program: _Program, equation: Any, inputs: list[Any], is_bad: IsBad) -> _Program | None:

@@ -101,8 +101,10 @@ def summary(model: Layer, x: Any, *, inference_mode: bool = False) -> Summary:
     """A table of a model by layer: input, output, parameters, bytes, FLOPs of both passes, and their share.
 
     `x` is an input, or a pytree of `jax.ShapeDtypeStruct`; nothing is computed or allocated. FLOPs are those of matrix
-    products and convolutions in the jaxpr, two for a multiplication and an addition. The backward pass is that of the
-    trainables: the first layer needs no gradient of its input. With `inference_mode=True` there is none.
+    products and convolutions in the jaxpr, two for a multiplication and an addition: twice the number of MACs. The
+    backward pass is that of the trainables: the first layer needs no gradient of its input. With `inference_mode=True`
+    there is none. What is computed counts: all scores of an attention, masked ones too, as in published counts; but not
+    the tiles of a causal one that `implementation="chunked"` skips, which it does for long sequences.
 
     >>> model = mlax.Series(up=nn.Linear(32), act=jax.nn.gelu, head=nn.Linear(4))
     >>> inspect.summary(model, jnp.ones((8, 16))).total.parameters
@@ -117,7 +119,7 @@ def summary(model: Layer, x: Any, *, inference_mode: bool = False) -> Summary:
     parts: dict[str, Layer] = {"": model, **layers(model)}
     calls = call_shapes(scanned, x, inference_mode=inference_mode)
     forward, backward = _flops_by_layer(scanned, x, inference_mode, parts)
-    trainables, non_trainables = (flatten_paths(tree) for tree in variable_shapes(model, x))
+    trainables, non_trainables = (flatten_paths(tree) for tree in variable_shapes(scanned, x))
     sizes = {path: math.prod(leaf.shape) for path, leaf in trainables.items()}
     variables = [*trainables.items(), *non_trainables.items()]
     nbytes = [(path, math.prod(leaf.shape) * leaf.dtype.itemsize) for path, leaf in variables]
