@@ -162,7 +162,12 @@ WITHOUT_SUMS = {"sigmoid_binary_cross_entropy", "hinge_loss", "huber_loss", "log
 UNBOUNDED = {"squared_error", "triplet_margin_loss"}  # the square of a large number is infinite
 
 
-@pytest.mark.parametrize("name", list(losses("float32")))
+RARELY = {"hinge_loss", "log_cosh", "softmax_cross_entropy", "sigmoid_focal_loss", "cosine_distance"}  # Optax's own
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARELY)) for name in losses("float32")]
+)
 def test_a_loss_keeps_the_declared_dtype_and_is_finite_at_extreme_logits(name):
     """Sums of Optax's losses are accumulated in float32 and rounded to the dtype of the logits; all else is in it."""
     for dtype in FLOATS:

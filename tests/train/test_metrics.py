@@ -12,6 +12,7 @@ import pytest
 import sklearn.metrics as sk
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sklearn.exceptions import UndefinedMetricWarning
 
 from mlax import optim, place, train
 from tests.train.tasks import MODEL, OPTIMIZER, arrays, feed, init_state, objective
@@ -29,7 +30,7 @@ def examples(seed=0, n=60, classes=CLASSES):
 
 def by_sklearn(function, *args, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sk._classification.UndefinedMetricWarning)
+        warnings.simplefilter("ignore", UndefinedMetricWarning)
         return function(*args, **options)
 
 
