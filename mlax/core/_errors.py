@@ -66,6 +66,8 @@ def signature(x: Any) -> str:
         return "(" + ", ".join(signature(value) for value in x) + ")"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}[{', '.join(str(size) for size in x.shape)}]"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
     return repr(x) if x is None or isinstance(x, bool | int | float) else f"a {type(x).__name__}"
 
 

@@ -295,7 +295,7 @@ def test_invalid_arguments_of_save_are_errors_at_once(checkpoints):
         train.Checkpoints(checkpoints.folder, keep=0)
     with pytest.raises(TypeError, match=r"best is 'loss', .* pass best=train.Minimize\('loss'\) or best=train.Ma"):
         train.Checkpoints(checkpoints.folder, best="loss")
-    with pytest.raises(TypeError, match=r"best is a type, .* pass best="):
+    with pytest.raises(TypeError, match=r"best is the class Minimize, .* pass best="):
         train.Checkpoints(checkpoints.folder, best=train.Minimize)
     assert checkpoints.steps() == ()
 
