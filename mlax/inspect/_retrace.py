@@ -243,6 +243,7 @@ def _explain_unhashable(error: ValueError, arguments: Mapping[str, Any]) -> None
     """Add a note to JAX's error for a static argument that cannot be hashed, with its name."""
     if "hashable" in str(error):
         for name, value in arguments.items():
-            if isinstance(value, list | dict | set | np.ndarray | jax.Array):
+            # JAX's error has the type of the value, but not the name of the argument
+            if isinstance(value, list | dict | set | np.ndarray | jax.Array) and str(type(value)) in str(error):
                 kind = type(value).__name__
                 error.add_note(f"if {name}, a {kind}, is the static argument: pass a tuple or a frozen dataclass.")

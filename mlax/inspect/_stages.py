@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from mlax.core import Documented, count_of, document_tuple, format_bytes, signature
@@ -62,7 +63,7 @@ class Stages(metaclass=Documented):
 
     name: str  # of the function
     jaxpr: str  # as text
-    stablehlo: str  # as text
+    stablehlo: str  # as text, without the elements of large constants
     hlo: str  # optimized, for the device
     arguments: Mapping[str, str]  # name: signature
     dropped: tuple[str, ...]  # arguments that no result depends on
@@ -118,7 +119,7 @@ def stages_of(function: Any, traced: Any, compiled: Any, side_effects: tuple[str
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # they are in the result
         plan = getattr(function, "plan", None)  # of a `train.step`
         with contextlib.nullcontext() if plan is None else jax.set_mesh(plan.mesh):
-            stablehlo = traced.lower().as_text()
+            stablehlo = _stablehlo(traced.lower())
     hlo = compiled.as_text() or ""
     program = parse_hlo(hlo)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
@@ -143,6 +144,12 @@ def _plain(function: Any) -> Any:
     """The function inside `jax.jit` or a `train.step`."""
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "trace") else function
     return getattr(function, "advance", plain)
+
+
+def _stablehlo(lowered: Any) -> str:
+    """The lowered program as text, without the elements of large constants: 100 MB would be 200 MB of text."""
+    operation = getattr(lowered.compiler_ir("stablehlo"), "operation", None)
+    return lowered.as_text() if operation is None else operation.get_asm(large_elements_limit=16)
 
 
 def _parameters(program: Program) -> dict[str, int]:
@@ -176,8 +183,16 @@ def _constants(function: Any, closed: Any) -> Iterator[Constant]:
     for const in {id(each): each for each in _all_consts(closed)}.values():
         size = getattr(const, "nbytes", 0)
         if size >= LARGE:
-            name = next((name for name, value in named.items() if value is const), "")
+            name = next((name for name, value in named.items() if _is_same_array(value, const)), "")
             yield Constant(name, signature(const), size)
+
+
+def _is_same_array(value: Any, const: Any) -> bool:
+    if value is const:
+        return True
+    if not isinstance(value, np.ndarray) or (value.shape, value.dtype) != (const.shape, const.dtype):
+        return False
+    return np.array_equal(value, np.asarray(const))  # JAX makes another array of one of NumPy
 
 
 def _all_consts(closed: Any) -> Iterator[Any]:

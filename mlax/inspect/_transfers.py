@@ -14,6 +14,9 @@ from mlax.inspect._flops import sub_jaxprs
 from mlax.inspect._hlo import Instruction, Program, parse_hlo
 from mlax.inspect._transfer_events import TO_DEVICE, TO_HOST, TransferEvent, instruction_events, most_expensive
 
+TO_CALLBACK, FROM_CALLBACK = "device to callback", "callback to device"
+CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")  # primitives
+
 
 @document_tuple
 class Transfer(NamedTuple):
@@ -60,16 +63,19 @@ def transfers(function: Any, *args: Any) -> Transfers:
     or, without `args`, the result of `jax.jit(f).lower(...).compile()`, or a step that is already compiled.
 
     What is in a loop counts as often as the loop runs, or once if that is unknown; of a conditional the branch counts
-    that transfers most. A collective that XLA combined from several layers counts in the row of each of them. On a CPU
-    host and device share their memory and XLA copies nothing; there the copies in the jaxpr are counted, which the
-    result of `lower().compile()` no longer has.
+    that transfers most. A collective that XLA combined from several layers counts in the row of each of them. Callbacks
+    to Python, `jax.debug.print` too, transfer their arguments and results. On a CPU host and device share their memory
+    and XLA copies nothing; there the copies in the jaxpr are counted. The result of `lower().compile()` has neither.
     """
     traced, compiled = trace_and_compile("transfers", function, args, {})
     events = list(program_events(program := parse_hlo(compiled.as_text()), program.entry))
-    if traced is not None and _platform(compiled) == "cpu":
+    if traced is not None:
         shardings = jax.tree.structure(traced.args_info).flatten_up_to(compiled.input_shardings)
-        events = [event for event in events if event.kind not in (TO_DEVICE, TO_HOST)]
-        events += jaxpr_transfers(traced.jaxpr, shardings)
+        found = list(jaxpr_transfers(traced.jaxpr, shardings))
+        events += [event for event in found if event.kind in (TO_CALLBACK, FROM_CALLBACK)]
+        if _platform(compiled) == "cpu":
+            events = [event for event in events if event.kind not in (TO_DEVICE, TO_HOST)]
+            events += [event for event in found if event.kind in (TO_DEVICE, TO_HOST)]
     return summarize_events(events)
 
 
@@ -160,6 +166,8 @@ def _walk_jaxpr(jaxpr: Any, shards: dict[Any, Shards], scopes: tuple[Any, ...], 
         if equation.primitive.name == "device_put":
             yield from _equation_copies(equation, shards, inner_scopes, times)
             continue
+        if equation.primitive.name in CALLBACKS:
+            yield from _callback_copies(equation, inner_scopes, times)
         inner_times = times * equation.params["length"] if equation.primitive.name == "scan" else times
         bodies = [getattr(body, "jaxpr", body) for body in sub_jaxprs(equation.params)]
         found = [
@@ -196,6 +204,15 @@ def _equation_copies(
             known = _shards(target, result.aval.shape) if has_sharding else _known_shards(source, shards)
             size = result.aval.size * result.aval.dtype.itemsize // math.prod(known or ())
             yield TransferEvent(TO_HOST if to_host else TO_DEVICE, 1, ((path, size),), 1.0, times)
+
+
+def _callback_copies(equation: Any, scopes: tuple[Any, ...], times: int) -> Iterator[TransferEvent]:
+    """What a callback to Python reads and returns."""
+    path = path_of(scopes_of_stack(scopes))
+    for kind, variables in ((TO_CALLBACK, equation.invars), (FROM_CALLBACK, equation.outvars)):
+        avals = [each.aval for each in variables if hasattr(each.aval, "dtype") and not hasattr(each, "val")]
+        if avals:
+            yield TransferEvent(kind, 1, ((path, sum(each.size * each.dtype.itemsize for each in avals)),), 1.0, times)
 
 
 def _shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
