@@ -36,11 +36,12 @@ def trace_and_compile(owner: str, function: Any, args: tuple[Any, ...], kwargs: 
 def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The function traced for these arguments. A jitted one keeps its options; of others, non-arrays are static."""
     jitted: Any = function if hasattr(function, "trace") else None
-    if jitted is not None:
-        return jitted.trace(*args, **kwargs)
+    traced = None if jitted is None else jitted.trace(*args, **kwargs)
+    if hasattr(traced, "jaxpr"):  # that of Flax's `nnx.jit` has none
+        return traced
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
-    if len(arrays) == len(leaves):
+    if len(arrays) == len(leaves) and _is_hashable(function):
         return jax.jit(function).trace(*args, **kwargs)
 
     @functools.wraps(function)
@@ -49,3 +50,12 @@ def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     return jax.jit(call).trace(arrays)
+
+
+def _is_hashable(function: Any) -> bool:
+    """Whether JAX can cache what it traces of a function; not of Equinox's `filter_grad(f)`, say."""
+    try:
+        hash(function)
+    except TypeError:
+        return False
+    return True

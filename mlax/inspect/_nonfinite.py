@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,10 @@ def nonfinite(function: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
 
     Only what reaches the result counts, so a mask of -inf is not blamed. Pass `jax.grad(loss)` to include the backward
     pass. In a scanned `Repeat` the path has the number of the repetition: blocks/7/norm. The jaxpr is evaluated
-    operation by operation, several times, which is slow.
+    operation by operation, several times, which is slow. Of a `train.step`, it is `step.nonfinite(state, batch)`.
     """
+    if hasattr(function, "nonfinite"):  # a `train.step`, whose result is finite: it skips the update
+        return cast(Any, function).nonfinite(*args, **kwargs)
     if not callable(function):
         raise TypeError(f"nonfinite: {function!r} is not a function; the call is nonfinite(function, *arguments).")
     leaves, structure = jax.tree.flatten((args, kwargs))
@@ -119,6 +121,9 @@ class _Program(NamedTuple):
         """The outputs of one equation, as those of a jaxpr that has no other; None for one that is not used."""
         from jax.extend import core  # imports Pallas, so only when it is needed
 
+        if any(equation.params.get("donated_invars", ())):  # they are needed again
+            kept = {"donated_invars": (False,) * len(equation.invars)}
+            equation = equation.replace(params={**equation.params, **kept})
         given = {each: value for each, value in zip(equation.invars, inputs, strict=True) if not _is_literal(each)}
         results = [each for each in equation.outvars if not isinstance(each, core.DropVar)]
         debug_info = self.jaxpr.debug_info._replace(arg_names=("",) * len(given), result_paths=("",) * len(results))

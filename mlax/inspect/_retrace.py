@@ -78,7 +78,7 @@ def retrace(function: Callable[..., Any], *, show: bool = True) -> "Retraced":
     Each compilation is kept in `compilations`, and all but the first are reported on stderr, unless `show=False`: which
     argument's shape, dtype, weak type, sharding or static value differs from the closest earlier call, and what to do.
     """
-    if not hasattr(function, "trace"):
+    if not hasattr(function, "trace") and not hasattr(function, "lower"):  # Equinox's `filter_jit` has only this
         name = getattr(function, "__name__", repr(function))
         raise TypeError(f"retrace: {name} is not jitted; write inspect.retrace(jax.jit({name})).")
     return Retraced(function, show=show)
@@ -104,11 +104,12 @@ class Retraced:
             except ValueError as error:
                 _explain_unhashable(error, _name_arguments(self.function, args, kwargs))
                 raise
-        if seconds:
+        if seconds or self.calls == 1:  # it may be compiled before it is wrapped
             changes = _nearest_changes(self._signatures, found)
-            self.compilations.append(Compilation(self.calls, sum(seconds), changes))
             self._signatures.append(found)
-            if self.show and len(self.compilations) > 1:
+        if seconds:
+            self.compilations.append(Compilation(self.calls, sum(seconds), changes))
+            if self.show and self.calls > 1:
                 print(f"{getattr(self, '__name__', 'function')}: {self.compilations[-1]}", file=sys.stderr)
         return result
 
