@@ -1,6 +1,7 @@
 """tabulate: a pytree of arrays as a table of paths, shapes, dtypes and bytes, never of numbers."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -123,9 +124,8 @@ class _Group(NamedTuple):
     def cells(self) -> tuple[str, ...]:
         """The row that sums these leaves, or that of the only one."""
         dtypes, where = (_join(each) for each in zip(*((leaf.dtype, leaf.where) for leaf in self.leaves), strict=True))
-        size = (
-            format_bytes(sum(leaf.bytes for leaf in self.leaves)) if any(leaf.is_array for leaf in self.leaves) else ""
-        )
+        has_bytes = any(leaf.is_array for leaf in self.leaves)
+        size = format_bytes(sum(leaf.bytes for leaf in self.leaves)) if has_bytes else ""
         if self.is_leaf:
             return "/".join(self.path) or ".", self.leaves[0].shape, dtypes, size, where
         return "/".join((*self.path, "**")), count_of(len(self.leaves), "leaf"), dtypes, size, where
@@ -135,40 +135,57 @@ class _Group(NamedTuple):
         return tuple((leaf.path[len(self.path) :], leaf.shape) for leaf in self.leaves)
 
 
-Row = tuple[str, ...]  # path, shape, dtype, bytes, where
+class _Row(NamedTuple):
+    """A leaf, a folded subtree, or several in a row that are like an earlier one."""
+
+    groups: tuple[_Group, ...]
+    like: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        first, *others = self.groups
+        path, shape, *rest = _Group(first.path, tuple(leaf for each in self.groups for leaf in each.leaves)).cells()
+        return f"{path} and {len(others)} more" if others else path, f"like {self.like}" if self.like else shape, *rest
 
 
-def _fold_rows(root: _Group, limit: int | None) -> list[Row]:
+def _fold_rows(root: _Group, limit: int | None) -> list[tuple[str, ...]]:
     """The rows of the greatest depth at which there are at most `limit`; of a tree that is too wide, both ends."""
     depths = range(1, max((len(leaf.path) for leaf in root.leaves), default=0) + 1)
     if limit is None or not depths:
         return [_Group(leaf.path, (leaf,)).cells() for leaf in root.leaves]
-    rows = list(_rows_to_depth(root, depths[0], {}))
-    for depth in depths[1:]:
-        deeper = list(_rows_to_depth(root, depth, {}))
-        if len(deeper) > limit:
+    rows: list[_Row] = []
+    for depth in depths:
+        deeper = _merge_rows(_rows_to_depth(root, depth, {}))
+        if len(deeper) > limit and len(rows) > limit // 4:
             break
         rows = deeper
-    if len(rows) > limit > 2:
-        head, tail = rows[: limit // 2], rows[limit // 2 + 1 - limit :]
-        rows = [*head, ("...", f"{len(rows) - len(head) - len(tail)} more rows", "", "", ""), *tail]
-    return rows
+        if len(rows) > limit:
+            break
+    cells = [row.cells() for row in rows]
+    if len(cells) > limit > 2:
+        head, tail = cells[: limit // 2], cells[limit // 2 + 1 - limit :]
+        cells = [*head, ("...", f"{len(cells) - len(head) - len(tail)} more rows", "", "", ""), *tail]
+    return cells
 
 
-def _rows_to_depth(group: _Group, depth: int, seen: dict[Any, str]) -> Iterator[Row]:
+def _rows_to_depth(group: _Group, depth: int, seen: dict[Any, str]) -> Iterator[_Row]:
     """The rows of a subtree, in which what is deeper, or like an earlier one in `seen`, is summed."""
-    if group.is_leaf:
-        yield group.cells()
-        return
-    like = seen.setdefault(group.structure(), "/".join(group.path)) if len(group.leaves) > 2 else None
-    if like is not None and like != "/".join(group.path):
-        path, _, *rest = group.cells()
-        yield path, f"like {like}", *rest
-    elif len(group.path) >= depth:
-        yield group.cells()
+    path = "/".join(group.path)
+    like = seen.setdefault(group.structure(), path) if len(group.leaves) > 2 else path
+    if group.is_leaf or like != path or len(group.path) >= depth:
+        yield _Row((group,), like if like != path else "")
     else:
         for below in group.children():
             yield from _rows_to_depth(below, depth, seen)
+
+
+def _merge_rows(rows: Iterable[_Row]) -> list[_Row]:
+    """Rows of which more than three in succession, like the same subtree, are one."""
+    merged: list[_Row] = []
+    for like, run in itertools.groupby(rows, key=lambda row: row.like):
+        found = list(run)
+        is_long = bool(like) and len(found) > 3
+        merged += [_Row(tuple(group for row in found for group in row.groups), like)] if is_long else found
+    return merged
 
 
 def _join(words: Iterable[str]) -> str:
