@@ -53,5 +53,7 @@ def _comment(attribute: Any) -> str:
     return found[1] if found else ""
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].rstrip('.')}." if text[0].isalpha() else f"{text.rstrip('.')}."
+def _sentence(comment: str) -> str:
+    """A comment as a sentence of Markdown, in which only code is marked up."""
+    text = re.sub(r"(`[^`]*`)|([\[*<])", lambda match: match[1] or f"\\{match[2]}", comment.rstrip("."))
+    return f"{text[0].upper()}{text[1:]}."
