@@ -121,6 +121,11 @@ class _Group(NamedTuple):
             below.setdefault(leaf.path[:depth], []).append(leaf)
         return [_Group(path, tuple(leaves)) for path, leaves in below.items()]
 
+    def first_branch(self) -> "_Group":
+        """The group below this one, or itself, where its path branches or ends."""
+        below = [] if self.is_leaf else self.children()
+        return below[0].first_branch() if len(below) == 1 else self
+
     def cells(self) -> tuple[str, ...]:
         """The row that sums these leaves, or that of the only one."""
         dtypes, where = (_join(each) for each in zip(*((leaf.dtype, leaf.where) for leaf in self.leaves), strict=True))
@@ -194,10 +199,13 @@ def _join(words: Iterable[str]) -> str:
 
 
 def _node(group: _Group, name: str, text: str) -> Node:
-    below = [] if group.is_leaf or not group.leaves else group.children()
-    width = max((len(each.path[-1]) for each in below), default=0)
-    lines = align_columns([(" " * (width - len(each.path[-1])), *each.cells()[1:]) for each in below], right=(3,))
-    return Node(name, text, tuple(_node(each, each.path[-1], line) for each, line in zip(below, lines, strict=True)))
+    """The tree of a group, in which a path without branches, such as `blocks/stacked`, is one name."""
+    below = [each.first_branch() for each in group.children()] if not group.is_leaf else []
+    names = ["/".join(each.path[len(group.path) :]) for each in below]
+    width = max(map(len, names), default=0)
+    lines = align_columns([each.cells()[1:] for each in below], right=(2,))
+    texts = [" " * (width - len(path)) + line for path, line in zip(names, lines, strict=True)]
+    return Node(name, text, tuple(map(_node, below, names, texts)))
 
 
 def _describe_leaf(path: tuple[str, ...], leaf: Any) -> Leaf:

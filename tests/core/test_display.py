@@ -161,6 +161,22 @@ def test_html_is_balanced_folded_below_the_first_level_and_without_scripts(shown
         assert any(word in text for text in page.texts)
 
 
+def test_columns_of_a_folded_table_are_aligned_and_paths_without_branches_are_one_name():
+    tree = {"blocks": {"stacked": {"up": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(4)}}}, "head": jnp.ones((2, 3))}
+    page = Outline(mlax.tabulate(tree)._repr_html_())
+    assert page.texts == [
+        "3 leaves, 74 elements, 296 bytes",
+        "blocks/stacked/up: ",
+        "2 leaves  float32  272 bytes",
+        "bias: ",
+        "  (4,)     float32   16 bytes",
+        "kernel: ",
+        "(4, 16)  float32  256 bytes",
+        "head: ",
+        "             (2, 3)    float32   24 bytes",
+    ]
+
+
 def test_html_escapes_names():
     page = mlax.Series(mlax.F(lambda x: x if x.ndim < 3 else x[0]))._repr_html_()
     assert "x.ndim &lt; 3" in page
