@@ -104,12 +104,12 @@ class Retraced:
             except ValueError as error:
                 _explain_unhashable(error, _name_arguments(self.function, args, kwargs))
                 raise
-        if seconds or self.calls == 1:  # it may be compiled before it is wrapped
-            changes = _nearest_changes(self._signatures, found)
-            self._signatures.append(found)
         if seconds:
+            changes = _nearest_changes(self._signatures, found)
             self.compilations.append(Compilation(self.calls, sum(seconds), changes))
-            if self.show and self.calls > 1:
+        if seconds or self.calls == 1:  # it may have been compiled before it was wrapped
+            self._signatures.append(found)
+            if seconds and self.show and self.calls > 1:
                 print(f"{getattr(self, '__name__', 'function')}: {self.compilations[-1]}", file=sys.stderr)
         return result
 

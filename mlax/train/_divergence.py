@@ -2,13 +2,15 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mlax.core import Documented
 from mlax.files import InvalidFile
+from mlax.inspect import NonFinite
 from mlax.train._metrics import Record
 from mlax.train._monitor import Monitor
 from mlax.train._state import TrainState
@@ -21,7 +23,8 @@ _RECOVERY = 10  # times `patience`: training that has gone on for so many steps 
 class Diverged(FloatingPointError, metaclass=Documented):
     """The loss, a gradient or the result was not finite in many steps in a row, and rolling back did not help.
 
-    `state` is the state after these steps, to find the layer by `step.advance` under `jax.debug_nans(True)`.
+    The message names the layer of the first NaN, if it was found. `state` is the state after these steps, to look
+    further: `step.nonfinite(error.state, batch)`.
     """
 
     def __init__(self, message: str, state: TrainState):
@@ -71,6 +74,7 @@ class Divergence:
         self._losses: list[float] = []  # of the steps since then
         self._restored: int | None = None  # the step of the last rollback
         self._rolled_back_at = 0
+        self._layer: str | None = None  # where the first NaN is made; None: not searched for yet
 
     def count(self, records: Sequence[Record]) -> bool:
         """Log each skipped step with the ids of its examples; returns whether it is time to roll back."""
@@ -88,19 +92,23 @@ class Divergence:
                 self.monitor.print(_describe_skip(record))
         return len(self.skipped) >= self.patience
 
-    def roll_back(self, state: TrainState) -> TrainState:
+    def roll_back(self, state: TrainState, find_nonfinite: Callable[[], NonFinite | None]) -> TrainState:
         """The state of the last checkpoint before the skipped steps, with the present count of steps."""
         first, last = self.skipped[0], self.skipped[-1]
         self.skipped = []
+        if self._layer is None:
+            self._layer = _describe_layer(find_nonfinite)
+            if self._layer:
+                self.monitor.log_event(last, self._layer)
         restored = self._restore_before(first, state) if self.rollbacks else None
         if restored is None:
-            raise Diverged(_describe_divergence(first, last, self._cause), state)
+            raise Diverged(_describe_divergence(first, last, self._cause, self._layer), state)
         self.rollbacks -= 1
         self._restored, self._rolled_back_at = restored.step, last
         self._saved, self._losses = restored.step, []
         self.monitor.warn(
             f"steps {first} to {last} were not finite: rolled back to the weights of step {restored.step}; "
-            "the data continues"
+            f"the data continues{'; ' * bool(self._layer)}{self._layer.partition(chr(10))[0]}"
         )
         self.monitor.log_event(last, f"rolled back to the weights of step {restored.step}")
         return restored.tree._replace(step=state.step, skipped=state.skipped)
@@ -162,11 +170,25 @@ def _describe_cause(record: Record) -> str:
     return "its new weights or non_trainables, BatchNorm's statistics say, are not finite"
 
 
-def _describe_divergence(first: int, last: int, cause: str) -> str:
+def _describe_layer(find_nonfinite: Callable[[], NonFinite | None]) -> str:
+    """Where the first NaN is made; empty if it is not found, whatever the reason: the run goes on without it."""
+    if jax.process_count() > 1:  # the others would have to take part
+        return ""
+    try:
+        found = find_nonfinite()
+    except Exception:
+        return ""
+    return "" if found is None else str(found)
+
+
+def _describe_divergence(first: int, last: int, cause: str, layer: str) -> str:
+    find = (
+        f"To find the layer, catch this error and call `step.nonfinite(error.state, batch)` with a batch of "
+        f"feed.stream({last - 1}, {last})."
+    )
+    where = f"Of the last batch, {layer}\n" if layer else f"{find} "
     return (
         f"none of the steps {first} to {last} was finite, which left the weights unchanged; of step {last}, {cause}. "
-        f"To find the layer, catch this error and run the step on a batch of feed.stream({last - 1}, {last}) under "
-        "jax.debug_nans(True): `step.advance(error.state, batch)` raises at the first NaN and names the layer. Then "
-        "lower the learning rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider dtype, or mend the "
-        "examples of these steps, whose ids are in the log: a label or an id out of range is another cause."
+        f"{where}Lower the learning rate, clip the gradients (optim.ClipGlobalNorm), compute in a wider dtype, or mend "
+        "the examples of these steps, whose ids are in the log: a label or an id out of range is another cause."
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mlax._supervision import Phase
+from mlax.inspect import NonFinite
 from mlax.train._callback import Callback
 from mlax.train._divergence import Divergence
 from mlax.train._metrics import Metrics, Record
@@ -60,6 +61,7 @@ class Loop:
         self.owes_callback: bool = self.callback is not None and bool(notes.get("owes_callback"))
         self.stop = EarlyStop(*notes["stop"]) if notes.get("stop") else None
         self.position: Callable[[], Any] = lambda: notes.get("feed")  # in the data
+        self.batch: Any = None  # of the last call
 
     def train(self, batches: Any) -> None:
         """Train on all batches, or until something stops it; evaluate, call back and save where due, and at the end."""
@@ -84,6 +86,7 @@ class Loop:
         heartbeat(self.current_step, Phase.STEP)
         end = self.current_step + self.step.steps_per_call
         self.profile.before(self.current_step + 1, end, self.state)
+        self.batch = batch
         self.state, metrics = self.step(self.state, batch, **hyperparams)
         self.current_step = end
         self.profile.after(self.current_step, self.state)
@@ -205,7 +208,13 @@ class Loop:
         if records:
             self.metrics = {name: value for name, value in records[-1].items() if name != "step"}
         if self.divergence.count(records):
-            self.state = self.divergence.roll_back(self.state)
+            heartbeat(self.current_step, Phase.CALLBACK)  # to find the layer may take long
+            self.state = self.divergence.roll_back(self.state, self._find_nonfinite)
+
+    def _find_nonfinite(self) -> NonFinite | None:
+        """The layer of the first NaN in the last call of the step, which left the weights as they were."""
+        before = self.state._replace(step=self.state.step - self.step.steps_per_call)
+        return self.step.nonfinite(before, self.batch)
 
     def _is_last(self) -> bool:
         return self.current_step >= self.intervals.steps

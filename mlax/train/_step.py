@@ -1,5 +1,6 @@
 """A training step: one compiled function from state and batch to new state and metrics."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -34,6 +35,7 @@ from mlax.core import (
     short_repr,
     signature,
 )
+from mlax.inspect import NonFinite, nonfinite
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
 from mlax.train._aot import CompiledFunction
@@ -181,6 +183,32 @@ class Step(metaclass=Documented):
     def last_compiled(self) -> CompiledFunction:
         """The function that is compiled: the one that takes hyperparameters only if the other was not called."""
         return self.aot if self.aot.compiled else self.overriding_aot
+
+    def nonfinite(self, state: TrainState, batch: Any) -> NonFinite | None:
+        """The layer that makes the first NaN or infinity of this step, in the loss, a gradient or the non_trainables.
+
+        None if there is none. The operations of the step run one by one, which is slow; neither argument is donated.
+        With `steps_per_call`, the first of the batches that has one is reported, each from the same state.
+        """
+        number = self.steps_per_call
+        batches = [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(number)] if number > 1 else [batch]
+        with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
+            found = (self._nonfinite(state._replace(step=state.step + i), each) for i, each in enumerate(batches))
+            return next(filter(None, found), None)
+
+    def _nonfinite(self, state: TrainState, batch: Any) -> NonFinite | None:
+        rng = random.fold_in(state.rng, state.step)
+        floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(state.non_trainables)]
+        leaves = zip(jax.tree.leaves(state.non_trainables), floats, strict=True)
+        was_finite = [is_float and bool(jnp.isfinite(leaf).all()) for leaf, is_float in leaves]
+
+        def results(trainables: Tree, non_trainables: Tree, batch: Any) -> Any:
+            given = state._replace(trainables=trainables, non_trainables=non_trainables)
+            values, grads, new = self._gradients(self.objective, given, batch, rng)
+            leaves = zip(jax.tree.leaves(new), was_finite, strict=True)
+            return values["loss"], grads, [leaf for leaf, is_finite in leaves if is_finite]
+
+        return nonfinite(results, trainables=state.trainables, non_trainables=state.non_trainables, batch=batch)
 
     def _override(self, hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
         """The hyperparameters as arrays of one dtype, so that no value recompiles, on the devices of the plan."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mlax
-from mlax import inspect, nn
+from mlax import inspect, nn, optim, place, train
 
 X = jnp.ones((2, 4))
 
@@ -90,3 +90,22 @@ def test_buffers_that_a_jitted_function_donates_are_kept():
     x = jnp.zeros(3)
     found = inspect.nonfinite(jax.jit(lambda x: x + 0 * jnp.log(x), donate_argnums=0), x)
     assert found.cause.primitive == "log" and not x.is_deleted()
+
+
+@pytest.mark.parametrize("options", [{"steps_per_call": 2}, {"plan": place.fsdp()}])
+def test_a_training_step_names_the_layer_although_its_result_is_finite(options):
+    model = mlax.Series(norm=nn.BatchNorm(), up=nn.Linear(4), act=mlax.F(lambda x: jnp.log(jnp.abs(x) - 1e-9)))
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        y, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return y.sum(-1), new
+
+    step = train.step(objective, optim.SGD(0.1), **options)
+    batch = {"x": jnp.arange(32.0).reshape(8, 4)}
+    state = step.init(jax.random.key(1), *model.init(jax.random.key(0), batch["x"]))
+    if "steps_per_call" in options:
+        batch = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+    assert inspect.nonfinite(step, state, batch) is None
+    state = state._replace(trainables=jax.tree.map(jnp.zeros_like, state.trainables))
+    found = step.nonfinite(state, batch)
+    assert (found.path, found.primitive) == ("act", "log")

@@ -139,12 +139,17 @@ def test_non_finite_steps_without_end_raise_after_the_last_rollback(tmp_path, mo
     monkeypatch.setattr(inspect.getmodule(train.fit), "Divergence", functools.partial(Divergence, patience=4))
     data, _ = poisoned_feed(range(3, 10))
     with pytest.raises(
-        train.Diverged, match=r"none of the steps \d+ to \d+ was finite.*debug_nans.*lower the learning rate"
+        train.Diverged,
+        match=r"(?s)none of the steps \d+ to \d+ was finite.*the first NaN is in.*Lower the learning rate",
     ) as caught:
         fit(tmp_path / "run", 100, data=data, save_every=2, rollbacks=1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(caught.value.state.trainables))
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     assert len([event for event in events if event.startswith("rolled back to the weights of step")]) == 1
+    (layer,) = [event for event in events if event.startswith("the first NaN")]  # searched for once
+    assert layer.startswith("the first NaN is in the argument ['batch']['x']: float32[8, ") and layer in str(
+        caught.value
+    )
 
 
 def signaling_feed(number, at):
