@@ -1,4 +1,4 @@
-"""The command `mlax`: run examples and training scripts, launch several processes, check this machine, compare runs."""
+"""The command `mlax`: run examples and scripts, launch processes, inspect models, check this machine, compare runs."""
 
 from mlax.cli._commands import examples as examples
 from mlax.cli._commands import free_folder as free_folder

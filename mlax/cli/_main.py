@@ -11,6 +11,7 @@ from typing import TypeAlias
 import mlax
 from mlax.cli import _commands
 from mlax.cli._doctor import doctor
+from mlax.cli._inspect import inspect_model
 from mlax.cli._plot import plot
 from mlax.cli._supervisor import launch
 
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_train(commands)
     _add_launch(commands)
+    _add_inspect(commands)
     _add_doctor(commands)
     _add_plot(commands)
     return parser
@@ -117,6 +119,39 @@ def _add_train(commands: Commands) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="path of a Python file")
     parser.add_argument("args", nargs=REST, metavar="OPTIONS", help="options of the script")
     parser.set_defaults(run=_commands.train)
+
+
+def _add_inspect(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        formatter_class=_Formatter,
+        help="show the layers of a model: shapes, parameters and FLOPs",
+        description="Print a table of a model by layer: inputs, outputs, parameters, bytes, and the FLOPs of both "
+        "passes; nothing is computed. A function without parameters builds the model, alone or as a pair with an "
+        "input:\n\n"
+        "  mlax inspect model.py:build                  a model and an input\n"
+        "  mlax inspect model.py:build --shape 8,28,28  a model alone\n"
+        "  mlax inspect model.py:build --report         also write report.html\n"
+        "  mlax inspect model.py:build --shape 8,128 --dtype int32\n\n"
+        "If it gives another function and its arguments, such as those of a Flax or Equinox model, the cost of its "
+        "named scopes and its memory are shown.",
+    )
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help="what builds the model; a variable works, too")
+    parser.add_argument(
+        "--shape", action="append", default=[], help="of the input; repeat it for a model of several inputs"
+    )
+    parser.add_argument(
+        "--dtype", action="append", default=[], help="of the input, or of each in turn (default: float32)"
+    )
+    parser.add_argument("--inference", action="store_true", help="in inference mode, without a backward pass")
+    parser.add_argument(
+        "--report",
+        nargs="?",
+        const="report.html",
+        metavar="PATH",
+        help="also compile both passes and write an HTML page about them (default: report.html)",
+    )
+    parser.set_defaults(run=inspect_model)
 
 
 def _add_doctor(commands: Commands) -> None:
