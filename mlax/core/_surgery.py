@@ -75,12 +75,28 @@ def override(model: Layer, kind: type | tuple[type, ...], **fields: Any) -> Any:
         if not isinstance(layer, kind):
             return layer
         matches.append(layer)
-        return with_fields(layer, **fields)
+        new = with_fields(layer, **fields)
+        _check_edits_follow(layer, new, fields)
+        return new
 
     edited = map_layers(model, "", set_fields)
     if not matches:
         raise ValueError(_no_kind_message("override", kind, kinds))
     return edited
+
+
+def _check_edits_follow(old: Layer, new: Layer, fields: Mapping[str, Any]) -> None:
+    """Raise if a part depends on these fields, but was edited before, so that it would stay as it is."""
+    if not isinstance(old, Composite) or not isinstance(new, Composite):
+        return
+    before, after = (parts_of(with_fields(each, edits=())) for each in (old, new))
+    for path, _ in new.edits:
+        if before.get(path) != after.get(path):
+            names = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+            raise ValueError(
+                f"override: {names} of {short_repr(old)} would not reach its part {path!r}, which was edited before; "
+                "set it first, and then edit the part."
+            )
 
 
 def wrap(model: Layer, where: type | tuple[type, ...] | str | tuple[str, ...], function: Callable[[Any], Layer]) -> Any:

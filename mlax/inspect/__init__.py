@@ -4,6 +4,7 @@ from mlax.core import format_bytes as format_bytes
 from mlax.core import name_types as name_types
 from mlax.inspect._compare import Comparison, Dtypes, LayerDifference, LayerDtypes, compare, dtypes
 from mlax.inspect._cost import Cost, LayerCost, Peaks, cost
+from mlax.inspect._cost import measure_peaks as measure_peaks
 from mlax.inspect._device_memory import free_bytes as free_bytes
 from mlax.inspect._device_memory import total_bytes as total_bytes
 from mlax.inspect._device_memory import used_bytes as used_bytes

@@ -200,10 +200,9 @@ def _score_spec(
     accum_dtype: Any,
 ) -> ScoreSpec:
     """What is static of the scores, with its defaults filled in."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = None if accum_dtype is None else jnp.dtype(accum_dtype).name
     return ScoreSpec(
-        scale=scale,
+        scale=float(q.shape[-1]) ** -0.5 if scale is None else scale,
         causal=causal,
         window=window,
         softcap=softcap,

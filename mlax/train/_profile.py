@@ -85,7 +85,7 @@ class Profile:
         size = sum(path.stat().st_size for path in newest.parent.iterdir())
         return (
             f"profile of steps {min(self._traced)} to {max(self._traced)}, {format_bytes(size)}: open {trace} in "
-            f"https://ui.perfetto.dev, or run tensorboard --logdir {self.folder} (with tensorboard-plugin-profile)"
+            f"https://ui.perfetto.dev, or run tensorboard --logdir {self.folder} (with xprof)"
         )
 
 

@@ -41,11 +41,16 @@ class TrainState(NamedTuple):
     skipped: jax.Array  # () int32, steps skipped because something was not finite
 
     def eval_variables(self, optimizer: Optimizer) -> tuple[Tree, Tree]:
-        """The trainables and non_trainables to evaluate and to export: averages, if the optimizer keeps them."""
-        return (
-            optimizer.eval_trainables(self.optimizer, self.trainables),
-            optimizer.eval_non_trainables(self.average, self.non_trainables),
-        )
+        """The trainables and non_trainables to evaluate and to export: averages, if the optimizer keeps them.
+
+        `optimizer` is that of the step, `step.optimizer`, which also knows what `train=` leaves out.
+        """
+        try:
+            trainables = optimizer.eval_trainables(self.optimizer, self.trainables)
+        except (TypeError, ValueError) as error:
+            error.add_note("eval_variables: pass the optimizer of the step, step.optimizer.")
+            raise
+        return trainables, optimizer.eval_non_trainables(self.average, self.non_trainables)
 
 
 def init_state(

@@ -312,3 +312,22 @@ def test_errors_of_wrap_say_what_to_wrap():
         mlax.wrap(MODEL, (), Twice)
     with pytest.raises(TypeError, match=r"LoRA\(Linear\(6\), 1\) is not a Linear; wrap each Linear .*, once"):
         mlax.wrap(mlax.wrap(MODEL, nn.Linear, WRAPPERS["LoRA"]), nn.Linear, WRAPPERS["LoRA"])
+
+
+def test_a_field_that_would_not_reach_a_part_that_was_edited_is_refused():
+    @mlax.frozen
+    class Net(mlax.Composite):
+        width: int
+        rate: float = 0.0
+
+        def parts(self):
+            return {"up": nn.Linear(self.width)}
+
+        def wire(self, sub, x):
+            return (1 + self.rate) * sub.up(x)
+
+    edited = mlax.override(Net(4), nn.Linear, precision="highest")
+    with pytest.raises(ValueError, match=r"width=8 of .* would not reach its part 'up', which was edited before"):
+        mlax.override(edited, Net, width=8)
+    assert mlax.get(mlax.override(edited, Net, rate=0.5), "up") == nn.Linear(4, precision="highest")
+    assert mlax.get(mlax.override(mlax.override(Net(4), Net, width=8), nn.Linear, bias=False), "up").features == 8

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from mlax import train
+from mlax.inspect import measure_peaks
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -26,6 +27,8 @@ def events():
 
         return call
 
+    for dtype in ("float32", "bfloat16"):  # what the report of a run measures, once in a process
+        measure_peaks(jax.devices()[0], dtype)
     with pytest.MonkeyPatch.context() as patch:
         jax.monitoring.register_event_duration_secs_listener(listen)
         patch.setattr(train.Step, "__call__", record(train.Step.__call__, [], ["stepped"]))
