@@ -39,6 +39,8 @@ FIRST = {
     "freeze layers": "guides/freezing",
     "NaN": "guides/debugging",
     "profiling": "guides/profiling",
+    "model summary": "guides/inspecting",
+    "roofline": "guides/inspecting",
     "notebook": "guides/notebooks",
     # models and tasks
     "image classification": "guides/image-classification",
