@@ -203,7 +203,7 @@ def _alias_comment(room: Any, name: str) -> str:
 def _command() -> str:
     cli = importlib.import_module("mlax.cli")
     lines = ["# The command line: `mlax`", cli.__doc__ or ""]
-    for command in ("", "demo", "train", "launch", "doctor", "plot"):
+    for command in ("", *re.findall(r"^    (\w+) ", _help(cli, ""), re.M)):
         text = _help(cli, command).replace(f"{ROOT}/", "")
         lines += [f"## mlax {command}" if command else "", f"```text\n{text.strip()}\n```"]
     return "\n\n".join([*lines, "## From Python", "::: mlax.cli.main"])
