@@ -21,7 +21,7 @@ BELOW = {
     "inspect": {"_jax", "core"},
     "place": {"_jax", "_objective", "core", "inspect", "optim"},
     "train": {"_jax", "_metric", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
-    "cli": {"_supervision", "inspect", "train"},
+    "cli": {"_supervision", "core", "inspect", "train"},
 }
 
 

@@ -47,7 +47,7 @@ class Peaks(NamedTuple):
 
 @document_tuple
 class LayerCost(NamedTuple):
-    """The cost of a layer in one pass, in all its repetitions."""
+    """The cost of a layer in one pass, in all its repetitions, on one device."""
 
     path: str  # "" outside of a layer
     is_backward: bool
@@ -119,9 +119,10 @@ def cost(function: Any, *args: Any, measure: bool = False, **kwargs: Any) -> Cos
     """FLOPs, bytes, arithmetic intensity and roofline position of a function by layer, forward and backward.
 
     `function` may be a `train.step`. FLOPs are counted in the jaxpr, bytes in the kernels of the compiled program, each
-    as often as it runs; a fusion counts for the layer of its last operation. The peaks are measured on the device, in
-    about a second. With `measure=True` the function is run, so the arguments must be arrays and not be donated, and
-    the time of each layer is read from the profiler.
+    as often as it runs; a fusion counts for the layer of its last operation. Over several devices, the numbers are of
+    one of them, with an equal share of the FLOPs. The peaks are measured on the device, in about a second. With
+    `measure=True` the function is run, so the arguments must be arrays and not be donated, and the time of each layer
+    is read from the profiler.
     """
     traced, compiled = trace_and_compile("cost", function, args, kwargs)
     return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled) if measure else None)
@@ -141,9 +142,13 @@ def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cos
         row[1] += times * _kernel_bytes(program, computation, kernel)
         row[2] += times
         row[3] += (seconds or {}).get(kernel.name, 0.0)
-    peaks = measure_peaks(_device(compiled), dtypes.most_common(1)[0][0] if dtypes else "float32")
+    devices = _devices(compiled)
+    share = len(devices)
+    peaks = measure_peaks(devices[0], dtypes.most_common(1)[0][0] if dtypes else "float32")
     rows = [
-        LayerCost(path, backward, int(flops), int(size), int(number), None if seconds is None else spent)
+        LayerCost(
+            path, backward, int(flops / share), int(size), int(number), None if seconds is None else spent / share
+        )
         for (path, backward), (flops, size, number, spent) in counts.items()
         if flops or size
     ]
@@ -249,9 +254,11 @@ def _layer(kernel: Instruction) -> tuple[str, bool]:
     return path_of(scopes), any(scope.is_transformation and scope.name == "transpose" for scope in scopes)
 
 
-def _device(compiled: Any) -> Any:
+def _devices(compiled: Any) -> list[Any]:
+    """The devices that a program runs on, those of this process first."""
     shardings = [each for each in jax.tree.leaves(compiled.input_shardings) if hasattr(each, "device_set")]
-    return min(shardings[0].device_set, key=lambda device: device.id) if shardings else jax.devices()[0]
+    devices = shardings[0].device_set if shardings else jax.local_devices()[:1]
+    return sorted(devices, key=lambda device: (device.process_index != jax.process_index(), device.id))
 
 
 def _format_seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mlax
-from mlax import inspect, nn
+from mlax import inspect, nn, place
 from mlax.inspect import LayerCost, Peaks
 
 
@@ -56,3 +56,11 @@ def test_plain_functions_have_the_paths_of_their_named_scopes():
     found = inspect.cost(function, jax.ShapeDtypeStruct((32, 32), jnp.float32))
     assert {row.path: row.flops for row in found.rows if row.flops} == {"first": 2 * 32**3}
     assert "of best" not in str(found)
+
+
+def test_over_several_devices_the_numbers_are_those_of_one(model):
+    plan, x = place.data(), jnp.ones((256, 32))
+    trainables, _ = model.init(jax.random.key(0), x)
+    placed = plan.place(trainables), jax.device_put(x, plan.batch_sharding)
+    found = inspect.cost(lambda trainables, x: model.fwd(x, trainables)[0], *placed)
+    assert sum(row.flops for row in found.rows) == inspect.summary(model, x).total.forward_flops // 8
