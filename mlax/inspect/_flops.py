@@ -36,10 +36,10 @@ class Operation(NamedTuple):
 def flops(jaxpr: Any) -> int:
     """The FLOPs of all matrix products and convolutions; a multiplication and an addition are two.
 
-    `jaxpr` is that of `jax.make_jaxpr(f)(...)` or `jax.jit(f).trace(...).jaxpr`. The body of a scan counts as often as
-    it runs, that of a `shard_map` once for each device, a loop of unknown length once, and of a conditional the most
-    expensive branch. All other operations are left out, as is usual for model FLOPs utilization. Masked scores of an
-    attention count if they are computed: see `summary`.
+    `jaxpr` is that of `jax.make_jaxpr(f)(...)` or `jax.jit(f).trace(...).jaxpr`. The body of a scan and a Pallas
+    kernel count as often as they run, that of a `shard_map` once for each device, a loop of unknown length once, and of
+    a conditional the most expensive branch. All other operations are left out, as is usual for model FLOPs utilization.
+    Masked scores of an attention count if they are computed: see `summary`.
     """
     return sum(operation.flops for operation in operations(jaxpr))
 
@@ -87,6 +87,9 @@ def _runs(equation: Any, times: int, lanes: Lanes) -> int:
     if equation.primitive.name == "while":
         counts = lanes.trip_counts(equation)
         return times if counts is None else times * int(counts.sum()) // lanes.count
+    if equation.primitive.name == "pallas_call":
+        grid = getattr(params.get("grid_mapping"), "grid", ())
+        return times * math.prod(size for size in grid if isinstance(size, int))
     if equation.primitive.name == "shard_map":
         sizes = dict(params["mesh"].shape)
         return times * math.prod(sizes[axis] for axis in params.get("manual_axes", sizes))
@@ -101,7 +104,17 @@ def _product_flops(equation: Any) -> int:
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
     if equation.primitive.name == "conv_general_dilated":
         return _conv_flops(equation)
+    if equation.primitive.name.startswith("dot_product_attention_"):
+        return _cudnn_flops(equation)
     return 0
+
+
+def _cudnn_flops(equation: Any) -> int:
+    """Those of attention by cuDNN, two products forward and five backward; all scores count, masked ones too."""
+    query, key, value = (each.aval.shape for each in equation.invars[:3])  # (b, t, h, k), or (b, h, t, k)
+    pairs = math.prod(query[:-1]) * key[2 if equation.params.get("layout") else 1]
+    is_backward = "_bwd" in equation.primitive.name  # it computes the scores again
+    return 2 * pairs * (3 * query[-1] + 2 * value[-1] if is_backward else query[-1] + value[-1])
 
 
 def _conv_flops(equation: Any) -> int:

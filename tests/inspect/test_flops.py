@@ -1,11 +1,13 @@
 """The FLOPs of a function, against counts by hand."""
 
 import collections
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +88,21 @@ def test_operations_have_the_path_of_their_layer_in_both_passes():
     }
 
 
+@pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("fwd_wrapper", 2), ("bwd_wrapper", 5)])
+@pytest.mark.parametrize(("layout", "shape"), [(0, (2, 256, 4, 64)), (1, (2, 4, 256, 64))])
+def test_attention_by_cudnn_counts_all_scores(name, products, layout, shape):
+    array = types.SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, "bfloat16"))
+    equation = types.SimpleNamespace(  # which JAX traces only where cuDNN is installed
+        primitive=types.SimpleNamespace(name=f"dot_product_attention_{name}"),
+        invars=[array] * 3,
+        outvars=[array],
+        params={"layout": layout},
+        effects=(),
+    )
+    jaxpr = types.SimpleNamespace(eqns=[equation], outvars=[array])
+    assert flops(jaxpr) == products * 2 * 2 * 4 * 256 * 256 * 64
+
+
 @pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
 def test_a_grouped_convolution_is_counted_as_by_xla(groups):
     x, k = jnp.ones((8, 8, 8, 4)), jnp.ones((3, 3, 1 if groups == "feature_group_count" else 4, 16))
@@ -108,3 +125,18 @@ def test_the_kernel_gradient_of_a_convolution_costs_as_much_as_the_convolution()
     forward = counted(conv, *shapes)
     gradient = counted(jax.grad(lambda x, k: conv(x, k).sum(), 1), *shapes)
     assert gradient == forward  # the forward pass itself is not used
+
+
+def test_a_pallas_kernel_counts_once_for_each_point_of_its_grid():
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    rows, whole = pallas.BlockSpec((8, 32), lambda i: (i, 0)), pallas.BlockSpec((32, 16), lambda i: (0, 0))
+    tiled = pallas.pallas_call(
+        kernel,
+        grid=(4,),
+        in_specs=[rows, whole],
+        out_specs=pallas.BlockSpec((8, 16), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((32, 16), jnp.float32),
+    )
+    assert counted(tiled, (32, 32), (32, 16)) == 2 * 32 * 32 * 16
