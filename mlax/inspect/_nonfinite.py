@@ -69,9 +69,8 @@ def nonfinite(function: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
     """Find which layer made the first NaN or infinity in the result of `function(*args, **kwargs)`; None if none did.
 
     Only what reaches the result counts, so a mask of -inf is not blamed. Pass `jax.grad(loss)` to include the backward
-    pass. In a scanned `Repeat` the path has the number of the repetition: blocks/7/norm. The function is compiled and
-    run several times, with a check of each operation, which is slow. Of a `train.step`, `step.nonfinite(state, batch)`
-    is returned.
+    pass. In a scanned `Repeat` the path has the number of the repetition: blocks/7/norm. The jaxpr is evaluated
+    operation by operation, several times, which is slow. Of a `train.step`, `step.nonfinite(state, batch)` is returned.
     """
     if hasattr(function, "nonfinite"):  # a `train.step`, whose result is finite: it skips the update
         return cast(Any, function).nonfinite(*args, **kwargs)
@@ -138,8 +137,10 @@ def _locate(program: _Program, is_bad: IsBad, results: Sequence[Any]) -> NonFini
     origin, argument = _origin(program, is_bad, results)
     if origin is None:
         return None if argument is None or not program.names else _describe_argument(program, argument)
-    inputs, outputs = _compiled(program, lambda each: _operands(each, origin))
-    return _describe(program, program.jaxpr.eqns[origin], inputs, outputs, is_bad)
+    for i, (equation, inputs, outputs) in enumerate(program.run()):
+        if i == origin:
+            return _describe(program, equation, inputs, outputs, is_bad)
+    raise AssertionError(f"there is no equation {origin}")
 
 
 def _origin(program: _Program, is_bad: IsBad, results: Sequence[Any]) -> tuple[int | None, int | None]:
@@ -148,9 +149,8 @@ def _origin(program: _Program, is_bad: IsBad, results: Sequence[Any]) -> tuple[i
     It is the first equation that makes some from inputs without any.
     """
     bad = {each: _any(is_bad, value) for each, value in zip(program.jaxpr.invars, program.arguments, strict=True)}
-    flags = _compiled(program, lambda each: _flags(each, is_bad))
-    for equation, outputs in zip(program.jaxpr.eqns, flags, strict=True):
-        bad |= dict(zip(equation.outvars, outputs, strict=True))
+    for equation, _, outputs in program.run():
+        bad |= {each: _any(is_bad, value) for each, value in zip(equation.outvars, outputs, strict=True)}
     reaching = {each for each in _variables(results) if bad.get(each)}
     first = None
     for i in reversed(range(len(program.jaxpr.eqns))):
@@ -160,22 +160,6 @@ def _origin(program: _Program, is_bad: IsBad, results: Sequence[Any]) -> tuple[i
             reaching |= sources
             first = first if sources else i
     return first, next((i for i, each in enumerate(program.jaxpr.invars) if each in reaching), None)
-
-
-def _compiled(program: _Program, read: Callable[[_Program], Any]) -> Any:
-    """What is read from the values of a program, compiled as one function: operation by operation is far slower."""
-    run = jax.jit(lambda consts, arguments: read(program._replace(consts=consts, arguments=arguments)))
-    return run(list(program.consts), list(program.arguments))
-
-
-def _flags(program: _Program, is_bad: IsBad) -> list[list[Any]]:
-    """For each result of each equation, whether it has a bad element."""
-    return [[_any(is_bad, value) for value in outputs] for _, _, outputs in program.run()]
-
-
-def _operands(program: _Program, index: int) -> tuple[list[Any], list[Any]]:
-    """The inputs and outputs of one equation."""
-    return next((inputs, outputs) for i, (_, inputs, outputs) in enumerate(program.run()) if i == index)
 
 
 def _describe_argument(program: _Program, index: int) -> NonFinite:
@@ -283,7 +267,7 @@ def _statistics(value: Any) -> Statistics:
 
 
 def _any(is_bad: IsBad, value: Any) -> Any:
-    """Whether an array has a bad element."""
+    """Whether an array has a bad element, on the device, so that nothing waits for it yet."""
     return jnp.any(is_bad(value)) if _is_float(value) else False
 
 
