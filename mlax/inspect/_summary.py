@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from mlax.core import (
 from mlax.inspect._flops import Operation, operations
 
 WIDTH = 48  # of an input or output in the table
+TITLES = ("layer", "input", "output", "parameters", "bytes", "FLOPs", "backward", "share")
+RIGHT = (3, 4, 5, 6, 7)  # the columns of numbers
 
 
 @document_tuple
@@ -71,11 +74,21 @@ class Summary(metaclass=Documented):
         return self.rows[0]
 
     def __str__(self) -> str:
-        whole = max(self.total.forward_flops + self.total.backward_flops, 1)
-        titles = ("layer", "input", "output", "parameters", "bytes", "FLOPs", "backward", "share")
         cells = [
+            ("  " * row.depth + label, *rest) for row, (label, *rest) in zip(self.rows, self._cells(), strict=True)
+        ]
+        return "\n".join([*align_columns([TITLES, *cells], right=RIGHT), self._total()])
+
+    def _repr_html_(self) -> str:
+        head = _html_row("th", TITLES, 0)
+        body = "".join(_html_row("td", cells, row.depth) for row, cells in zip(self.rows, self._cells(), strict=True))
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table><div>{self._total()}</div>"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        whole = max(self.total.forward_flops + self.total.backward_flops, 1)
+        return [
             (
-                "  " * row.depth + (f"{row.name}: {row.layer}" if row.name else row.layer),
+                f"{row.name}: {row.layer}" if row.name else row.layer,
                 row.input,
                 row.output,
                 f"{row.parameters:,}" if row.parameters else "",
@@ -86,12 +99,13 @@ class Summary(metaclass=Documented):
             )
             for row in self.rows
         ]
-        total = (
+
+    def _total(self) -> str:
+        return (
             f"{count_of(self.total.parameters, 'parameter')}, {format_bytes(self.total.bytes)} of variables, "
             f"{format_flops(self.total.forward_flops) or 0} FLOPs forward, "
             f"{format_flops(self.total.backward_flops) or 0} backward"
         )
-        return "\n".join([*align_columns([titles, *cells], right=(3, 4, 5, 6, 7)), total])
 
     def __repr__(self) -> str:
         return str(self)
@@ -146,6 +160,13 @@ def format_flops(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {prefix}"
     return f"{number:.0f}" if number else ""
+
+
+def _html_row(tag: str, cells: Iterable[str], depth: int) -> str:
+    styles = [f"text-align: left; padding-left: {1 + 1.5 * depth}em"]
+    styles += [f"text-align: {'right' if column in RIGHT else 'left'}" for column in range(1, len(TITLES))]
+    filled = [f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True)]
+    return f"<tr>{''.join(filled)}</tr>"
 
 
 def _flops_by_layer(

@@ -59,6 +59,8 @@ def test_the_table_is_readable_and_nothing_is_allocated():
     lines = str(found).splitlines()
     assert lines[0].split() == ["layer", "input", "output", "parameters", "bytes", "FLOPs", "backward", "share"]
     assert lines[2].split()[:2] == ["up:", "Linear(32)"]
+    page = found._repr_html_()  # for notebooks
+    assert page.count("<tr>") == 6 and "up: Linear(32)</td>" in page and "709 parameters" in page
     assert lines[-1] == "709 parameters, 2.77 KiB of variables, 10.8 k FLOPs forward, 13.3 k backward"
     with pytest.raises(TypeError, match=r"takes a model of mlax: summary\(model, x\)"):
         inspect.summary(jnp.tanh, 3)
