@@ -67,7 +67,8 @@ class Memory(metaclass=Documented):
             if each.kind == ACTIVATIONS and each.path:
                 kept[each.path.split("/")[0]] += each.bytes
         advice = [
-            f"rematerializing {name} (mlax.Remat, or mode='remat' of a Repeat) would save up to {format_bytes(size)}"
+            f"rematerializing {name} (mlax.Remat, mode='remat' of a Repeat, or jax.checkpoint) would save up to "
+            f"{format_bytes(size)}"
             for name, size in kept.most_common(1)
         ]
         if self.batched is not None:

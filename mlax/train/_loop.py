@@ -5,8 +5,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from mlax._supervision import Phase
-from mlax.inspect import NonFinite
+from mlax.inspect import NonFinite, free_bytes
 from mlax.train._callback import Callback
 from mlax.train._divergence import Divergence
 from mlax.train._metrics import Metrics, Record
@@ -18,6 +20,8 @@ from mlax.train._signals import Signals, heartbeat
 from mlax.train._state import TrainState
 from mlax.train._step import Step
 from mlax.train.checkpoints._checkpoints import Checkpoints
+
+UNFUSED = 4  # operation by operation, a step may take so many times the memory for intermediate results
 
 
 class Intervals(NamedTuple):
@@ -213,8 +217,14 @@ class Loop:
 
     def _find_nonfinite(self) -> NonFinite | None:
         """The layer of the first NaN in the last call of the step, which left the weights as they were."""
-        before = self.state._replace(step=self.state.step - self.step.steps_per_call)
-        return self.step.nonfinite(before, self.batch)
+        step = self.step
+        _, compiled = (step.aot if step.aot.compiled else step.overriding_aot).stages()
+        free = free_bytes(jax.local_devices()[0])
+        analysis: Any = compiled.memory_analysis()
+        if free is not None and UNFUSED * analysis.temp_size_in_bytes > free:
+            return None
+        before = self.state._replace(step=self.state.step - step.steps_per_call)
+        return step.nonfinite(before, self.batch)
 
     def _is_last(self) -> bool:
         return self.current_step >= self.intervals.steps
