@@ -1,5 +1,6 @@
 """The FLOPs of ResNet-50, BERT-base and GPT-2 are those that others have published, and those that XLA counts."""
 
+import collections
 import time
 
 import jax
@@ -30,26 +31,26 @@ PUBLISHED = {
 def test_the_layers_sum_to_the_published_count_and_to_that_of_xla(name):
     build, published, parameters = PUBLISHED[name]
     model, x = build()
-    found = inspect.summary(model, x, inference_mode=True)
-    assert found.total.forward_flops == pytest.approx(published, rel=0.01)
-    assert parameters in (None, found.total.parameters)
-    rows = [row for row in found.rows if row.path]
-    leaves = [row for row in rows if not any(other.path.startswith(f"{row.path}/") for other in rows)]
-    assert sum(row.forward_flops for row in leaves) == found.total.forward_flops
 
     def forward(trainables, non_trainables, x):
         return model.fwd(x, trainables, non_trainables, inference_mode=True)[0]
 
-    lowered = jax.jit(forward).lower(*variable_shapes(model, x), x)
-    assert found.total.forward_flops == pytest.approx(lowered.cost_analysis()["flops"], rel=0.05)
+    variables = variable_shapes(model, x)
+    assert parameters in (None, mlax.count(variables[0]))
+    traced = jax.jit(forward).trace(*variables, x)
+    layers = collections.Counter()
+    for operation in inspect.operations(traced.jaxpr):
+        layers[operation.path] += operation.flops
+    assert not layers[""] and sum(layers.values()) == pytest.approx(published, rel=0.01)
+    assert sum(layers.values()) == pytest.approx(traced.lower().cost_analysis()["flops"], rel=0.05)
 
 
-def test_the_summary_of_gpt2_takes_less_than_a_second_and_allocates_nothing():
+def test_the_summary_of_gpt2_is_quick_and_allocates_nothing():
     model, x = models.gpt2()
     before = len(jax.live_arrays())
     start = time.process_time()
     found = inspect.summary(model, x)
-    assert time.process_time() - start < 2  # 0.6 s on a quiet CPU, without the checks of shapes of tests
+    assert time.process_time() - start < 2  # 0.5 s on a quiet CPU, and a little more with the checks of shapes of tests
     assert len(jax.live_arrays()) == before
     dense = 291_648_307_200
     scores = 12 * 4 * 1024**2 * 768
