@@ -104,7 +104,9 @@ def _outputs(model: Layer, x: Any, variables: tuple[Tree, Tree], options: dict[s
 
 
 def _difference(path: str, first: Any, second: Any) -> LayerDifference:
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=False)
+    pairs = list(zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=False))
+    if not pairs:  # a part may return None
+        return LayerDifference(path, signature(first), signature(second), 0.0, 0.0)
     a, b = (np.concatenate(side) for side in zip(*((_flat(a), _flat(b)) for a, b in pairs), strict=True))
     if a.shape != b.shape:
         return LayerDifference(path, signature(first), signature(second), np.inf, np.inf)

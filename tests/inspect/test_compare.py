@@ -44,6 +44,22 @@ def test_layers_that_only_one_model_has_are_listed(trainables):
     assert found.rows[0].relative == float("inf")  # outputs of other shapes
 
 
+def test_a_part_without_an_output_does_not_differ():
+    @mlax.frozen
+    class Silent(mlax.Composite):
+        def parts(self):
+            return {"up": nn.Linear(4), "note": mlax.F(lambda x: None)}
+
+        def wire(self, sub, x):
+            y = sub.up(x)
+            sub.note(y)
+            return y
+
+    variables, _ = Silent().init(jax.random.key(0), X)
+    found = inspect.compare(Silent(), Silent(), X, variables)
+    assert [row.path for row in found.rows] == ["", "up", "note"] and found.worst().relative == 0
+
+
 def test_dtypes_are_counted_by_layer_and_pass(trainables):
     mixed = dtypes.mixed_bfloat16(MODEL)
     found = inspect.dtypes(jax.grad(lambda trainables: mixed.fwd(X, trainables)[0].sum()), trainables)
