@@ -45,7 +45,8 @@ UNKNOWN = b"unknown"
 def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, feeds: Mapping[str, Any]) -> Fingerprint:
     """The fingerprint of a run that starts with this state; `feeds` are those of its evaluations, by name.
 
-    A donated state has no values any more: its key and weights are not compared.
+    What was donated has no values any more, and is not compared. Whether a leaf that a step returns unchanged, such as
+    the key, is donated with the others depends on the version of JAX.
     """
     found = _describe_function(objective, "the objective")
     for name in ("map_example", "map_batch"):
@@ -57,10 +58,10 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, fee
     for name, data in {"the data": feed, **evaluated}.items():
         if (digest := _hash_source(getattr(data, "source", None))) is not None:
             found[name] = f"{type(data).__name__} #{digest}"
-    if not state.rng.is_deleted():
+    if not _is_deleted(state.rng):
         found[KEY] = f"{random.key_impl(state.rng)} {random.key_data(state.rng).tolist()}"
-        if int(state.step) == 0:  # the weights of a later state are not the first
-            found[WEIGHTS] = _sample_weights(state.trainables)
+    if not _is_deleted(state.step) and int(state.step) == 0:  # the weights of a later state are not the first
+        found[WEIGHTS] = _sample_weights(state.trainables)
     return found
 
 
@@ -349,10 +350,15 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 
 def _sample_weights(trainables: Any) -> dict[str, list[float]]:
     """The first values of some kernels by path, read without computing on the devices."""
-    leaves = [(path, leaf) for path, leaf in leaves_with_paths(trainables) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [(path, leaf) for path, leaf in leaves_with_paths(trainables) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    leaves = [(path, leaf) for path, leaf in floats if not _is_deleted(leaf)]
     leaves.sort(key=lambda pair: (pair[1].ndim < 2, pair[1].size))  # vectors are often constant; small ones are cheap
     samples = {path: _first_values(leaf) for path, leaf in leaves[:SAMPLED_LEAVES]}
     return {path: values for path, values in samples.items() if values}
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _first_values(leaf: Any) -> list[float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from mlax import files
@@ -218,7 +219,7 @@ def restore_latest(
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
     """The step to resume from, its state and its notes, from the last checkpoint or else from `state`."""
     if checkpoints is None or checkpoints.latest() is None:
-        return int(state.step), state, {}
+        return int(jnp.copy(state.step)), state, {}  # of a copy, as JAX 0.11 donates no array that was read on the CPU
     try:
         restored = checkpoints.restore(state)
     except TargetMismatch as error:
