@@ -15,16 +15,16 @@ import mlax
 from mlax.cli._process import package_command
 from mlax.cli._script import compilation_cache_folder
 
-EXTRAS = {
-    "rich": "progress bars",
-    "tyro": "command-line options from a dataclass",
-    "matplotlib": "plots",
-    "tensorboardX": "TensorBoard",
-    "wandb": "Weights & Biases",
-    "grain": "Grain data loaders",
-    "datasets": "Hugging Face datasets",
-    "orbax-checkpoint": "Orbax checkpoints",
-    "scikit-learn": "the datasets of the examples",
+EXTRAS = {  # optional packages: what for, and what installs them
+    "rich": ("progress bars", "rich"),
+    "tyro": ("command-line options from a dataclass", "'mlax[train]'"),
+    "matplotlib": ("plots", "'mlax[train]'"),
+    "tensorboardX": ("TensorBoard", "'mlax[train]'"),
+    "wandb": ("Weights & Biases", "'mlax[wandb]'"),
+    "grain": ("Grain data loaders", "'mlax[grain]'"),
+    "datasets": ("Hugging Face datasets", "'mlax[datasets]'"),
+    "orbax-checkpoint": ("Orbax checkpoints", "'mlax[orbax]'"),
+    "scikit-learn": ("the datasets of the examples", "'mlax[demo]'"),
 }
 
 
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
     needed: bool = True  # whether mlax needs it
 
     def __str__(self) -> str:
-        return f"{'ok' if self.ok else 'no':4}{self.what:28}{self.details}"
+        return f"{'ok' if self.ok else 'no' if self.needed else '-':4}{self.what:28}{self.details}"
 
 
 def doctor() -> int:
@@ -54,9 +54,10 @@ def _check_all() -> Iterator[Finding]:
     yield Finding(True, f"Python {version}", sys.executable)
     yield Finding(True, f"mlax {mlax.__version__}", str(Path(mlax.__file__).parent))
     for name in ("jax", "jaxlib", "numpy", "optax"):
-        yield _check_version(name, "", needed=True)
-    for name, purpose in EXTRAS.items():
-        yield _check_version(name, purpose, needed=False)
+        yield _check_version(name) or Finding(False, name, f"not installed: pip install {name}")
+    for name, (purpose, package) in EXTRAS.items():
+        missing = Finding(False, name, f"optional, for {purpose}: pip install {package}", needed=False)
+        yield _check_version(name, purpose) or missing
     try:
         import jax
 
@@ -78,11 +79,12 @@ def _check_all() -> Iterator[Finding]:
     yield _check_two_processes()
 
 
-def _check_version(name: str, purpose: str, *, needed: bool) -> Finding:
+def _check_version(name: str, purpose: str = "") -> Finding | None:
+    """The version of a package; None if it is not installed."""
     try:
-        return Finding(True, f"{name} {importlib.metadata.version(name)}", purpose, needed)
+        return Finding(True, f"{name} {importlib.metadata.version(name)}", purpose)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(False, name, f"not installed; needed for {purpose}: pip install {name}", needed)
+        return None
 
 
 def _check_device(device: Any) -> Finding:

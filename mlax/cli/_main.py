@@ -1,6 +1,7 @@
 """The commands and their options. Importing this does not load JAX: each command does, when it runs."""
 
 import argparse
+import difflib
 import math
 import re
 import sys
@@ -17,13 +18,35 @@ from mlax.cli._supervisor import launch
 
 REST = argparse.REMAINDER
 DEFAULT_EXAMPLE = "digits"
+COMMANDS = ("demo", "train", "launch", "inspect", "doctor", "plot")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; returns the exit status."""
-    options = vars(_parser().parse_args(_insert_default_example(sys.argv[1:] if argv is None else argv)))
+    argv = _insert_default_example(sys.argv[1:] if argv is None else argv)
+    if not argv:
+        _parser().print_help()
+        return 0
+    parser = _parser()
+    _check_command(parser, argv)
+    options = vars(parser.parse_args(argv))
     return options.pop("run")(**options)
+
+
+def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Refuse a misspelt command and `mlax train` without a script in front, where argparse's words do not help."""
+    command, *args = argv
+    if not command.startswith("-") and command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
+        parser.error(f"there is no command {command!r}; {hint}")
+    if command == "train" and not args:
+        parser.error("train: which script? `mlax train train.py`, for example; `mlax train --help` explains it.")
+    if command == "train" and args[0].startswith("-") and args[0] not in ("-h", "--help"):
+        script = next((arg for arg in args if arg.endswith(".py")), "train.py")
+        options = " ".join(arg for arg in args if arg != script)
+        parser.error(f"train: the script comes first, then its options: mlax train {script} {options}")
 
 
 def _insert_default_example(argv: Sequence[str]) -> list[str]:
@@ -111,9 +134,10 @@ def _add_train(commands: Commands) -> None:
         "  mlax train train.py                the defaults\n"
         "  mlax train train.py --steps 1000   another value for the field `steps`\n"
         "  mlax train train.py --help         all fields\n\n"
-        "Otherwise the script runs as it would under python. It writes where it says so, usually to the `run` folder "
-        "of train.fit; running the same command again resumes an interrupted run. Compiled programs are cached on "
-        "disk, so the next run starts faster.",
+        'The script is imported for that, so whatever it runs itself belongs below `if __name__ == "__main__":`. '
+        "Without such a main, the script runs as it would under python. It writes where it says so, usually to the "
+        "`run` folder of train.fit; running the same command again resumes an interrupted run. Compiled programs are "
+        "cached on disk, so the next run starts faster.",
         epilog=f"Scripts to start from:\n\n{_list_examples()}\n\nThey are in {_commands.examples_folder()}.",
     )
     parser.add_argument("script", metavar="SCRIPT", help="path of a Python file")
@@ -175,12 +199,14 @@ def _add_plot(commands: Commands) -> None:
         description="Print a table of the last and best scores of several runs, and plot their curves into one "
         "picture:\n\n"
         "  mlax plot runs/digits runs/digits-2   two runs, in curves.png\n"
-        "  mlax plot runs/* -o all.png           all runs, in all.png\n\n"
+        "  mlax plot runs -o all.png             all runs in a folder, in all.png\n\n"
         "The best is the lowest or the highest value as fit's `best` says, else the lowest of what is called a loss, "
         "an error, a perplexity or bits, and the highest of an accuracy, precision, recall or the like; of any other "
         "metric the smallest and the largest value are shown.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as written by train.fit or mlax demo")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folders, as written by train.fit or mlax demo, or folders of them"
+    )
     parser.add_argument("-o", "--output", default="curves.png", help="the image to write (default: curves.png)")
     parser.set_defaults(run=plot)
 

@@ -19,7 +19,7 @@ def plot(runs: Sequence[str], output: str) -> int:
     """Print the last and best scores of each run, and plot the curves of all."""
     from mlax.train import plot_curves
 
-    found = {folder: _read_run(Path(folder)) for folder in map(_strip_file_name, runs)}
+    found = {folder: _read_run(Path(folder)) for folder in _expand(runs)}
     empty = [folder for folder, records in found.items() if not records]
     if empty:
         print(f"left out, as they have no metrics.jsonl with records: {', '.join(empty)}")
@@ -29,9 +29,19 @@ def plot(runs: Sequence[str], output: str) -> int:
     print(score_table(found, recorded_directions(found)))
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("mlax plot: the curves need Matplotlib: pip install matplotlib.")
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
     plot_curves(Path(output), found)
     print(f"curves: {output}")
     return 0
+
+
+def _expand(folders: Sequence[str]) -> list[str]:
+    """The folders of runs, with the runs inside in place of a folder of several."""
+    found: list[str] = []
+    for folder in map(_strip_file_name, folders):
+        inside = [] if (Path(folder) / "metrics.jsonl").exists() else sorted(Path(folder).glob("*/metrics.jsonl"))
+        found.extend([str(file.parent) for file in inside] or [folder])
+    return found
 
 
 def _read_run(folder: Path) -> Records:

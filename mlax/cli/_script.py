@@ -1,6 +1,7 @@
 """Run a Python script, with options from the dataclass that its main(config) takes."""
 
 import ast
+import builtins
 import faulthandler
 import importlib.util
 import os
@@ -25,18 +26,64 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str]) -> None:
         module = load_script(path)
         module.main(parse_config(module, f"mlax train {path}", args))
     else:
+        _check_runs_main(path)
         sys.argv = [str(path), *args]
         runpy.run_path(str(path), run_name="__main__")
 
 
 def takes_config(path: Path) -> bool:
-    """Whether the script defines main with one annotated argument. The script is parsed, not run."""
+    """Whether the script defines main with one argument, annotated with a class. The script is parsed, not run."""
+    tree = _parse(path)
+    if not any(_is_config_main(each) for each in _mains(tree)):
+        return False
+    for line in _calls_of_main(tree):
+        raise SystemExit(
+            f"mlax: line {line} of {path} calls main as soon as the script is imported, so that it would run twice; "
+            'put the call below `if __name__ == "__main__":`.'
+        )
+    return True
+
+
+def _is_config_main(main: ast.FunctionDef) -> bool:
+    arguments = main.args.args
+    annotation = arguments[0].annotation if len(arguments) == 1 else None
+    is_builtin = isinstance(annotation, ast.Name) and hasattr(builtins, annotation.id)  # such as steps: int
+    return annotation is not None and not is_builtin
+
+
+def _check_runs_main(path: Path) -> None:
+    """Refuse a script that only defines things and leaves its main, which has arguments, uncalled: it does nothing."""
+    tree = _parse(path)
+    is_used = any(isinstance(node, ast.Name) and node.id == "main" for node in ast.walk(tree))
+    for main in _mains(tree):
+        if main.args.args and not is_used and all(map(_is_definition, tree.body)):
+            raise SystemExit(
+                f"mlax: {path} defines `main({ast.unparse(main.args)})` but does not call it; for options on the "
+                "command line write `def main(config: Config)`, where Config is a dataclass, and else call main."
+            )
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    return isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+def _parse(path: Path) -> ast.Module:
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        return ast.parse(path.read_bytes(), str(path))
     except SyntaxError:
-        return False  # running it shows where
-    mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    return any(len(each.args.args) == 1 and each.args.args[0].annotation is not None for each in mains)
+        return ast.Module([], [])  # running it shows where
+
+
+def _mains(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+
+
+def _calls_of_main(tree: ast.Module) -> list[int]:
+    """The lines where the script calls main on import."""
+    values = [node.value for node in tree.body if isinstance(node, ast.Expr | ast.Assign)]
+    calls = [value for value in values if isinstance(value, ast.Call) and isinstance(value.func, ast.Name)]
+    return [call.lineno for call in calls if call.func.id == "main"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def load_script(path: Path) -> ModuleType:

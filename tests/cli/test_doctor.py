@@ -9,13 +9,15 @@ _doctor = inspect.getmodule(Finding)
 def test_the_doctor_reports_what_works_and_what_to_do_otherwise(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_doctor, "_check_two_processes", lambda: Finding(True, "two processes", "tested elsewhere"))
-    monkeypatch.setattr(_doctor, "EXTRAS", {"numpy": "arrays", "no-such-package": "nothing"})
+    monkeypatch.setattr(
+        _doctor, "EXTRAS", {"numpy": ("arrays", "numpy"), "no-such-package": ("nothing", "'mlax[none]'")}
+    )
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(line[:4] in ("ok  ", "no  ") for line in lines)
+    assert all(line[:4] in ("ok  ", "-   ") for line in lines)
     words = {line[4:32].strip(): line[:2] for line in lines}
     assert words["cpu 0"] == words["bfloat16"] == words["float64"] == words["compilation cache"] == "ok"
-    assert "no  no-such-package             not installed; needed for nothing: pip install no-such-package" in lines
+    assert "-   no-such-package             optional, for nothing: pip install 'mlax[none]'" in lines
 
 
 def test_the_exit_status_is_1_only_if_something_needed_fails(monkeypatch):

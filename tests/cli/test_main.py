@@ -27,8 +27,9 @@ def test_the_version_is_printed(capsys):
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["fly"],
+        ["train"],
+        ["train", "--steps", "3", "script.py"],
         ["launch", "script.py"],
         ["launch", "-n", "0", "script.py"],
         ["launch", "-n", "1", "--hang", "nan", "script.py"],
@@ -40,6 +41,25 @@ def test_an_invalid_command_exits_with_status_2(argv, capsys):
         main(argv)
     assert refused.value.code == 2
     assert "usage: mlax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plto"], "there is no command 'plto'; did you mean plot?"),
+        (["train"], "which script?"),
+        (["train", "--steps", "3", "c.py"], "the script comes first, then its options: mlax train c.py --steps 3"),
+    ],
+)
+def test_an_invalid_command_is_refused_with_the_one_to_type(argv, words, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert words in capsys.readouterr().err
+
+
+def test_mlax_alone_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "usage: mlax" in capsys.readouterr().out
 
 
 def test_submodules_and_names_of_core_are_imported_on_first_use():

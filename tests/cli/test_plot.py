@@ -47,6 +47,15 @@ def test_runs_are_compared_in_a_table_and_a_plot(tmp_path, table):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_folder_of_runs_and_a_new_folder_for_the_picture_are_accepted(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "plot_curves", lambda path, runs: path.write_text(" ".join(runs)))
+    (tmp_path / "runs").mkdir()
+    runs = [run(tmp_path / "runs" / name, [2, 1]) for name in ("one", "two")]
+    output = tmp_path / "out" / "x.png"
+    assert main(["plot", str(tmp_path / "runs"), "-o", str(output)]) == 0
+    assert output.read_text().split() == runs
+
+
 @pytest.mark.parametrize(
     ("name", "best"),
     [

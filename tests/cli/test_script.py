@@ -54,6 +54,26 @@ def test_a_script_without_config_runs_as_under_python(script, capsys):
     assert capsys.readouterr().out == "['--steps', '7']\n"
 
 
+@pytest.mark.parametrize("argument", ["config", "steps: int = 3"])
+def test_a_script_that_never_calls_its_main_is_refused(argument, script):
+    text = f"class Config:\n    steps = 3\n\ndef main({argument}):\n    print('trained')\n"
+    with pytest.raises(SystemExit, match=r"defines `main\(.*\)` but does not call it; .* `def main\(config: Config\)`"):
+        main(["train", script(text), "--steps", "4"])
+
+
+def test_a_script_that_calls_its_main_with_a_plain_value_runs_as_under_python(script, capsys):
+    text = "def main(steps: int = 3):\n    print('trained', steps)\n\nif __name__ == '__main__':\n    main(5)\n"
+    assert main(["train", script(text)]) == 0
+    assert capsys.readouterr().out == "trained 5\n"
+
+
+def test_a_script_that_would_run_twice_is_refused(script, capsys):
+    text = CONFIG.partition("if __name__")[0] + "main(Config())\n"
+    with pytest.raises(SystemExit, match=r"line 15 of .* calls main .*it would run twice; put the call below"):
+        main(["train", script(text)])
+    assert capsys.readouterr().out == ""
+
+
 def test_a_missing_script_is_reported(tmp_path):
     with pytest.raises(SystemExit, match=r"there is no script .*nowhere\.py"):
         main(["train", str(tmp_path / "nowhere.py")])
