@@ -2,6 +2,7 @@
 
 import collections
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from mlax.core import (
     Wrapper,
     find_layers,
     flatten_paths,
+    no_match_message,
     part_inputs,
     parts_of,
     short_repr,
@@ -35,6 +37,7 @@ from mlax.nn._embed import Embed, EmbedBag
 from mlax.nn._linear import MLP, Linear, PReLU
 from mlax.nn._lora import LoRA
 from mlax.nn._norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from mlax.nn._positions import LearnedPositions
 from mlax.nn._recurrent import GRUCell, LSTMCell, RNNCell
 from mlax.nn._recurrent_layers import Bidirectional, Stacked
 from mlax.ops import parse_layout
@@ -54,12 +57,14 @@ def from_torch(
     A part is looked up under its own name: `blocks/norm` is the module blocks.norm, the layers of a `Repeat` are
     blocks.0, blocks.1 and so on, and the unnamed parts of a `Series` are numbered like those of nn.Sequential. Where
     the modules are called otherwise, `names` says how: by the path of the part, the name within the module that holds
-    it, such as {"encode": "encoder", "encode/attend": "self_attn"}, or "" for that module itself.
+    it, such as {"encode": "encoder", "encode/attend": "self_attn"}, or "" for that module itself. The layers of a
+    `Repeat` share the part `stacked`: for the modules h.0.attn, h.1.attn and so on, the layers of
+    `Repeat(block, 12)` at `blocks`, pass {"blocks": "h", "blocks/stacked/attend": "attn"}.
 
     | here | in PyTorch |
     |---|---|
     | Linear, MLP, Conv, ConvTranspose: kernel, bias | weight, bias: transposed, in any layout and number of groups |
-    | Embed, EmbedBag: table; PReLU: slope | weight |
+    | Embed, EmbedBag, LearnedPositions: table; PReLU: slope | weight |
     | LayerNorm, RMSNorm, GroupNorm, InstanceNorm: scale, shift | weight, bias |
     | BatchNorm: scale, shift, mean, var | weight, bias, running_mean, running_var |
     | MultiHeadAttention: query, key, value, out | in_proj_weight or q_proj_weight and so on, out_proj |
@@ -67,12 +72,17 @@ def from_torch(
 
     A missing name, one that is left over and a wrong shape or dtype are errors.
     """
+    if isinstance(state_dict, str | os.PathLike):
+        raise TypeError(
+            f"from_torch: the state dict is the path {os.fspath(state_dict)!r}; load the file first, by "
+            "mlax.files.load (.safetensors), np.load (.npz) or torch.load."
+        )
     shapes = _all_shapes(model, x)
     found: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
-    used: set[str] = set()
-    for rule in _rules(_Place(model, x, names or {}, shapes), ""):
-        arrays = [_look_up(state_dict, name, rule.leaves[0]) for name in rule.names]
-        used.update(rule.names)
+    rules = _all_rules(model, x, names or {}, shapes)
+    used = {name for rule in rules for name in rule.names}
+    for rule in rules:
+        arrays = [_look_up(state_dict, name, rule.leaves[0], used) for name in rule.names]
         for leaf, array in zip(rule.leaves, rule.to_mlax(arrays), strict=True):
             found[leaf][rule.index] = _fit(rule, leaf, array, shapes[leaf])
     extra = [name for name in state_dict if name not in used and name.rpartition(".")[2] != COUNTER]
@@ -92,7 +102,7 @@ def to_torch(
     """
     leaves = {**flatten_paths(untie(model, trainables)), **flatten_paths(non_trainables)}
     state: dict[str, np.ndarray] = {}
-    for rule in _rules(_Place(model, x, names or {}, _all_shapes(model, x)), ""):
+    for rule in _all_rules(model, x, names or {}, _all_shapes(model, x)):
         arrays = [np.asarray(leaves[leaf])[rule.index] for leaf in rule.leaves]
         state.update(zip(rule.names, rule.to_torch(arrays), strict=True))
         if rule.names[0].endswith("running_mean"):
@@ -143,6 +153,16 @@ class _Place(NamedTuple):
 
     def shape(self, leaf: str) -> tuple[int, ...]:
         return self.shapes[_join(self.path, leaf)].shape[len(self.index) :]
+
+
+def _all_rules(model: Layer, x: Any, names: Mapping[str, str], shapes: Mapping[str, Any]) -> list[_Rule]:
+    """The rules of the whole model; a name for a part that it does not have is an error."""
+    parts = {path for path, _ in find_layers(model, Layer)}
+    parts.update("/".join(path.split("/")[:depth]) for path in shapes for depth in range(1, path.count("/") + 1))
+    for path in names:
+        if path not in parts:
+            raise ValueError(f"from_torch: names: {no_match_message(path, sorted(parts))}")
+    return list(_rules(_Place(model, x, names, shapes), ""))
 
 
 def _rules(place: _Place, default: str) -> Iterator[_Rule]:
@@ -294,7 +314,7 @@ def _cell(place: _Place, suffix: str = "") -> Iterator[_Rule]:
 
 _LAYERS: list[tuple[Any, Callable[[_Place], Iterator[_Rule]]]] = [
     (Linear, _linear),
-    ((Embed, EmbedBag), _table),
+    ((Embed, EmbedBag, LearnedPositions), _table),
     ((BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm), _norm),
     (PReLU, _slope),
     ((Conv, ConvTranspose), _convolution),
@@ -314,9 +334,9 @@ def _untied_shapes(model: Layer, trainables: Tree) -> Tree:
     return jax.eval_shape(lambda tree: untie(model, tree), trainables) if find_layers(model, Tied) else trainables
 
 
-def _look_up(state_dict: Mapping[str, Any], name: str, leaf: str) -> np.ndarray:
+def _look_up(state_dict: Mapping[str, Any], name: str, leaf: str, used: set[str]) -> np.ndarray:
     if name not in state_dict:
-        close = difflib.get_close_matches(name, state_dict, n=1)
+        close = difflib.get_close_matches(name, [each for each in state_dict if each not in used], n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"from_torch: {leaf} is looked up as {name!r}, which the state dict lacks; {hint}`names` says what the "
@@ -329,9 +349,12 @@ def _fit(rule: _Rule, leaf: str, array: np.ndarray, like: Any) -> np.ndarray:
     """The array, if it has the shape and dtype of one layer of the leaf."""
     shape = like.shape[len(rule.index) :]
     if array.shape != shape or array.dtype != like.dtype:
+        advice = "is it another model, or another input?"
+        if array.shape == shape:
+            advice = f'cast the state dict: {{name: value.astype("{like.dtype}") for name, value in state.items()}}.'
         raise ValueError(
             f"from_torch: {' and '.join(rule.names)} give {array.dtype}{list(array.shape)} for {leaf}, which must be "
-            f"{like.dtype}{list(shape)}; is it another model, or another input?"
+            f"{like.dtype}{list(shape)}; {advice}"
         )
     return array
 

@@ -153,7 +153,12 @@ def test_errors_say_what_is_wrong():
         (nn.Linear(5), {"weight": state["weight"]}, r"bias is looked up as 'bias', which the state dict lacks"),
         (nn.Linear(5), {**state, "gain": x}, r"the model has no place for gain"),
         (nn.Linear(4), state, r"weight give float32\[6, 5\] for kernel, which must be float32\[6, 4\]"),
-        (nn.Linear(5), {**state, "bias": np.ones(5)}, r"bias give float64\[5\] for bias, which must be float32\[5\]"),
+        (nn.Linear(5), {**state, "bias": np.ones(5)}, r"float64\[5\] for bias, .* float32\[5\]; cast the state dict: "),
+        (
+            mlax.Series(up=nn.Linear(5)),
+            {"up.weight": state["weight"]},
+            r"'up.bias', which the state dict lacks; `names`",
+        ),
         (mlax.Series(up=nn.Linear(5)), state, r"up/kernel is looked up as 'up.weight', .*`names` says what"),
         (mlax.Series(up=nn.Linear(5)), {"uo.weight": x}, r"did you mean 'uo.weight'\?"),
     ):
@@ -162,6 +167,30 @@ def test_errors_say_what_is_wrong():
     for layer in (nn.Scaler(), nn.LoRA(nn.Linear(5), 2), mlax.Recurrent(nn.MGUCell(3))):
         with pytest.raises(TypeError, match="has no counterpart in PyTorch"):
             nn.from_torch(layer, {}, jnp.ones((2, 3, 6)))
+
+
+def test_a_path_in_place_of_the_state_dict_is_refused():
+    with pytest.raises(TypeError, match=r"the path 'model.safetensors'; load the file first, by mlax.files.load"):
+        nn.from_torch(nn.Linear(5), "model.safetensors", jnp.ones((2, 6)))
+
+
+def test_names_that_are_no_parts_are_refused_and_those_inside_a_repeat_are_found():
+    x, rng = jnp.ones((2, 6)), np.random.default_rng(0)
+    model = mlax.Series(blocks=mlax.Repeat(mlax.Series(mix=nn.Linear(6, bias=False)), 2))
+    state = {f"h.{i}.attn.weight": rng.normal(size=(6, 6)).astype(np.float32) for i in range(2)}
+    trainables, _ = nn.from_torch(model, state, x, names={"blocks": "h", "blocks/stacked/mix": "attn"})
+    kernels = mlax.get(trainables, "blocks/stacked/mix/kernel")
+    np.testing.assert_array_equal(kernels, [each.T for each in state.values()])
+    with pytest.raises(ValueError, match=r"names: 'blocks/mix' .*did you mean 'blocks/stacked/mix'\?"):
+        nn.from_torch(model, state, x, names={"blocks": "h", "blocks/mix": "attn"})
+
+
+def test_learned_positions_are_an_embedding_in_pytorch():
+    model, x = mlax.Series(positions=nn.LearnedPositions(5)), jnp.ones((2, 3, 4))
+    state = {"positions.weight": np.arange(20, dtype=np.float32).reshape(5, 4)}
+    trainables, non_trainables = nn.from_torch(model, state, x)
+    np.testing.assert_array_equal(mlax.get(trainables, "positions/table"), state["positions.weight"])
+    assert nn.to_torch(model, trainables, non_trainables, x).keys() == state.keys()
 
 
 def test_masked_indices_of_a_bag_do_not_count():
