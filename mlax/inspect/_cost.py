@@ -7,7 +7,6 @@ import glob
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +16,9 @@ from mlax._jax import fused_op_names, path_of, scopes_of_op_name
 from mlax.core import Documented, align_columns, document_tuple, format_bytes
 from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._flops import operations
-from mlax.inspect._hlo import Computation, Instruction, Program, parse_hlo
+from mlax.inspect._hlo import Computation, Instruction, Program, kernels, parse_hlo
 from mlax.inspect._summary import format_flops
 
-NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 RUNS = 3  # that are timed
 
 
@@ -125,7 +123,10 @@ def cost(function: Any, *args: Any, measure: bool = False, **kwargs: Any) -> Cos
     is read from the profiler.
     """
     traced, compiled = trace_and_compile("cost", function, args, kwargs)
-    return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled) if measure else None)
+    if not measure:
+        return cost_of(traced, compiled, None)
+    compiled = without_command_buffers(traced, compiled)
+    return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled))
 
 
 def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cost:
@@ -137,7 +138,7 @@ def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cos
         if operation.flops:
             counts[operation.path, operation.is_backward][0] += operation.flops
             dtypes[str(operation.equation.invars[0].aval.dtype)] += operation.flops
-    for kernel, computation, times in _kernels(program, program.entry, 1):
+    for kernel, computation, times in kernels(program):
         row = counts[_layer(kernel)]
         row[1] += times * _kernel_bytes(program, computation, kernel)
         row[2] += times
@@ -179,9 +180,16 @@ def _best_seconds(function: Any, x: jax.Array, runs: int = 5) -> float:
     return best
 
 
+def without_command_buffers(traced: Any, compiled: Any) -> Any:
+    """On a GPU, the program without CUDA graphs, in which the profiler does not see the single kernels."""
+    if traced is None or _devices(compiled)[0].platform != "gpu":
+        return compiled
+    return traced.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+
+
 def measure_instructions(function: Any, args: Any, kwargs: Any, compiled: Any) -> dict[str, float]:
     """The seconds of each instruction of the compiled program in one call, read from the profiler."""
-    run = function if callable(function) and (args or kwargs) else compiled
+    run = function if compiled.in_tree != jax.tree.structure((args, kwargs)) else compiled
     jax.block_until_ready(run(*args, **kwargs))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -199,27 +207,10 @@ def measure_instructions(function: Any, args: Any, kwargs: Any, compiled: Any) -
     return dict(seconds)
 
 
-def _kernels(program: Program, name: str, times: int) -> Iterator[tuple[Instruction, Computation, int]]:
-    """The instructions that run as kernels, the computation that each is in, and how often it runs."""
-    computation = program.computations[name]
-    for each in computation.instructions.values():
-        if each.opcode == "while":
-            yield from _kernels(program, _body(each), times * (program.trip_count(each) or 1))
-        elif each.opcode in ("conditional", "call"):
-            for called in each.called:
-                yield from _kernels(program, called, times)
-        elif each.opcode not in NO_KERNELS:
-            yield each, computation, times
-
-
-def _body(loop: Instruction) -> str:
-    return loop.attributes["body"].removeprefix("%")
-
-
 def _kernel_bytes(program: Program, computation: Computation, kernel: Instruction) -> int:
     """The bytes that a kernel reads and writes; of an array that it slices or updates in part, those of the slice."""
     operands = [computation.instructions[name] for name in kernel.operands if name in computation.instructions]
-    if kernel.opcode == "fusion" and kernel.called:
+    if kernel.opcode in ("fusion", "fusion-start") and kernel.called:
         return _fusion_bytes(program.computations[kernel.called[0]], operands, kernel)
     if kernel.opcode in ("dynamic-slice", "gather"):
         return 2 * kernel.bytes
@@ -242,7 +233,7 @@ def _fusion_bytes(fused: Computation, operands: list[Instruction], kernel: Instr
             read += sum(user.bytes for user in slices) if partial else operands[int(each.operands[0])].bytes
     root = fused.root
     update = fused.instructions.get(root.operands[1]) if root.opcode == "dynamic-update-slice" else None
-    return read + (kernel.bytes if update is None else update.bytes)
+    return read + (root.bytes if update is None else update.bytes)
 
 
 def _updates(user: Instruction, name: str) -> bool:

@@ -98,6 +98,25 @@ def parse_hlo(text: str) -> Program:
     return Program(computations, entry or next(reversed(computations), ""), math.prod(counts))
 
 
+def kernels(program: Program) -> Iterator[tuple[Instruction, Computation, int]]:
+    """The instructions that run as kernels, each with the computation that it is in, and how often it runs."""
+    return _kernels_of(program, program.entry, 1)
+
+
+def _kernels_of(program: Program, name: str, times: int) -> Iterator[tuple[Instruction, Computation, int]]:
+    computation = program.computations[name]
+    for each in computation.instructions.values():
+        if each.opcode == "while":
+            body = _operand_name(each.attributes["body"])
+            yield from _kernels_of(program, body, times * (program.trip_count(each) or 1))
+        elif each.opcode in ("conditional", "call"):
+            for called in each.called:
+                yield from _kernels_of(program, called, times)
+        elif each.opcode not in _NO_KERNELS and not each.opcode.endswith(("-done", "-update")):
+            yield each, computation, times
+
+
+_NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _ASSIGNMENT = re.compile(r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" *(?P<opcode>[\w\-]+)\(")

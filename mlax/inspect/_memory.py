@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mlax._jax import fused_op_names, path_of, scopes_of_op_name
@@ -13,7 +13,7 @@ from mlax.inspect._hlo import Computation, Instruction, Program, parse_hlo
 
 PASSES_THROUGH = ("bitcast", "optimization-barrier", "while", "copy-done", "add-dependency")
 UPDATES = ("dynamic-update-slice", "scatter")  # in place
-ACTIVATIONS, OTHERS = "activations", "gradients and temporaries"
+ACTIVATIONS, OTHERS = "activations", "temporaries"
 
 
 @document_tuple
@@ -21,7 +21,7 @@ class LiveBuffers(NamedTuple):
     """What a layer holds at the peak."""
 
     path: str  # of the layer that computed it; "" outside of a layer
-    kind: str  # "activations", computed in the forward pass, or "gradients and temporaries"
+    kind: str  # "activations", computed in the forward pass of a gradient, or "temporaries"
     bytes: int
 
 
@@ -172,36 +172,61 @@ def _allocate(program: Program, computation: Computation) -> dict[str, Results]:
             results[each.name] = list(itertools.chain(*operands))
         elif each.opcode == "get-tuple-element":
             results[each.name] = operands[0][int(each.attributes["index"]) :][: len(each.shapes)]
+        elif each.opcode.endswith("-done"):  # of an asynchronous instruction: (operands, results, more)
+            start = computation.instructions[each.operands[0]]
+            first = sum(len(results[name]) for name in start.operands if name in results)
+            results[each.name] = operands[0][first:][: len(each.shapes)]
+        elif each.opcode.endswith("-start"):
+            passed = list(itertools.chain(*operands))
+            made = _new_buffers(each, len(passed), writers) if source is None else operands[source]
+            results[each.name] = [*passed, *made]
         elif source is not None and operands:
             results[each.name] = operands[source]
         else:
-            writer = writers.get(each.name, each)
-            path, kind = _path(writer), ACTIVATIONS if _is_forward(writer) else OTHERS
-            results[each.name] = [
-                _Buffer(each.name, i, shape.bytes, shape.dims, path, kind) if shape.bytes else None
-                for i, shape in enumerate(each.shapes)
-            ]
+            results[each.name] = _new_buffers(each, 0, writers)
     return results
 
 
-def _loop_writers(program: Program, computation: Computation) -> dict[str, Instruction]:
-    """For each instruction whose result a loop updates: the instruction in the body of the loop that writes to it."""
-    writers: dict[str, Instruction] = {}
+def _new_buffers(each: Instruction, first: int, writers: Mapping[tuple[str, int], Instruction]) -> Results:
+    """The buffers that an instruction allocates for its results, from the first of its shapes that is one."""
+    buffers: Results = []
+    for i, shape in enumerate(each.shapes[first:]):
+        writer = writers.get((each.name, i), each)
+        kind = ACTIVATIONS if _is_forward(writer) else OTHERS
+        buffers.append(_Buffer(each.name, i, shape.bytes, shape.dims, _path(writer), kind) if shape.bytes else None)
+    return buffers
+
+
+def _loop_writers(program: Program, computation: Computation) -> dict[tuple[str, int], Instruction]:
+    """For each result, (name, index), that a loop updates: the instruction in its body that writes to it."""
+    writers: dict[tuple[str, int], Instruction] = {}
     for loop in computation.instructions.values():
         if loop.opcode == "while":
             body = program.computations[loop.attributes["body"].removeprefix("%")]
             carry = computation.instructions.get(loop.operands[0])
             if carry is not None and carry.opcode == body.root.opcode == "tuple":
-                written = [body.instructions[name] for name in body.root.operands]
-                writers |= {name: each for name, each in zip(carry.operands, written, strict=True) if each.op_name}
+                for name, writer in zip(carry.operands, body.root.operands, strict=True):
+                    written = body.instructions[writer]
+                    if written.op_name and written.opcode != "get-tuple-element":  # which passes it on unchanged
+                        writers[_allocation(computation, name)] = written
     return writers
+
+
+def _allocation(computation: Computation, name: str) -> tuple[str, int]:
+    """The instruction that allocates a value, and the index of the value in its results."""
+    index, each = 0, computation.instructions.get(name)
+    while each is not None and each.opcode in ("get-tuple-element", "bitcast"):
+        index = int(each.attributes["index"]) if each.opcode == "get-tuple-element" else index
+        name = each.operands[0]
+        each = computation.instructions.get(name)
+    return name, index
 
 
 def _updated_operand(program: Program, each: Instruction) -> int | None:
     """The operand whose buffers an instruction passes on or updates in place; None if it allocates its results."""
     if each.opcode in (*PASSES_THROUGH, *UPDATES):
         return 0
-    if each.opcode == "fusion" and each.called:
+    if each.opcode in ("fusion", "fusion-start") and each.called:
         fused = program.computations[each.called[0]]
         root = fused.root
         while root.opcode == "bitcast":

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from mlax._jax import abstract_key, source_line
 from mlax.core import Layer, flatten_paths, short_repr, signature, variable_shapes
 from mlax.inspect._compile import trace_and_compile
-from mlax.inspect._cost import Cost, cost_of, measure_instructions
+from mlax.inspect._cost import Cost, cost_of, measure_instructions, without_command_buffers
 from mlax.inspect._flops import Operation, operations
 from mlax.inspect._memory import Memory, memory_of
 from mlax.inspect._stages import Stages, stages_of
@@ -43,6 +43,8 @@ def report(path: str | Path, function: Any, *args: Any, measure: bool = False, *
     traced, compiled = trace_and_compile("report", function, args, kwargs)
     if traced is None:
         raise TypeError("report: a compiled function has no paths of layers; pass the function and its arguments.")
+    if measure:
+        compiled = without_command_buffers(traced, compiled)
     seconds = measure_instructions(function, args, kwargs, compiled) if measure else None
     variables = _find_variables(args)
     return write_report(path, title, function, traced, compiled, variables=variables, rows=rows, seconds=seconds)

@@ -17,10 +17,9 @@ from jax.core import Tracer
 from mlax.core import Documented, count_of, document_tuple, format_bytes, signature
 from mlax.inspect._compile import trace, trace_and_compile
 from mlax.inspect._flops import sub_jaxprs
-from mlax.inspect._hlo import Instruction, Program, parse_hlo
+from mlax.inspect._hlo import Program, kernels, parse_hlo
 
 LARGE = 1 << 20  # bytes of a constant that is worth a line
-NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
 @document_tuple
@@ -136,7 +135,7 @@ def stages_of(function: Any, traced: Any, compiled: Any, side_effects: tuple[str
         donations=tuple(_donation(name, arguments[name], parameters, hlo, traced) for name in donated),
         constants=tuple(_constants(_plain(function), traced.jaxpr)),
         side_effects=side_effects,
-        kernels=collections.Counter(each.opcode for each in _kernels(program)),
+        kernels=collections.Counter(each.opcode for each, _, _ in kernels(program)),
     )
 
 
@@ -200,21 +199,6 @@ def _all_consts(closed: Any) -> Iterator[Any]:
     for equation in getattr(closed, "jaxpr", closed).eqns:
         for body in sub_jaxprs(equation.params):
             yield from _all_consts(body)
-
-
-def _kernels(program: Program) -> Iterator[Instruction]:
-    """The instructions that run on the device: those of the entry, and of loops, branches and calls."""
-    pending, seen = [program.entry], set[str]()
-    while pending:
-        name = pending.pop()
-        if name in seen or name not in program.computations:
-            continue
-        seen.add(name)
-        for each in program.computations[name].instructions.values():
-            if each.opcode in ("while", "conditional", "call"):
-                pending += each.called
-            if each.opcode not in NO_KERNELS:
-                yield each
 
 
 def _observe_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[str]:
