@@ -21,8 +21,9 @@ class Average(OptimizerWrapper):
     uniform average.
 
     The average begins at step `start`, before which it is the weights themselves; the exponential one is
-    bias-corrected. https://doi.org/10.1137/0330046. Statistics such as BatchNorm's must be averaged too, by
-    `update_average`, as `train.step` does. Slot: average, in `dtype`.
+    bias-corrected. https://doi.org/10.1137/0330046. Running statistics, the state in leaves named `mean` and `var`,
+    must be averaged too, by `update_average`, as `train.step` does; all other state keeps its last value. Slot:
+    average, in `dtype`.
 
     >>> optimizer, trainables = optim.Average(optim.AdamW(3e-4), decay=0.999), {"kernel": jnp.ones((4, 3))}
     >>> state = optimizer.init(trainables)
@@ -46,7 +47,7 @@ class Average(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return slots["average"]
 
-    def average_weight(self, context):
+    def average_weight(self, context, path):
         return 1 - self._beta(context, jnp.float32)
 
     def _beta(self, context: UpdateContext, dtype: Any) -> jax.Array:
@@ -91,7 +92,7 @@ class Lookahead(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return slots["slow"]
 
-    def average_weight(self, context):
+    def average_weight(self, context, path):
         alpha = jnp.asarray(context.hyperparams(self)["alpha"], jnp.float32)
         return jnp.where(self._is_due(context), alpha, jnp.zeros_like(alpha))
 

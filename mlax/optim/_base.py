@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +29,7 @@ from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
 from mlax.optim._stacks import broadcast_over_layers, count_stacked_axes, layer_shape, map_layers_of, stack_slot
-from mlax.optim._state_average import copy_floats, fill_in_average, move_average
+from mlax.optim._state_average import fill_in_average, init_average, move_average
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 from mlax.optim._update import LeafArrays, Update, UpdateContext
 
@@ -114,9 +115,9 @@ class Optimizer(metaclass=Documented):
         """The weights of a leaf to evaluate with, from the trained ones and its slots."""
         return w
 
-    def average_weight(self, context: UpdateContext) -> jax.Array | None:
-        """How far an update moves the averaged weights towards the new ones, from 0 to 1; None if none are averaged."""
-        found = (inner.average_weight(context) for inner in self.inner_optimizers())
+    def average_weight(self, context: UpdateContext, path: str) -> jax.Array | None:
+        """How far an update moves the average at `path` towards the new value, from 0 to 1; None if there is none."""
+        found = (inner.average_weight(context, path) for inner in self.inner_optimizers())
         return next((weight for weight in found if weight is not None), None)
 
     def estimate_every(self) -> int | None:
@@ -228,7 +229,7 @@ class Optimizer(metaclass=Documented):
         return tree.unflatten(new)
 
     def init_average(self, non_trainables: Tree) -> Tree:
-        """The first average of the floating non_trainables, BatchNorm's statistics say, for the averaged weights.
+        """The first average of the running statistics, the floating leaves named `mean` or `var`, as in BatchNorm.
 
         Averaged weights need statistics that are averaged likewise:
 
@@ -239,18 +240,19 @@ class Optimizer(metaclass=Documented):
             trainables = optimizer.eval_trainables(state, trainables)
             non_trainables = optimizer.eval_non_trainables(average, non_trainables)
 
-        It is None if the optimizer does not average weights; the other two then return what they are given.
+        Other state, such as counts and singular vectors, is not averaged, nor is that of a group in `Groups` whose
+        optimizer does not average. If nothing is averaged, it is None, and the other two return what they are given.
         """
         context = UpdateContext(jnp.zeros((), jnp.int32), {})
-        return None if self.average_weight(context) is None else copy_floats(non_trainables)
+        return init_average(non_trainables, functools.partial(self.average_weight, context))
 
     def update_average(self, average: Tree, non_trainables: Tree, state: OptimizerState) -> Tree:
-        """The average of the non_trainables after the update that returned `state`."""
-        weight = self.average_weight(UpdateContext(jnp.maximum(state.step - 1, 0), {}))
-        return average if weight is None else move_average(average, non_trainables, weight)
+        """The average of the statistics after the update that returned `state`."""
+        context = UpdateContext(jnp.maximum(state.step - 1, 0), {})
+        return move_average(average, non_trainables, functools.partial(self.average_weight, context))
 
     def eval_non_trainables(self, average: Tree, non_trainables: Tree) -> Any:
-        """The non_trainables to evaluate `eval_trainables` with."""
+        """The non_trainables to evaluate `eval_trainables` with: averaged statistics, and other state as it is."""
         return fill_in_average(average, non_trainables)
 
     def partition(self, specs: Tree, trainables: Tree = None) -> OptimizerState:

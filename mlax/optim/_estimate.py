@@ -22,7 +22,7 @@ def update_estimates(optimizer: Any, sampled: Tree, state: OptimizerState, examp
         if any(path not in leaves for leaves in by_path.values()):
             raise ValueError(
                 f"{short_repr(optimizer)}: the state has no slots for the gradient at {path!r}; estimate with "
-                "gradients of the trainables that it was initialised for."
+                "gradients of the trainables that it was initialized for."
             )
         g = g.astype(optimizer.policy(path).accum_dtype or at_least_float32(g.dtype))
         own = {name: leaves[path] for name, leaves in by_path.items()}

@@ -105,6 +105,12 @@ class Groups(Optimizer):
     def eval_weights(self, path, w, slots, step):
         return self._optimizer_of(path).eval_weights(path, w, slots, step)
 
+    def average_weight(self, context, path):
+        own = [optimizer for patterns, optimizer in self.groups if matches(patterns, path)][:1]
+        # patterns such as **/kernel need not match the path of a statistic
+        found = (optimizer.average_weight(context, path) for optimizer in own or self.inner_optimizers())
+        return next((weight for weight in found if weight is not None), None)
+
     def _optimizer_of(self, path: str) -> Optimizer:
         return self.groups[self._group_index(path)][1]
 

@@ -65,7 +65,7 @@ class FlatTree:
             difference = f"they lack {min(missing)!r}" if missing else f"they also have {min(extra)!r}"
         raise ValueError(
             f"{self.owner}: the {name} have another tree structure than the trainables: {difference}. "
-            "Differentiate with respect to the same trainables, and use the state that was initialised for them."
+            "Differentiate with respect to the same trainables, and use the state that was initialized for them."
         )
 
 

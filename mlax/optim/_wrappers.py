@@ -102,8 +102,8 @@ class Accumulate(OptimizerWrapper):
     def eval_weights(self, path, w, slots, step):
         return self.optimizer.eval_weights(path, w, slots, step // self.every)
 
-    def average_weight(self, context):
-        weight = self.optimizer.average_weight(self._inner_context(context))
+    def average_weight(self, context, path):
+        weight = self.optimizer.average_weight(self._inner_context(context), path)
         return None if weight is None else jnp.where(self._is_due(context), weight, jnp.zeros_like(weight))
 
     def estimate_every(self):

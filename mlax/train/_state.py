@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # () int32, batches seen so far, skipped ones included
     trainables: Tree  # the weights
     non_trainables: Tree  # running statistics and caches
-    average: Tree  # of the floating non_trainables, if the optimizer averages the weights; else None
+    average: Tree  # of running statistics (mean and var), if the optimizer averages the weights; else None
     optimizer: OptimizerState  # its slots
     rng: jax.Array  # a key
     scaling: Any  # state of the loss scale; None without one

@@ -94,12 +94,12 @@ def test_averaged_weights_are_better_with_averaged_statistics_than_with_raw_ones
 
 def test_narrow_statistics_are_averaged_in_float32_and_other_state_is_passed_on():
     optimizer = optim.Average(SGD, 0.999)
-    state = {"mean": jnp.ones(3, jnp.bfloat16), "count": jnp.int32(0), "nothing": None}
+    state = {"mean": jnp.ones(3, jnp.bfloat16), "count": jnp.float32(0), "nothing": None}
     average = optimizer.init_average(state)
     assert average["mean"].dtype == jnp.float32 and average["count"] is None
     slots = optimizer.init({"w": jnp.ones(())})
     for number in range(1, 300):
-        state = {**state, "mean": jnp.full(3, 1 + number / 300, jnp.bfloat16), "count": jnp.int32(number)}
+        state = {**state, "mean": jnp.full(3, 1 + number / 300, jnp.bfloat16), "count": jnp.float32(number)}
         slots = slots._replace(step=slots.step + 1)
         average = optimizer.update_average(average, state, slots)
     shown = optimizer.eval_non_trainables(average, state)
@@ -107,6 +107,39 @@ def test_narrow_statistics_are_averaged_in_float32_and_other_state_is_passed_on(
     np.testing.assert_allclose(average["mean"], 1.5, 0.02)
     assert optim.Average(SGD).init_average({"count": jnp.int32(0)}) is None
     assert SGD.init_average(state) is None
+
+
+def test_averaged_weights_are_evaluated_with_the_last_singular_vectors():
+    """The average of unit vectors is shorter than 1."""
+    model = nn.SpectralNorm(nn.Linear(3))
+    step = train.step(functools.partial(objective, model=model), optim.Average(optim.SGD(1.0), 0.9))
+    state = init_state(step, model)
+    first = jax.tree.map(np.asarray, state.non_trainables)
+    for number in range(5):
+        state, _ = step(state, batch(seed=number))
+    assert unequal_leaves(state.non_trainables, first)
+    assert not unequal_leaves(state.eval_variables(step.optimizer)[1], state.non_trainables)
+
+
+def test_statistics_of_a_group_are_averaged_if_its_weights_are():
+    optimizer = optim.Groups(("a/**", optim.Average(SGD, 0.5)), ("**", SGD))
+    state = optimizer.init({"a": {"kernel": jnp.zeros(())}, "b": {"kernel": jnp.zeros(())}})
+    leaves = {"norm": {"mean": 0.0, "var": 0.0, "count": 0.0}, "kernel": {"left": 0.0}}
+    zeros = jax.tree.map(np.float32, {"a": leaves, "b": leaves})
+    seen = [jax.tree.map(lambda zero, number=number: zero + np.float32(number), zeros) for number in range(3)]
+    average = optimizer.init_average(seen[0])
+    for statistics in seen[1:]:
+        state = state._replace(step=state.step + 1)
+        average = optimizer.update_average(average, statistics, state)
+    averaged, last = bias_corrected(seen, 0.5)["a"]["norm"], seen[-1]
+    norm = {"mean": averaged["mean"], "var": averaged["var"], "count": last["a"]["norm"]["count"]}
+    wanted = {"a": {"norm": norm, "kernel": last["a"]["kernel"]}, "b": last["b"]}
+    assert_close(optimizer.eval_non_trainables(average, last), wanted, 1e-6)
+
+
+def test_statistics_that_no_group_matches_are_averaged_by_the_first_group_that_averages():
+    optimizer = optim.Groups(("**/bias", SGD), ("**/kernel", optim.Average(SGD, 0.5)))
+    assert optimizer.init_average({"norm": {"mean": jnp.zeros(())}}) == {"norm": {"mean": 0}}
 
 
 def test_fit_exports_and_evaluates_the_averaged_statistics(tmp_path):
