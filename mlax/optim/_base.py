@@ -131,12 +131,14 @@ class Optimizer(metaclass=Documented):
         """The estimated slots of a leaf; see `estimate`."""
         return {}
 
-    def learning_rate(self, context: UpdateContext, before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
-        """The rate of an update, given the scalars before and after it: of the first optimizer inside that has one."""
+    def learning_rates(
+        self, context: UpdateContext, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The metric `rate` of an update, given the scalars before and after it; of `Groups`, one for each group."""
         if "rate" in hyperparam_ranges(type(self)):
-            return context.hyperparams(self)["rate"]
-        found = (inner.learning_rate(context, before, after) for inner in self.inner_optimizers())
-        return next((rate for rate in found if rate is not None), None)
+            return {"rate": context.hyperparams(self)["rate"]}
+        found = (inner.learning_rates(context, before, after) for inner in self.inner_optimizers())
+        return next((rates for rates in found if rates), {})
 
     def init(self, trainables: Tree) -> OptimizerState:
         """The initial state, sharded like the trainables, and in the same memory; of shapes, its shapes."""

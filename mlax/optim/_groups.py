@@ -18,6 +18,7 @@ from mlax.optim._wrappers import OptimizerWrapper
 class Groups(Optimizer):
     """Parameter groups: update each leaf by the optimizer of the first pattern, or tuple of patterns, that matches.
 
+    `train.step` reports the learning rate of each group, as `rate/head` for the pattern "head/**" and `rate` for "**".
     A slot has one tree for all leaves, empty where the optimizer of a leaf does not have it. If the second group has a
     scalar of the same name as the first, it is stored as `name_1`, and so on. A group that gets no leaf is an error.
 
@@ -92,12 +93,13 @@ class Groups(Optimizer):
     def estimate_leaf(self, step, path, g, slots, examples):
         return self._optimizer_of(path).estimate_leaf(step, path, g, slots, examples)
 
-    def learning_rate(self, context, before, after):
-        for optimizer, names in zip(self.inner_optimizers(), self._scalar_names(), strict=True):
+    def learning_rates(self, context, before, after):
+        rates: dict[str, Any] = {}
+        for index, ((patterns, optimizer), names) in enumerate(zip(self.groups, self._scalar_names(), strict=True)):
             own = [{name: scalars[stored] for name, (stored, _) in names.items()} for scalars in (before, after)]
-            if (rate := optimizer.learning_rate(context, *own)) is not None:
-                return rate
-        return None
+            for name, rate in optimizer.learning_rates(context, *own).items():
+                rates[unused_name(_name_rate(name, patterns), rates, index)] = rate
+        return rates
 
     def is_chunkable(self, path):
         return self._optimizer_of(path).is_chunkable(path)
@@ -132,6 +134,13 @@ class Groups(Optimizer):
 
     def __repr__(self) -> str:
         return f"Groups({', '.join(map(repr, self.groups))})"
+
+
+def _name_rate(name: str, patterns: str | tuple[str, ...]) -> str:
+    """The metric name of a group's rate: with its first pattern, without wildcards, after `rate`."""
+    first = next((pattern for pattern in as_patterns(patterns) if not pattern.startswith("!")), "")
+    words = filter(None, first.replace("*", "").split("/"))
+    return "/".join(("rate", *words)) + name.removeprefix("rate")
 
 
 @frozen

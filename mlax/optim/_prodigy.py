@@ -49,8 +49,8 @@ class Prodigy(Leafwise):
     def scalars(self):
         return {"distance": float(self.start), "numerator": 0.0}
 
-    def learning_rate(self, context, before, after):
-        return before["distance"] * cast_scalar(super().learning_rate(context, before, after), before["distance"])
+    def learning_rates(self, context, before, after):
+        return {"rate": before["distance"] * cast_scalar(context.hyperparams(self)["rate"], before["distance"])}
 
     def update_leaves(self, context, grads, weights, slots):
         now = Hyperparams(context.step, context.hyperparams(self), dtype=widest_dtype(g.dtype for g in grads.values()))

@@ -26,9 +26,9 @@ class ScheduleFreeAverage(Leafwise):
     def scalars(self):
         return {"weight": 0.0, "largest_rate": 0.0}
 
-    def learning_rate(self, context, before, after):
+    def learning_rates(self, context, before, after):
         now = Hyperparams(context.step, context.hyperparams(self))
-        return self._warm_up(now)
+        return {"rate": self._warm_up(now)}
 
     def _warm_up(self, now: Hyperparams) -> jax.Array:
         rate = jnp.asarray(now.rate, now.dtype)

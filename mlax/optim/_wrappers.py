@@ -113,8 +113,8 @@ class Accumulate(OptimizerWrapper):
     def estimate_leaf(self, step, path, g, slots, examples):
         return self.optimizer.estimate_leaf(step // self.every, path, g, slots, examples)
 
-    def learning_rate(self, context, before, after):
-        return self.optimizer.learning_rate(self._inner_context(context), before, after)
+    def learning_rates(self, context, before, after):
+        return self.optimizer.learning_rates(self._inner_context(context), before, after)
 
     def _inner_context(self, context: UpdateContext) -> UpdateContext:
         return dataclasses.replace(context, step=context.step // self.every, shared_step=True)
@@ -242,9 +242,9 @@ class Plateau(OptimizerWrapper):
         }
         return StepResult(new, {**new_slots, **scalars})
 
-    def learning_rate(self, context, before, after):
-        rate = self.optimizer.learning_rate(context, before, after)
-        return None if rate is None else after["scale"] * cast_scalar(rate, after["scale"])
+    def learning_rates(self, context, before, after):
+        scale, rates = after["scale"], self.optimizer.learning_rates(context, before, after)
+        return {name: scale * cast_scalar(rate, scale) for name, rate in rates.items()}
 
 
 @frozen

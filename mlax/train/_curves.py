@@ -11,7 +11,6 @@ from typing import Any
 
 COLORS = ("#0077BB", "#CC3311", "#009988", "#EE7733", "#33BBEE", "#EE3377", "#555555")  # safe for color blindness
 NOT_PLOTTED = ("step", "seconds", "skipped", "evaluation", "event", "ids", "scale")
-NOT_SMOOTHED = ("rate",)
 LINES = (".--", "x:", "+-.", "d--")  # of the feeds of an evaluation, where the colors are those of the runs
 MAX_POINTS = 2000  # per line
 MAX_LINE_BYTES = 1 << 20  # of a log
@@ -125,7 +124,7 @@ def _plot_metric(axes: Any, name: str, records: Sequence[Mapping[str, Any]], col
     training = [(r["step"], r[name]) for r in records if _is_number(r.get(name))]
     if training:
         points = training[:: max(1, len(training) // MAX_POINTS)]
-        smooth = len(points) > 100 and name not in NOT_SMOOTHED
+        smooth = len(points) > 100 and name.partition("/")[0] != "rate"
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, color=color, alpha=0.25 if smooth else 1, linewidth=1)
         axes.plot(steps, smooth_values(values) if smooth else values, color=color, label=f"{run} training".strip())

@@ -251,9 +251,8 @@ class Step(metaclass=Documented):
         )
         metrics = {**scalar_metrics(values), "gradient_norm": norm}
         context = UpdateContext(state.optimizer.step, hyperparams)
-        rate = self.optimizer.learning_rate(context, state.optimizer._asdict(), slots._asdict())
-        if rate is not None:
-            metrics["rate"] = jnp.asarray(rate, jnp.float32)
+        rates = self.optimizer.learning_rates(context, state.optimizer._asdict(), slots._asdict())
+        metrics |= {name: jnp.asarray(rate, jnp.float32) for name, rate in rates.items()}
         if not self.skip_nonfinite:
             return new, Metrics.pack(metrics)
         skipped = slots.step == state.optimizer.step  # also if the new weights are not finite

@@ -26,15 +26,15 @@ def never_improving(x):
     return 1 + x - jax.lax.stop_gradient(x)
 
 
-def run(objective, optimizer, steps, **options):
-    """The rates that the steps report, and by how much each moved `a` down."""
+def run(objective, optimizer, steps, *, name="rate", **options):
+    """The rates that the steps report as `name`, and by how much each moved `a` down."""
     step = train.step(objective, optimizer, **options)
     state = step.init(jax.random.key(0), {"a": jnp.zeros(()), "b": jnp.zeros(())})
     rates, moves = [], []
     for _ in range(steps):
         before = float(state.trainables["a"])
         state, metrics = step(state, {"x": jnp.ones(2)})
-        rates.append(float(metrics["rate"]))
+        rates.append(float(metrics[name]))
         moves.append(before - float(state.trainables["a"]))
     return rates, moves
 
@@ -44,7 +44,7 @@ def run(objective, optimizer, steps, **options):
     [
         HALVES,
         optim.ClipGlobalNorm(HALVES, 100.0),
-        optim.Groups(("b", HALVES), ("a", HALVES)),
+        optim.Groups(("b", SGD), ("**", HALVES)),
         optim.Plateau(optim.SGD(optim.LinearSchedule(0.5, 0.1, 4)), factor=0.5, patience=1, threshold=0.0),
         optim.Average(optim.SGD(optim.LinearSchedule(0.5, 0.1, 4))),
     ],
@@ -53,6 +53,36 @@ def test_the_reported_rate_is_the_rate_of_the_update(optimizer):
     rates, moves = run(constant, optimizer, 4)
     np.testing.assert_allclose(rates, moves, 1e-5)
     assert len(set(rates)) > 1
+
+
+def test_each_group_reports_its_rate():
+    groups = optim.Groups(("b", HALVES), ("a", optim.SGD(optim.LinearSchedule(0.5, 0.1, 4))))
+    rates, moves = run(constant, optim.ClipGlobalNorm(groups, 100.0), 4, name="rate/a")
+    np.testing.assert_allclose(rates, moves, 1e-5)
+    assert len(set(rates)) > 1
+
+
+def test_the_rate_of_a_group_is_named_after_its_first_pattern_without_wildcards():
+    inside = optim.Groups(("decoder/*/kernel", optim.SGD(5)), ("**", optim.SGD(6)))
+    groups = optim.Groups(
+        ("embed/**", optim.SGD(1)),
+        (("!**/bias", "**/kernel", "**/table"), optim.SGD(2)),
+        (("head/kernel", "head/bias"), optim.SGD(3)),
+        ("**/kernel", optim.SGD(4)),
+        ("decoder/**", inside),
+        ("!out/**", optim.SGD(7)),
+        ("**", optim.SGD(8)),
+    )
+    assert groups.learning_rates(optim.UpdateContext(jnp.int32(0), {}), {}, {}) == {
+        "rate/embed": 1,
+        "rate/kernel": 2,
+        "rate/head/kernel": 3,
+        "rate/kernel_3": 4,
+        "rate/decoder/decoder/kernel": 5,
+        "rate/decoder": 6,
+        "rate": 7,
+        "rate_6": 8,
+    }
 
 
 def test_the_reported_rate_includes_the_warm_up_of_schedule_free():
