@@ -17,6 +17,9 @@ def trace_and_compile(owner: str, function: Any, args: tuple[Any, ...], kwargs: 
     if aot is not None:
         if not args and not aot.compiled:
             raise ValueError(f"{owner}: {function} is not compiled yet; pass a state and a batch as well.")
+        if args and (len(args) != 2 or not hasattr(args[0], "trainables")):
+            kinds = ", ".join(type(each).__name__ for each in args)
+            raise TypeError(f"{owner}: a training step takes a state and a batch, but got ({kinds}).")
         return aot.stages(*args)
     if hasattr(function, "as_text"):
         if args or kwargs:

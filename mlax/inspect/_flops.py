@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlax._jax import is_backward_pass, layer_path
+from mlax.core import short_repr
 from mlax.inspect._trip_counts import Lanes
 
 
@@ -47,6 +48,8 @@ def flops(jaxpr: Any) -> int:
 def operations(jaxpr: Any) -> Iterator[Operation]:
     """The operations of a jaxpr in order, those of the jaxprs inside its equations included, without dead code."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if not hasattr(jaxpr, "eqns"):
+        raise TypeError(f"flops takes a jaxpr, but got {short_repr(jaxpr)}; pass jax.make_jaxpr(function)(*arguments).")
     return _walk(jaxpr, jaxpr.outvars, (), 1, Lanes())
 
 

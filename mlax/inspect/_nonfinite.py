@@ -43,7 +43,7 @@ class NonFinite(metaclass=Documented):
     path: str  # of the layer, like "blocks/7/norm"; "" outside of a layer
     is_backward: bool  # whether in the backward pass
     primitive: str  # like "log"; "argument" if the function was called with it
-    source: str  # like "model.py:31 (wire)"; of an argument its key path, like "[0]['up']['kernel']"
+    source: str  # like "model.py:31 (wire)"; of an argument its number and path, like "0/up/kernel"
     inputs: tuple[Statistics, ...]  # of the operation
     outputs: tuple[Statistics, ...]  # of the operation
     cause: "NonFinite | None" = None  # of a NaN that was computed from an infinity: where that came from
@@ -84,8 +84,8 @@ def nonfinite(function: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFin
         return function(*args, **kwargs)
 
     jaxpr = jax.make_jaxpr(call)(arrays)
-    keys = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path((args, kwargs))]
-    names = [keys[i].removeprefix("[0]").removeprefix("[1]") for i in arrays]
+    paths = [path[1:] for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+    names = [jax.tree_util.keystr(paths[i], simple=True, separator="/") for i in arrays]
     program = _Program(jaxpr.jaxpr, jaxpr.consts, list(arrays.values()), tuple(names))
     return _locate(program, jnp.isnan, jaxpr.jaxpr.outvars) or _locate(program, jnp.isinf, jaxpr.jaxpr.outvars)
 

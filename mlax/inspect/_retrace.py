@@ -200,7 +200,7 @@ def _type_advice(before: LeafType | None, after: LeafType | None) -> str:
     if before == after:
         return ""
     if before is None or after is None:
-        return "pass pytrees of one structure, with an array in place of None"
+        return "pass it in every call, or in none; in a pytree, an array in place of None"
     if before.shape != after.shape:
         return "pad it to a fixed shape, or to one of a few (train.Feed pads batches, train.Buckets sequences)"
     if before.dtype != after.dtype:

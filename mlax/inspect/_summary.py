@@ -33,7 +33,7 @@ from mlax.core import (
 )
 from mlax.inspect._flops import Operation, operations
 
-WIDTH = 48  # of an input or output in the table
+WIDTH = 48  # of a layer, an input or an output in the table
 TITLES = ("layer", "input", "output", "parameters", "bytes", "FLOPs", "backward", "share")
 RIGHT = (3, 4, 5, 6, 7)  # the columns of numbers
 
@@ -88,7 +88,7 @@ class Summary(metaclass=Documented):
         whole = max(self.total.forward_flops + self.total.backward_flops, 1)
         return [
             (
-                f"{row.name}: {row.layer}" if row.name else row.layer,
+                _shorten(f"{row.name}: {row.layer}" if row.name else row.layer),
                 row.input,
                 row.output,
                 f"{row.parameters:,}" if row.parameters else "",
@@ -228,7 +228,11 @@ def _slice_signature(path: str, x: Any) -> str:
     text, leaves = signature(one), [signature(leaf) for leaf in jax.tree.leaves(one)]
     if x is None or len(text) <= WIDTH:
         return "" if x is None else text
-    return f"{len(leaves)} x {leaves[0]}" if len(set(leaves)) == 1 else f"{text[: WIDTH - 1]}…"
+    return f"{len(leaves)} x {leaves[0]}" if len(set(leaves)) == 1 else _shorten(text)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
 
 def _sum_below(layer: str, counts: Iterable[tuple[str, int]]) -> int:

@@ -140,3 +140,8 @@ def test_a_pallas_kernel_counts_once_for_each_point_of_its_grid():
         out_shape=jax.ShapeDtypeStruct((32, 16), jnp.float32),
     )
     assert counted(tiled, (32, 32), (32, 16)) == 2 * 32 * 32 * 16
+
+
+def test_a_function_in_place_of_a_jaxpr_is_refused():
+    with pytest.raises(TypeError, match=r"pass jax.make_jaxpr\(function\)"):
+        flops(jnp.matmul)

@@ -83,7 +83,7 @@ def test_a_weight_that_is_not_finite_is_named():
     trainables, _ = layer.init(jax.random.key(0), X)
     trainables["up"]["kernel"] = trainables["up"]["kernel"].at[0, 0].set(jnp.nan)
     found = inspect.nonfinite(lambda trainables, x: layer.fwd(x, trainables)[0], trainables, X)
-    assert str(found).startswith("the first NaN is in the argument [0]['up']['kernel']: float32[4, 4]:")
+    assert str(found).startswith("the first NaN is in the argument 0/up/kernel: float32[4, 4]:")
 
 
 def test_buffers_that_a_jitted_function_donates_are_kept():
