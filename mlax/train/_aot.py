@@ -11,6 +11,7 @@ from mlax._jax import leaves_with_paths
 from mlax.core import Documented, check_not_donated, signature
 from mlax.inspect import flops, format_bytes, free_bytes
 from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
+from mlax.train._fingerprint import Fingerprint, describe_change, describe_objective, differences
 from mlax.train._state import DONATED_STATE
 
 MEMORY_ADVICE = (
@@ -42,6 +43,7 @@ class CompiledFunction:
         plan: Plan | None = None,
         stacked: bool = False,
         owner: str = "step",
+        objective: Callable[..., Any] | None = None,
     ):
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
@@ -51,11 +53,13 @@ class CompiledFunction:
         self.compilations = compilations
         self.plan = plan
         self.owner = owner  # the function's name, for errors
+        self.objective = objective  # that `function` calls; what it refers to is compiled as constants
         self.stacked = stacked  # batches have a leading axis that the plan does not know of
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         self._traced: dict[Any, jax.stages.Traced] = {}
         self._signatures: list[dict[str, str]] = []
         self._only: jax.stages.Compiled | None = None
+        self._constants: Fingerprint = {}  # what the objective referred to when it was compiled
 
     def __call__(self, *args: Any) -> Any:
         run = self.compile(*args) if self._only is None else self._only
@@ -90,16 +94,36 @@ class CompiledFunction:
             check_not_donated(self.owner, DONATED_STATE, **dict(zip(self.names, args, strict=True)))
             if len(self.compiled) == self.compilations:
                 raise RetraceError(self._describe_change(args))
+            self.check_constants(self.owner)
+            before = self._describe_constants()
             with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
                 traced = self._jit(args).trace(*args)
                 compiled = traced.lower().compile()
             if self.plan is not None:
                 warn_unless_parallelized(self.plan, args[0], traced.jaxpr)
             _check_memory(compiled, jax.tree.leaves(args))
+            after = self._describe_constants()  # without what tracing itself changes, such as a counter
+            self._constants = {name: value for name, value in after.items() if value == before.get(name)}
             self.compiled[key], self._traced[key] = compiled, traced
             self._signatures.append(_describe_leaves(self.names, args))
             self._only = compiled if self.compilations == 1 else None
         return self.compiled[key]
+
+    def check_constants(self, owner: str) -> None:
+        """Raise if what the objective refers to, such as the model, changed since it was compiled as constants."""
+        if not self.compiled:
+            return
+        found = [describe_change(*each) for each in differences(self._constants, self._describe_constants())]
+        if found:
+            raise ValueError(
+                f"{owner}: {'; '.join(found[:4])}, but the step was compiled before that and would go on with what it "
+                "was; make the step and its state again: train.step(objective, optimizer)."
+            )
+
+    def _describe_constants(self) -> Fingerprint:
+        """What the objective refers to, without lists and sets: those often collect what callbacks send."""
+        found = {} if self.objective is None else describe_objective(self.objective)
+        return {name: text for name, text in found.items() if not text.startswith(("list #", "set #"))}
 
     def stages(self, *args: Any) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
         """The function traced and compiled for these arguments; without any, the last compilation."""

@@ -43,7 +43,13 @@ class Evaluation(metaclass=Documented):
         self.plan = plan
         names = ("state", "index", "batch")
         self.aot = CompiledFunction(
-            self._sums, names, donate=False, compilations=compilations, plan=plan, owner="evaluation"
+            self._sums,
+            names,
+            donate=False,
+            compilations=compilations,
+            plan=plan,
+            owner="evaluation",
+            objective=objective,
         )
 
     def __repr__(self) -> str:

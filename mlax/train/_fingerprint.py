@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import operator
 import platform
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ Fingerprint = dict[str, Any]
 MAX_HASHED_BYTES = 1 << 28  # of an array; of a larger one, blocks at equal distances
 SAMPLED_ROWS = 16  # of a source whose arrays are not at hand
 SAMPLED_LEAVES, SAMPLED_VALUES = 16, 4  # of the weights
+MAX_CHANGE = 400  # characters of a value in a message about a change
 KEY = "the key of the state"
 WEIGHTS = "the first weights"  # compared within a tolerance, as devices round differently
 ABSENT = "none"  # of a function that the feed may have
@@ -48,7 +50,7 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, fee
     What was donated has no values any more, and is not compared. Whether a leaf that a step returns unchanged, such as
     the key, is donated with the others depends on the version of JAX.
     """
-    found = _describe_function(objective, "the objective")
+    found = describe_objective(objective)
     for name in ("map_example", "map_batch"):
         function = getattr(feed, name, None)
         found |= (
@@ -65,6 +67,11 @@ def fingerprint(objective: Callable[..., Any], state: TrainState, feed: Any, fee
     return found
 
 
+def describe_objective(objective: Callable[..., Any]) -> Fingerprint:
+    """The part of the fingerprint about the objective: its code, constants and model."""
+    return _describe_function(objective, "the objective")
+
+
 def differences(before: Mapping[str, Any], now: Fingerprint) -> Iterator[tuple[str, str, str]]:
     """The name of each difference, with what it was and what it is."""
     for name, new in now.items():
@@ -74,6 +81,34 @@ def differences(before: Mapping[str, Any], now: Fingerprint) -> Iterator[tuple[s
         elif isinstance(new, dict) and isinstance(old, dict):
             paths = [path for path in new if path in old and not _are_close(old[path], new[path])]
             yield from ((name, f"{path} {old[path]}", f"{new[path]}") for path in paths[:1])
+
+
+def describe_change(name: str, old: str, new: str) -> str:
+    """A difference in words."""
+    old, new = (text.split(" #")[0] for text in (old, new))
+    if old == new:
+        return f"{name} has changed"
+    old, new = _differing_words(old, new)
+    was, is_now = ("were", "are now") if name == WEIGHTS or name.startswith("the data") else ("was", "is now")
+    return f"{name} {was} {_shorten(old)} and {is_now} {_shorten(new)}"
+
+
+def _differing_words(old: str, new: str) -> Iterator[str]:
+    """Both texts without their common beginning and end, except for two words before the difference."""
+    texts = old.split(), new.split()
+    head = _common_prefix_length(*texts)
+    tail = _common_prefix_length(*(text[head:][::-1] for text in texts))
+    head = max(head - 2, 0)
+    for text in texts:
+        yield " ".join(["..."] * (head > 0) + text[head : len(text) - tail] + ["..."] * (tail > 0))
+
+
+def _common_prefix_length(old: list[str], new: list[str]) -> int:
+    return sum(itertools.accumulate(map(operator.eq, old, new), operator.and_))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHANGE else f"{text[: MAX_CHANGE - 4]} ..."
 
 
 def _comparable(text: str, other: str) -> str:
@@ -141,7 +176,11 @@ def _parts(value: Any, seen: _Seen) -> Iterator[bytes]:
         yield (found[1] or "a cycle").encode()
     else:
         seen.objects[id(value)] = value, None
-        parts = list(_compound_parts(value, seen))
+        try:
+            parts = list(_compound_parts(value, seen))
+        except Exception:
+            del seen.objects[id(value)]
+            raise
         digest = "unknown" if parts == [UNKNOWN] else _hash(parts)
         seen.objects[id(value)] = value, digest
         yield digest.encode()
@@ -328,7 +367,9 @@ def _hash_rows(rows: Mapping[str, Any]) -> str:
 def _array_digest(array: Any) -> bytes:
     """A hash of an array, of blocks of it if it is large; by its shape and dtype alone if it is not in memory."""
     outline = f"{getattr(array, 'dtype', '')}{getattr(array, 'shape', '')}"
-    if isinstance(array, jax.Array) and not array.is_deleted() and array.is_fully_addressable:
+    if _is_deleted(array):
+        raise ValueError("a donated array has no values")
+    if isinstance(array, jax.Array) and array.is_fully_addressable:
         array = np.asarray(random.key_data(array) if is_typed_key(array) else array)
     if not isinstance(array, np.ndarray | np.generic) or array.dtype.hasobject:
         return outline.encode()

@@ -129,6 +129,7 @@ def fit(
     it is resumed, and continues with more `steps` or `patience`. Guide: docs/guides/training-loop.md.
     """
     _check_arguments(step, state, feed, best, resume, grace)
+    step.check_constants("fit")
     feeds = check_feeds(evaluate)
     check_callback(each)
     steps = _check_steps(step, "steps", steps)

@@ -6,14 +6,13 @@ import importlib.util
 import itertools
 import json
 import math
-import operator
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -26,7 +25,7 @@ from mlax.core import Tree, flatten_paths
 from mlax.inspect import write_report
 from mlax.optim import Optimizer
 from mlax.train._curves import parse_record, read_lines
-from mlax.train._fingerprint import ABSENT, KEY, WEIGHTS, differences
+from mlax.train._fingerprint import ABSENT, KEY, MAX_CHANGE, WEIGHTS, describe_change, differences
 from mlax.train._metrics import truncate_log
 from mlax.train._state import TrainState
 from mlax.train.checkpoints._checkpoints import Checkpoints, Maximize, Minimize
@@ -34,8 +33,6 @@ from mlax.train.checkpoints._multiprocess import broadcast_text
 from mlax.train.checkpoints._restore import TargetMismatch
 
 Resume = bool | Literal["anyway", "restart"]
-
-MAX_CHANGE = 400  # characters of a value in a message about a change
 
 
 class RunFolder:
@@ -274,8 +271,8 @@ def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
     marks = _as_dict(before.get("fingerprint"))
     found = list(differences(marks, config["fingerprint"]))
     # data that are mapped now and were not before, or the reverse, may be the same: a map may only look at them
-    refused = [_describe_change(*each) for each in found if ABSENT not in each]
-    announced = [_describe_change(*each) for each in found if ABSENT in each]
+    refused = [describe_change(*each) for each in found if ABSENT not in each]
+    announced = [describe_change(*each) for each in found if ABSENT in each]
     for name in ("step", "feed", "evaluate", "best", "config"):
         old, new = before.get(name), config.get(name)
         if name not in before or old == new:
@@ -284,7 +281,7 @@ def _find_changes(run: RunFolder, config: dict[str, Any]) -> ConfigChanges:
             keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             announced += [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in keys]
         else:
-            announced.append(_describe_change(name, str(old), str(new)))
+            announced.append(describe_change(name, str(old), str(new)))
     for name in {KEY, WEIGHTS} & marks.keys():
         config["fingerprint"].setdefault(name, marks[name])
     return ConfigChanges(refused, announced, fault)
@@ -306,17 +303,6 @@ def check_config(
             'this one, or pass resume="anyway" to continue all the same, or resume="restart" to move the old run aside '
             "and start over."
         )
-
-
-def _describe_change(name: str, old: str, new: str) -> str:
-    if old.split(" #")[0] == new.split(" #")[0]:
-        return f"{name} has changed"
-    old, new = _differing_words(*(text.split(" #")[0] for text in (old, new)))
-    return f"{name} was {_shorten(old)} and is now {_shorten(new)}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_CHANGE else f"{text[: MAX_CHANGE - 4]} ..."
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -397,20 +383,6 @@ def _to_plain(value: Any) -> Any:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
-
-
-def _differing_words(old: str, new: str) -> Iterator[str]:
-    """Both texts without their common beginning and end, except for two words before the difference."""
-    texts = old.split(), new.split()
-    head = _common_prefix_length(*texts)
-    tail = _common_prefix_length(*(text[head:][::-1] for text in texts))
-    head = max(head - 2, 0)
-    for text in texts:
-        yield " ".join(["..."] * (head > 0) + text[head : len(text) - tail] + ["..."] * (tail > 0))
-
-
-def _common_prefix_length(old: list[str], new: list[str]) -> int:
-    return sum(itertools.accumulate(map(operator.eq, old, new), operator.and_))
 
 
 def _format_score(value: float | None) -> str:

@@ -135,6 +135,7 @@ class Step(metaclass=Documented):
             compilations=self.compilations,
             plan=self.plan,
             stacked=self.steps_per_call > 1,
+            objective=self.objective,
         )
         self.aot = compile_step(self._advance_call, ("state", "batch"))
         self.overriding_aot = compile_step(self._advance_call_with, ("state", "hyperparams", "batch"))
@@ -174,6 +175,11 @@ class Step(metaclass=Documented):
         """The first state, sharded as the plan specifies. The variables are not copied: the first step donates them."""
         self._check_trained(trainables)
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
+
+    def check_constants(self, owner: str) -> None:
+        """Raise if what the objective refers to, such as the model, changed since this step was compiled."""
+        for function in (self.aot, self.overriding_aot, self.evaluation.aot):
+            function.check_constants(owner)
 
     def flops(self) -> int:
         """FLOPs of one step over all devices, by the jaxpr of the last compilation."""

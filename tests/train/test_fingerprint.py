@@ -207,3 +207,44 @@ def test_of_large_arrays_blocks_are_compared(changed, monkeypatch):
     x = np.random.default_rng(0).normal(size=(10_000, 2))
     assert changed(train.Feed({"x": x}, batch=8), train.Feed({"x": x.copy()}, batch=8), "feed") == []
     assert changed(train.Feed({"x": x}, batch=8), train.Feed({"x": x + 1}, batch=8), "feed") == ["the data"]
+
+
+LINEAR = nn.Linear(1)
+TRACES, SEEN = 0, []
+
+
+def linear_objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+    global TRACES
+    TRACES += 1
+    SEEN.append(0)
+    y, _ = LINEAR.fwd(batch["x"], trainables, non_trainables)
+    return SCALE * y[:, 0] ** 2, non_trainables
+
+
+def test_a_model_that_changed_since_the_step_was_compiled_is_refused(monkeypatch):
+    change = functools.partial(monkeypatch.setitem, globals())
+
+    def fit(step, steps=1):
+        return train.fit(step, init_state(step, LINEAR), feed(), steps=steps, evaluate=feed(), show=False)
+
+    step = train.step(linear_objective, optim.SGD(0.1))
+    change("SCALE", 2.0)  # not compiled yet
+    fit(step)
+    fit(step, 2)  # what tracing changes, TRACES and SEEN, does not count
+    change("LINEAR", nn.Linear(1, bias=False))
+    with pytest.raises(ValueError, match=r"fit: .*LINEAR was .* and is now .*bias=False.*; make the step and"):
+        fit(step)
+    change("LINEAR", nn.Linear(1))  # equal to the first
+    fit(step)
+    evaluated = train.step(linear_objective, optim.SGD(0.1))
+    evaluated.evaluation(init_state(evaluated, LINEAR), [feed().source[np.arange(8)]])
+    change("SCALE", 1.0)
+    with pytest.raises(ValueError, match=r"fit: the objective: SCALE was 2\.0 and is now 1\.0"):
+        fit(evaluated)
+
+
+def test_a_donated_array_that_the_objective_refers_to_is_left_out(changed):
+    before, after = jnp.ones(3), jnp.ones(3)
+    after.delete()
+    assert changed(closing_over(before), closing_over(jnp.zeros(3)))
+    assert not changed(closing_over({"w": before}), closing_over({"w": after}))
