@@ -24,7 +24,7 @@ def train_memory(mode, batch=BATCH):
     return inspect.memory(jax.jit(step, donate_argnums=0), trainables, x, batch=batch)
 
 
-@pytest.mark.parametrize("mode", ["scan", "unroll"])
+@pytest.mark.parametrize("mode", ["scan", pytest.param("unroll", marks=pytest.mark.thorough)])
 def test_the_peak_is_that_of_xla_and_its_layers_are_named(mode):
     found = train_memory(mode)
     allocated = found.temporaries + found.results - found.reused

@@ -30,7 +30,10 @@ def model(mode):
     return deep, trainables
 
 
-@pytest.mark.parametrize("mode", ["scan", "unroll", "remat"])
+MODES = ["scan", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in ("unroll", "remat"))]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_logarithm_of_zero_in_one_of_twelve_blocks_is_found(mode):
     deep, trainables = model(mode)
     found = inspect.nonfinite(lambda trainables: deep.fwd(X, trainables)[0].sum(), trainables)
@@ -42,7 +45,7 @@ def test_the_logarithm_of_zero_in_one_of_twelve_blocks_is_found(mode):
     assert "it is computed from an infinity: in blocks/7" in str(found)
 
 
-@pytest.mark.parametrize("mode", ["scan", "unroll"])
+@pytest.mark.parametrize("mode", MODES[:2])
 def test_a_gradient_of_a_square_root_at_zero_is_found_in_the_backward_pass(mode):
     layer = mlax.Series(
         up=nn.Linear(4), blocks=mlax.Repeat(mlax.Series(root=mlax.F(masked_root), up=nn.Linear(4)), 3, mode=mode)
