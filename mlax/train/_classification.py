@@ -48,11 +48,13 @@ class ClassCounts(Metric):
         """The weighted counts, (classes,) each."""
         _check_same_shape(self, self.predictions, self.labels)
         predictions, labels = (each.astype(np.int32) for each in (self.predictions, self.labels))
-        return {
+        counts = {
             "correct": _histogram(labels, jnp.where(predictions == labels, weights, 0), self.classes),
             "predicted": _histogram(predictions, weights, self.classes),
             "labelled": _histogram(labels, weights, self.classes),
         }
+        fault = _nan_if_outside(self.classes, weights, predictions, labels)
+        return {name: count + fault for name, count in counts.items()}
 
     def _average(self, part: Any, whole: Any, predicted: Any, labelled: Any) -> Any:
         """The ratio of `part` to `whole` for each class, averaged over classes; 0 where `whole` is 0."""
@@ -63,7 +65,7 @@ class ClassCounts(Metric):
             case "micro":
                 return _ratio(xp, part.sum(), whole.sum())
             case "macro":
-                weights = (predicted + labelled > 0).astype(part.dtype)
+                weights = (predicted + labelled != 0).astype(part.dtype)
             case "weighted":
                 weights = labelled
             case other:
@@ -101,8 +103,9 @@ class F1(ClassCounts):
     `average` has the meaning it has in scikit-learn: "binary" is the score of class 1, "macro" the mean over the
     classes that occur among predictions or labels, "weighted" the same weighted by labels, "micro" the score of the
     counts summed over classes; by default "binary" for 2 classes and "macro" for more. A ratio whose denominator is 0
-    is 0. Predictions and labels, integers or booleans of one shape, (b,) or (b, t), outside of 0 to classes - 1
-    belong to no class. Labels of several classes per example, (b, c) booleans, are examples of 2 classes.
+    is 0. Predictions and labels are integers or booleans of one shape, (b,) or (b, t); if one that is not masked is
+    outside of 0 to classes - 1, the score is NaN. Labels of several classes per example, (b, c) booleans, are examples
+    of 2 classes.
     """
 
     def compute(self, correct: Any, predicted: Any, labelled: Any) -> Any:
@@ -113,7 +116,8 @@ class F1(ClassCounts):
 class ConfusionMatrix(Metric):
     """The confusion matrix: how many examples of each class, a row, were predicted as each class, a column.
 
-    It is not a scalar, so it is not logged: `step.evaluation(state, feed)` returns it, a NumPy array in float64.
+    It is not a scalar, so it is not logged: `step.evaluation(state, feed)` returns it, a NumPy array in float64. All of
+    it is NaN if a prediction or label that is not masked is outside of 0 to classes - 1.
     """
 
     predictions: jax.Array  # integers or booleans, (b,) or (b, t)
@@ -125,9 +129,9 @@ class ConfusionMatrix(Metric):
         """The weighted counts, (classes, classes)."""
         _check_same_shape(self, self.predictions, self.labels)
         predictions, labels = (each.astype(np.int32) for each in (self.predictions, self.labels))
-        inside = (predictions >= 0) & (predictions < self.classes)
-        cells = jnp.where(inside, labels * self.classes + predictions, -1)
-        return {"counts": _histogram(cells, weights, self.classes**2).reshape(self.classes, self.classes)}
+        counts = _histogram(labels * self.classes + predictions, weights, self.classes**2)
+        counts += _nan_if_outside(self.classes, weights, predictions, labels)
+        return {"counts": counts.reshape(self.classes, self.classes)}
 
     def compute(self, counts: Any) -> Any:
         """The matrix."""
@@ -194,9 +198,15 @@ def _histogram(index: jax.Array, weights: jax.Array, size: int) -> jax.Array:
     return jnp.zeros(size, jnp.float32).at[index].add(weights, mode="drop", out_sharding=replicated)
 
 
+def _nan_if_outside(classes: int, weights: jax.Array, predictions: jax.Array, labels: jax.Array) -> jax.Array:
+    """NaN if an index with a weight is not a class, else 0: left out, it would make a plausible score of the others."""
+    low, high = jnp.minimum(predictions, labels), jnp.maximum(predictions, labels)
+    return jnp.where(jnp.any(((low < 0) | (high >= classes)) & (weights != 0)), jnp.float32(jnp.nan), jnp.float32(0))
+
+
 def _ratio(xp: Any, part: Any, whole: Any) -> Any:
-    """The quotient, or 0 where `whole` is 0."""
-    return xp.where(whole > 0, part / xp.where(whole > 0, whole, 1), 0)
+    """The quotient, or 0 where `whole` is 0; NaN stays NaN."""
+    return xp.where(whole == 0, 0, part / xp.where(whole == 0, 1, whole))
 
 
 def _check_same_shape(metric: Metric, first: jax.Array, labels: jax.Array) -> None:

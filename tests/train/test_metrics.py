@@ -68,13 +68,25 @@ def test_the_default_average_is_binary_for_two_classes_and_macro_for_more():
         assert value_of(found) == pytest.approx(sk.f1_score(labels, logits.argmax(-1), average=average), rel=1e-6)
 
 
-def test_a_confusion_matrix_has_labels_in_rows_and_leaves_out_what_is_in_no_class():
+def test_a_confusion_matrix_has_labels_in_rows():
     logits, labels = examples()
     predictions = logits.argmax(-1)
     found = train.ConfusionMatrix(jnp.asarray(predictions), jnp.asarray(labels), classes=CLASSES).sum().compute()
     assert np.array_equal(found, sk.confusion_matrix(labels, predictions))
-    outside = train.ConfusionMatrix(jnp.int32([0, -1, 2, 1]), jnp.int32([0, 0, 1, 2])).sum().compute()
-    assert np.array_equal(outside, [[1, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("fault", [([0, -1, 1], [0, 1, 1]), ([0, 1, 1], [0, 2, 1]), ([0, -100, 1], [0, -100, 1])])
+def test_predictions_and_labels_that_are_not_classes_give_nan_unless_they_are_masked(fault):
+    predictions, labels = map(jnp.int32, fault)
+    mask = np.float32([1, 0, 1])
+    for average in AVERAGES:
+        for metric in (train.Precision, train.Recall, train.F1):
+            made = metric(predictions, labels, average=average)
+            assert math.isnan(value_of(made))
+            assert value_of(made, mask) == 1
+    matrix = train.ConfusionMatrix(predictions, labels)
+    assert np.isnan(matrix.sum().compute()).all()
+    assert np.array_equal(matrix.sum(jnp.asarray(mask)).compute(), np.eye(2))
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
