@@ -20,7 +20,7 @@ class LayerDifference(NamedTuple):
 
     path: str  # "" for the whole model
     first: str  # the signature of the output of the first model
-    second: str
+    second: str  # that of the second model
     relative: float  # the norm of the difference over that of the first output
     largest: float  # the largest absolute difference of two elements
 
@@ -34,9 +34,9 @@ class LayerDifference(NamedTuple):
 class Comparison(metaclass=Documented):
     """The differences of two models by layer, in the order of the model; `print` shows a table."""
 
-    rows: tuple[LayerDifference, ...]
+    rows: tuple[LayerDifference, ...]  # one for each layer that both models have
     only_first: tuple[str, ...]  # paths that the second model does not have
-    only_second: tuple[str, ...]
+    only_second: tuple[str, ...]  # paths that the first model does not have
 
     def worst(self) -> LayerDifference:
         """The layer after which the outputs differ most."""
@@ -123,8 +123,8 @@ def _flat(leaf: Any) -> np.ndarray:
 class LayerDtypes(NamedTuple):
     """How many operations of a layer compute in which floating dtype."""
 
-    path: str
-    is_backward: bool
+    path: str  # of the layer; "" outside of a layer
+    is_backward: bool  # whether it is the backward pass
     counts: tuple[tuple[str, int], ...]  # the most frequent first
 
 
@@ -132,7 +132,7 @@ class LayerDtypes(NamedTuple):
 class Dtypes(metaclass=Documented):
     """The floating dtypes of a function by layer; `print` shows a table."""
 
-    rows: tuple[LayerDtypes, ...]
+    rows: tuple[LayerDtypes, ...]  # one for each layer and pass
 
     def __str__(self) -> str:
         cells = [

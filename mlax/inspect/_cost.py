@@ -26,7 +26,7 @@ RUNS = 3  # that are timed
 class Peaks(NamedTuple):
     """What a device reached in a short measurement: a large matrix product, and a copy of a large array."""
 
-    device: str
+    device: str  # its kind
     dtype: str  # of the product
     flops: float  # per second
     bandwidth: float  # bytes per second, read and written
@@ -48,7 +48,7 @@ class LayerCost(NamedTuple):
     """The cost of a layer in one pass, in all its repetitions, on one device."""
 
     path: str  # "" outside of a layer
-    is_backward: bool
+    is_backward: bool  # whether it is the backward pass
     flops: int  # of matrix products and convolutions
     bytes: int  # that its kernels read and write
     kernels: int  # launches
@@ -72,8 +72,8 @@ class LayerCost(NamedTuple):
 class Cost(metaclass=Documented):
     """The cost of a function by layer, the longest first; `print` shows a table."""
 
-    rows: tuple[LayerCost, ...]
-    peaks: Peaks
+    rows: tuple[LayerCost, ...]  # one for each layer and pass
+    peaks: Peaks  # of the device
 
     def __str__(self) -> str:
         measured = any(row.seconds is not None for row in self.rows)

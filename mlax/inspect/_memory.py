@@ -22,14 +22,14 @@ class LiveBuffers(NamedTuple):
 
     path: str  # of the layer that computed it; "" outside of a layer
     kind: str  # "activations", computed in the forward pass of a gradient, or "temporaries"
-    bytes: int
+    bytes: int  # on one device
 
 
 @document_tuple
 class Moment(NamedTuple):
     """The memory in use while an operation runs."""
 
-    path: str
+    path: str  # of the layer; "" outside of a layer
     operation: str  # the HLO opcode
     bytes: int  # of temporaries and results, without the arguments
 
@@ -39,11 +39,11 @@ class Memory(metaclass=Documented):
     """The memory of a compiled function on one device; `print` shows it as a table and a curve."""
 
     arguments: int  # bytes
-    results: int
+    results: int  # bytes
     temporaries: int  # by XLA's own analysis: what is allocated besides arguments and results
     reused: int  # bytes of results that are written to donated arguments
     timeline: tuple[Moment, ...]  # in the order of the schedule; a loop at its own peak
-    peak: Moment
+    peak: Moment  # the moment of the timeline with the most bytes
     at_peak: tuple[LiveBuffers, ...]  # the largest first
     batched: int | None  # bytes at the peak that grow with the batch; None if `batch` was not passed
 

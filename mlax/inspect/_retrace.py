@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mlax._jax import leaves_with_paths
-from mlax.core import count_of, document_tuple
+from mlax.core import Documented, count_of, document_tuple
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that JAX records after each compilation
 
@@ -84,7 +84,7 @@ def retrace(function: Callable[..., Any], *, show: bool = True) -> "Retraced":
     return Retraced(function, show=show)
 
 
-class Retraced:
+class Retraced(metaclass=Documented):
     """A jitted function that keeps its `compilations`; `print` shows all of them."""
 
     def __init__(self, function: Any, *, show: bool):

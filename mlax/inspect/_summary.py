@@ -45,11 +45,11 @@ class LayerSummary(NamedTuple):
     path: str  # "" for the model itself
     layer: str  # as it prints, without its parts
     input: str  # its signature; of a layer in a stack, that of one repetition
-    output: str
+    output: str  # likewise
     parameters: int  # trainable
     bytes: int  # of all variables
     forward_flops: int  # of matrix products and convolutions, in all repetitions
-    backward_flops: int
+    backward_flops: int  # likewise, for the gradients of the trainables
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class LayerSummary(NamedTuple):
 class Summary(metaclass=Documented):
     """The layers of a model, each before its parts; `print` shows a table."""
 
-    rows: tuple[LayerSummary, ...]
+    rows: tuple[LayerSummary, ...]  # one for each layer, the model itself first
 
     @property
     def total(self) -> LayerSummary:
