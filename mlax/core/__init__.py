@@ -8,6 +8,7 @@ from mlax.core._composite import Composite, Sub, part_inputs
 from mlax.core._display import Text, align_columns, count_of, format_bytes, function_name, print_pretty
 from mlax.core._errors import (
     error_scope,
+    missing_name_message,
     short_repr,
     short_signature,
     signature,

@@ -86,9 +86,11 @@ def check_names(layer: Any, wanted: tuple[Any, Any], got: tuple[Any, Any]) -> No
             swapped = [flatten_paths(each).keys() for each in got] == [
                 flatten_paths(each).keys() for each in reversed(wanted)
             ]
-            advice = (
-                "Are trainables and non_trainables swapped?" if swapped else "Pass what init returned for this layer."
-            )
+            advice = "Pass what init returned for this layer."
+            if swapped:
+                advice = "Are trainables and non_trainables swapped?"
+            elif index == 1 and not given:
+                advice = "Pass the state, such as a cache or running statistics, that init(rng, x)[1] returned."
             raise ValueError(
                 f"{short_repr(layer)}: {what} {' and '.join(faults)}; it must hold {', '.join(names) or 'nothing'}. "
                 f"{advice}"
@@ -177,7 +179,7 @@ def check_shapes(layer: Any, x: Any, variables: Any, shapes_for: Callable[[Any],
         if leaf.shape == shape or (leaf.ndim == len(shape) and jax.sharding.get_abstract_mesh().manual_axes):
             continue
         must = signature(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        advice = _input_advice(x, shape, leaf.shape) or "pass what init returned for this layer."
+        advice = _input_advice(x, path, shape, leaf.shape, shapes_for) or "pass what init returned for this layer."
         with contextlib.suppress(Exception):  # where the layer refuses the transposed input, or x is a tree
             transposed = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
             advice = "did you mean x.T?" if flatten_paths(shapes_for(transposed))[path].shape == leaf.shape else advice
@@ -187,10 +189,17 @@ def check_shapes(layer: Any, x: Any, variables: Any, shapes_for: Callable[[Any],
         )
 
 
-def _input_advice(x: Any, wanted: tuple[int, ...], got: tuple[int, ...]) -> str | None:
-    """The change of the input that may be meant, if the shapes differ in one size, and that is one of the input's."""
+def _input_advice(
+    x: Any, path: str, wanted: tuple[int, ...], got: tuple[int, ...], shapes_for: Callable[[Any], Any]
+) -> str | None:
+    """The change of one axis of the input that may be meant: with it, the variable must have the shape that it has."""
     changes = [sizes for sizes in zip(wanted, got, strict=False) if sizes[0] != sizes[1]]
-    if len(wanted) != len(got) or len(changes) != 1 or changes[0][0] not in getattr(x, "shape", ()):
+    if len(wanted) != len(got) or len(changes) != 1:
         return None
     new, old = changes[0]
-    return f"pass an input with {old} in place of {new}, or what init returned for this one."
+    for axis, size in enumerate(getattr(x, "shape", ())):
+        with contextlib.suppress(Exception):  # where the layer refuses the other input
+            other = jax.ShapeDtypeStruct((*x.shape[:axis], old, *x.shape[axis + 1 :]), x.dtype)
+            if size == new and flatten_paths(shapes_for(other))[path].shape == got:
+                return f"pass an input with {old} in place of {new}, or what init returned for this one."
+    return None

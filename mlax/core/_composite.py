@@ -71,13 +71,15 @@ class Sub(metaclass=Documented):
         self._drawn = collections.Counter[str]()
         self.inference_mode = inference_mode
 
-    def rng(self, name: str) -> jax.Array:
+    def rng(self, name: str = "") -> jax.Array:
         """A random (PRNG) key by name, for noise, masks and samples: `jax.random.normal(sub.rng("noise"), x.shape)`.
 
         It derives from the key of the composite and the name alone, so that no other name, and no part, changes it or
         has the same. Asking for a name again in one call of `wire` gives a different key. Without `rng=` in the call
         of `fwd`, it raises a ValueError.
         """
+        if name == "":
+            raise TypeError("sub.rng() needs a name, from which the key derives, such as sub.rng('noise').")
         if not isinstance(name, str) or not name.isidentifier():
             raise TypeError(f"sub.rng({name!r}): the name of a key must be an identifier, such as sub.rng('noise').")
         if self._rng is None:
@@ -291,6 +293,10 @@ def _call_wire(composite: Composite, sub: Sub, x: Any) -> Any:
             raise TypeError(
                 f"{type(composite).__name__}: wire calls self.{part}(x), which is a description; write sub.{part}(x)."
             ) from None
+        raise
+    except TypeError as error:
+        if "PRNG key" in str(error) and "method" in str(error):
+            error.add_note("sub.rng is a method: write sub.rng('noise') for a key.")
         raise
     except AttributeError as error:
         if error.obj is composite and error.name in parts_of(composite):

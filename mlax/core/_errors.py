@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -149,6 +149,20 @@ def unknown_field_message(what: str, unknown: Iterable[str], fields: Iterable[st
     hint = f" Did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
     sizes = f" {_SIZES}" if _INFERRED.intersection(unknown) else ""
     return f"{what} has no field {', '.join(unknown)}; it has {', '.join(fields) or 'none'}.{hint}{sizes}"
+
+
+def missing_name_message(module: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    """The error for a name that a module lacks; `elsewhere` says what to write for names of other libraries."""
+    if name.startswith("_"):
+        return f"{module} has no {name}."
+    by_letters = {each.replace("_", "").lower(): each for each in names}
+    same = by_letters.get(name.replace("_", "").lower())
+    close = [same] if same else difflib.get_close_matches(name, list(by_letters.values()), n=3, cutoff=0.7)
+    if name in elsewhere:
+        advice = f"write {elsewhere[name]}."
+    else:
+        advice = f"did you mean {' or '.join(close)}?" if close else f"dir({module}) lists what it has."
+    return f"{module} has no {name}; {advice}"
 
 
 def _closest(name: str, fields: list[str]) -> str | None:

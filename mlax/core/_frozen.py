@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax.core._display import function_name
-from mlax.core._errors import SURGERY, constructor_error, unknown_field_message, wrong_instance_message
+from mlax.core._errors import SURGERY, constructor_error, short_repr, unknown_field_message, wrong_instance_message
 from mlax.core._help import DType, Size
 
 C = TypeVar("C", bound=type)
@@ -82,7 +82,7 @@ def with_fields(description: D, **changes: Any) -> D:
     values = fields_of(description)
     unknown = changes.keys() - values.keys()
     if unknown:
-        raise TypeError(unknown_field_message(str(description), unknown, values))
+        raise TypeError(unknown_field_message(short_repr(description), unknown, values))
     return _rebuild(type(description), {**values, **changes})
 
 

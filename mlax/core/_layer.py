@@ -221,6 +221,8 @@ def _check_arguments(method: Callable[..., Any], layer: Any, call: str, last: An
         raise TypeError(f"{name}.{method_name} is called on the class; make a layer first: {name}(...).{call}.")
     if last is _MISSING:
         raise TypeError(f"{short_repr(layer)}: an argument is missing; the call is {call}.")
+    if any(map(is_key, more)):
+        raise TypeError(f"{short_repr(layer)}: the call is {call}, and the key is a keyword argument: rng=key.")
     if more:
         several = call.replace("x", "(x, t)", 1)
         raise TypeError(f"{short_repr(layer)}: the call is {call}; pass several inputs as one tuple: {several}.")

@@ -111,6 +111,8 @@ def _suggestion(mark: str, path: str, paths: list[str]) -> str:
         return hint
     if renamed := _rename(path, paths):
         return f"did you mean {mark + renamed!r}?"
+    if respelt := _respell(path, paths):
+        return f"did you mean {mark + respelt!r}?"
     close = max(paths, key=lambda other: _similarity(path, other), default="")
     near = _similarity(path, close)[0] >= 0.6
     return f"did you mean {mark + _like(path, close)!r}?" if near else f"there are {_few(paths)}."
@@ -133,12 +135,25 @@ def _rename(path: str, paths: list[str]) -> str | None:
     return next((other for other in here if any(matches(other, each) for each in paths)), None)
 
 
+def _respell(pattern: str, paths: list[str]) -> str | None:
+    """The pattern with each name that occurs in no path replaced by the closest that does, if that matches a path."""
+    known = {name for path in paths for name in path.split("/")}
+    if "*" not in pattern:
+        return None
+    names = [
+        name if "*" in name or name in known else next(iter(difflib.get_close_matches(name, known, n=1)), name)
+        for name in pattern.split("/")
+    ]
+    respelt = "/".join(names)
+    return respelt if any(matches(respelt, path) for path in paths) else None
+
+
 def _stack_hint(path: str, paths: list[str]) -> str | None:
     """What to write for a path with an index into a stack of layers."""
     names = path.split("/")
     for place, name in enumerate(names):
         stacked = "/".join((*names[:place], STACKED, *names[place + 1 :]))
-        if name.isdigit() and any(matches(stacked, each) for each in paths):
+        if name.isdigit() and any(matches((stacked, f"{stacked}/**"), each) for each in paths):
             return f"the layers of a Repeat or Map are stacked: index {name} of the first axis of {stacked!r}."
     return None
 

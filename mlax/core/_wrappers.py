@@ -264,7 +264,8 @@ class _ReturnConstants(Wrapper):
 @cached_by_shape
 def _check_output_shapes(repeat: Repeat, x: Any) -> None:
     """Trace `fwd`, which raises if the layer changes the shape, as `init` of a composite does for its parts."""
-    variables = variable_shapes(repeat.layer, x)
+    with error_scope(STACKED, x):
+        variables = variable_shapes(repeat.layer, x)
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((repeat.times, *leaf.shape), leaf.dtype), variables)
     fwd = jax.jit(repeat.fwd, static_argnames="inference_mode")
     jax.eval_shape(functools.partial(fwd, inference_mode=True), x, *map(name_stack, stacked), rng=abstract_key())
@@ -331,7 +332,9 @@ def init_stacked(layer: Layer, rng: jax.Array, x: Any, times: int, *, in_host: b
         indices = jnp.arange(times, dtype=np.uint32)
         stack = lax.map(lambda index: _offload(init(index), in_host), indices) if in_host else jax.vmap(init)(indices)
         return name_stack(stack[0]), name_stack(stack[1])
-    stack = _create_stack(*variable_shapes(layer, x), times, in_host)
+    with error_scope(STACKED, x):
+        shapes = variable_shapes(layer, x)
+    stack = _create_stack(*shapes, times, in_host)
     for index in range(times):
         stack = _write_copy(stack, _init_copy(layer, x, rng, np.uint32(index)), np.uint32(index))
     return name_stack(stack[0]), name_stack(stack[1])

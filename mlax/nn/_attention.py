@@ -182,7 +182,11 @@ class MultiHeadAttention(Composite):
             if (value is not None or name == "heads") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"MultiHeadAttention: {name} is {value!r}, but must be an integer of at least 1.")
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"MultiHeadAttention: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads.")
+            divisors = [number for number in range(1, self.heads + 1) if self.heads % number == 0]
+            raise ValueError(
+                f"MultiHeadAttention: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads; pass one of "
+                f"kv_heads={', '.join(map(str, divisors))}."
+            )
         if self.cache is not None and not self.causal:
             raise ValueError("MultiHeadAttention: a cache holds earlier tokens only; pass causal=True.")
         if self.relative is not None and self.relative.heads != self.heads:

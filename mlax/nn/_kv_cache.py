@@ -135,7 +135,7 @@ class KeyValueCache(Layer):
             has = ", ".join(x) if isinstance(x, dict) else type(x).__name__
             raise ValueError(
                 f"{self}: the input has {has}, but must be a dict of key and value, and may also hold positions, "
-                "lengths and segments."
+                "lengths and segments; nn.MultiHeadAttention(heads, causal=True, cache=length) passes that itself."
             )
         for name in ("key", "value"):
             if not jnp.issubdtype(x[name].dtype, jnp.floating):

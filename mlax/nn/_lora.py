@@ -123,7 +123,13 @@ def merge_lora(model: Layer, trainables: Tree) -> Tree:
     for path, tied in ties:
         _check_ties(path, tied, loras)
     trainables = untie(model, trainables)
+    leaves = flatten_paths(trainables)
     for path, lora in loras.items():
+        if _join(path, "lora/down") not in leaves:
+            raise ValueError(
+                f"merge_lora: the trainables have no {_join(path, 'lora/down')}; pass those of the model with LoRA, "
+                "which are not merged yet."
+            )
         trainables = _replace_tree(trainables, path, functools.partial(_merge, lora))
     leaves = flatten_paths(trainables)
     for path, tied in ties:

@@ -43,7 +43,10 @@ def check_attention(
             "heads, and q and k equal batch and width."
         )
     if g == 0 or h % g:
-        raise ValueError(f"attention: {h} query heads are not a multiple of {g} key-value heads.")
+        raise ValueError(
+            f"attention: {h} query heads are not a multiple of {g} key-value heads; pass keys and values with a number "
+            "of heads that divides the queries'."
+        )
     for name, array in {"mask": mask, "bias": bias}.items():
         if array is not None:
             _check_score_shape(name, array.shape, (b, h, t, s))
@@ -65,6 +68,8 @@ def check_attention(
 
 def check_lengths(name: str, lengths: Any, b: Any, most: Any, what: str) -> None:
     """Raise unless there is one length for each row, an integer from 0 to `most`."""
+    if not hasattr(lengths, "dtype"):
+        raise TypeError(f"{name}: lengths are a {type(lengths).__name__}; pass an array: jnp.asarray({lengths}).")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(f"{name}: lengths are {lengths.dtype}, but must be integers: how many {what} are not padding.")
     if lengths.shape != (b,):

@@ -41,12 +41,18 @@ def check_floating(name: str, x: Any) -> None:
 
 def check_kernel(name: str, x: Any, kernel: Any, axes: Layout, groups: int) -> None:
     """Raise if the kernel does not fit the channels of `x`."""
-    channels = kernel.shape[axes.inputs] * groups if kernel.ndim == x.ndim else None
-    if channels != x.shape[axes.channel]:
+    if kernel.ndim != x.ndim:
         raise ValueError(
-            f"{name}: the input has the shape {x.shape} but the kernel {kernel.shape}, in {groups} groups; the kernel "
-            f"must have {x.ndim} axes, and the size of its axis {axes.inputs}, times the groups, must be that of axis "
-            f"{axes.channel} of the input.{_layout_hint(x.shape, channels, axes.channel)}"
+            f"{name}: the input {x.shape} has {x.ndim} axes but the kernel {kernel.shape} has {kernel.ndim}"
+            f"{_missing_axis_hint(x, kernel, axes, groups)}."
+        )
+    channels = kernel.shape[axes.inputs] * groups
+    if channels != x.shape[axes.channel]:
+        factor = f", times {groups} groups," if groups != 1 else ""
+        raise ValueError(
+            f"{name}: the input has the shape {x.shape} but the kernel {kernel.shape}: the size of its axis "
+            f"{axes.inputs}{factor} must be that of axis {axes.channel} of the input."
+            f"{_layout_hint(x.shape, channels, axes.channel)}"
         )
     check_groups(name, groups, x.shape[axes.channel], kernel.shape[axes.outputs])
 
@@ -60,7 +66,18 @@ def check_groups(name: str, groups: int, channels: int, features: int) -> None:
         )
 
 
-def _layout_hint(shape: tuple[int, ...], channels: int | None, axis: int) -> str:
+def _missing_axis_hint(x: Any, kernel: Any, axes: Layout, groups: int) -> str:
+    """The axis to add to an input that has one axis less than the kernel."""
+    if kernel.ndim != x.ndim + 1:
+        return ""
+    is_last = axes.channel == x.ndim - 1
+    channels = kernel.shape[-1 if is_last else 1] * groups
+    if channels == 1:
+        return f": the input has no channel axis; pass x[{'..., None' if is_last else ':, None'}]"
+    return ": the input has no batch axis; pass x[None]" if x.shape[-1 if is_last else 0] == channels else ""
+
+
+def _layout_hint(shape: tuple[int, ...], channels: int, axis: int) -> str:
     """The layout in which an input of this shape would fit, as a sentence; empty if there is none."""
     for position, layout, other in (("first", "channel_first", 1), ("last", "channel_last", len(shape) - 1)):
         if shape[other] == channels and other != axis:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, Real
 
 from mlax.ops._checks import is_static, known_values
 from mlax.ops._linear import gather_rows
@@ -16,7 +16,7 @@ POSITIONS = RADIX * RADIX  # those with known cosines and sines
 
 
 def sinusoids(
-    positions: Integer[Array | np.ndarray, "*t"],
+    positions: Real[Array | np.ndarray, "*t"],
     width: int,
     dtype: Any,
     *,
@@ -26,13 +26,20 @@ def sinusoids(
     """Sinusoidal position embeddings: alternating sines and cosines of each position, `width` of them, with frequencies
     from 1 to 1 / base.
 
-    They are computed in `accum_dtype`, or `dtype` if that is wider or None is given, for positions as in `rotary`.
+    They are computed in `accum_dtype`, or `dtype` if that is wider or None is given, for positions as in `rotary`; or
+    for floating ones, such as the time of a diffusion model, usually multiplied by 1000: for these the products with
+    the frequencies are rounded to that dtype.
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
     if width % 2:
         raise ValueError(f"sinusoids: the width is {width}, but must be even: each frequency has a sine and a cosine.")
-    check_positions("sinusoids", positions, POSITIONS)
     frequencies = base ** (-np.arange(0, width, 2) / width)
+    if jnp.issubdtype(positions.dtype, jnp.floating):
+        wide = max(map(jnp.dtype, (dtype, accum_dtype or dtype)), key=lambda each: jnp.finfo(each).bits)
+        angles = jnp.asarray(positions, wide)[..., None] * frequencies.astype(wide)
+        waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
+        return waves.reshape(*positions.shape, width)
+    check_positions("sinusoids", positions, POSITIONS)
     cos, sin = cos_and_sin(positions, tuple(frequencies.tolist()), dtype, accum_dtype)
     return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, width)
 

@@ -126,9 +126,12 @@ def sizes_per_axis(name: str, what: str, value: Sizes, x: Any, layout: Layout, l
     rank = len(layout.spatial)
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:
+        lacks_axis = what == "window" and len(values) == rank + 1
+        hint = ", or add the axis that is missing: x[..., None] for the channels, x[None] for the batch"
+        hint = hint if lacks_axis and layout.channel == len(x.shape) - 1 else ""
         raise ValueError(
             f"{name}: {what} has {_count_axes(len(values))} but the input {x.shape} has "
-            f"{_count_axes(rank, 'spatial ')}; pass {what}={((values or (least,)) * rank)[:rank]}."
+            f"{_count_axes(rank, 'spatial ')}; pass {what}={((values or (least,)) * rank)[:rank]}{hint}."
         )
     if any(type(each) is not int or each < least for each in values):
         raise ValueError(f"{name}: {what} is {value}, but must be integers, {least} or more.")

@@ -1,5 +1,8 @@
 """Optimizers: frozen descriptions with a guaranteed structure and guaranteed dtypes, and the schedules they follow."""
 
+from typing import TYPE_CHECKING, Any
+
+from mlax.core import missing_name_message as missing_name_message
 from mlax.core import name_types as name_types
 from mlax.optim._adafactor import Adafactor
 from mlax.optim._adam import LAMB, AdaBelief, Adam, AdamW, AdEMAMix, AMSGrad, NAdam, RAdam
@@ -102,5 +105,35 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "from_optax",
     "to_optax",
 ]
+
+_ELSEWHERE = {  # names of PyTorch and Optax: what to write here
+    "AveragedModel": "optim.Average",
+    "Constant": "optim.ConstantSchedule, or the number itself",
+    "CosineAnnealingLR": "optim.Cosine, which is passed as the rate",
+    "CosineAnnealingWarmRestarts": "optim.WarmRestarts, which is passed as the rate",
+    "EMA": "optim.Average",
+    "ExponentialLR": "optim.Exponential, which is passed as the rate",
+    "LambdaLR": "optim.FunctionSchedule, which is passed as the rate",
+    "Linear": "optim.LinearSchedule",
+    "LinearLR": "optim.Warmup or optim.LinearSchedule, which is passed as the rate",
+    "MultiStepLR": "optim.PiecewiseConstant, which is passed as the rate",
+    "MultiSteps": "optim.Accumulate",
+    "ReduceLROnPlateau": "optim.Plateau",
+    "SequentialLR": "optim.JoinedSchedules, which is passed as the rate",
+    "StepLR": "optim.PiecewiseConstant, which is passed as the rate",
+    "apply_if_finite": "optim.SkipNonFinite",
+    "chain": "one optimizer around the other, such as optim.ClipGlobalNorm(optim.AdamW(1e-3), 1.0)",
+    "clip_by_global_norm": "optim.ClipGlobalNorm",
+    "cosine_decay_schedule": "optim.Cosine",
+    "lr_scheduler": "a schedule as the rate, such as optim.AdamW(optim.Cosine(1e-3, steps))",
+    "multi_transform": "optim.Groups",
+    "warmup_cosine_decay_schedule": "optim.WarmupCosine",
+}
+
+if not TYPE_CHECKING:  # to type checkers a missing name stays missing
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(missing_name_message("mlax.optim", name, __all__, _ELSEWHERE))
+
 
 name_types(globals())

@@ -1,8 +1,11 @@
 """Training: compiled steps, feeds, checkpoints and the training loop."""
 
+from typing import TYPE_CHECKING, Any
+
 from mlax._metric import Metric, MetricSums
 from mlax._objective import count_labels as count_labels
 from mlax._objective import gradients as gradients
+from mlax.core import missing_name_message as missing_name_message
 from mlax.core import name_types as name_types
 from mlax.train._aot import RetraceError
 from mlax.train._classification import AUC, F1, ConfusionMatrix, Perplexity, Precision, Recall, accuracy
@@ -85,5 +88,21 @@ __all__ = [
     "step",
     "to_orbax",
 ]
+
+_ELSEWHERE = {  # names of other libraries: what to write here
+    "Callback": "a function, passed as train.fit(..., each=function)",
+    "DataLoader": "train.Feed",
+    "Dataset": "train.ExampleSource, or pass arrays to train.Feed",
+    "EarlyStopping": 'train.fit(..., best=train.Minimize("loss"), patience=5)',
+    "ModelCheckpoint": 'train.fit(..., run="runs/x"), which saves checkpoints',
+    "Trainer": "train.fit",
+    "evaluate": "train.Evaluation",
+}
+
+if not TYPE_CHECKING:  # to type checkers a missing name stays missing
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(missing_name_message("mlax.train", name, __all__, _ELSEWHERE))
+
 
 name_types(globals())

@@ -87,6 +87,8 @@ def test_the_error_of_an_input_of_another_width_names_the_input():
         "Linear(5): the input is float32[2, 8], which needs kernel to be float32[8, 5], but it is float32[6, 5]; "
         "pass an input with 6 in place of 8, or what init returned for this one."
     )
+    text, _ = raised(ValueError, nn.Linear(2).fwd, X, trainables)  # a batch of 2 is not what gives the bias its size
+    assert text.endswith("but it is float32[5]; pass what init returned for this layer.")
     text, _ = raised(ValueError, nn.Linear(5).fwd, X.T, trainables)
     assert text.endswith("but it is float32[6, 5]; did you mean x.T?")
 
@@ -543,12 +545,41 @@ STACK = {"up": {"kernel": X, "bias": X}, "norm": {"scale": X}, "blocks": {"stack
         ("norm/weight", "did you mean 'norm/scale'?"),
         ("norm/gamma", "did you mean 'norm/scale'?"),
         ("blocks/1/a/kernel", "are stacked: index 1 of the first axis of 'blocks/stacked/a/kernel'."),
+        ("zzz/*", "there are blocks/stacked/a/kernel, norm/scale, up/bias, up/kernel."),
+        ("nrom/*", "did you mean 'norm/*'?"),
+        ("**/sclae", "did you mean '**/scale'?"),
+        ("blocks/1", "are stacked: index 1 of the first axis of 'blocks/stacked'."),
         ("blocks/0/**", "are stacked: index 0 of the first axis of 'blocks/stacked/**'."),
     ],
 )
 def test_the_error_of_a_path_of_another_library_says_what_it_is_here(path, text):
     for function in (mlax.select, mlax.freeze, mlax.count):
         assert raised(KeyError, function, STACK, path)[0].endswith(text)
+
+
+def test_the_path_of_an_error_in_init_names_the_stack():
+    repeated = mlax.Series(blocks=mlax.Repeat(mlax.Series(a=nn.Conv(6, 3)), 3))
+    assert raised(ValueError, repeated.init, RNG, X)[1].startswith("in blocks/stacked/a, called on float32[2, 6]")
+
+
+def test_a_field_that_an_override_misspells_is_reported_in_one_line():
+    text, _ = raised(TypeError, mlax.override, nn.MultiHeadAttention(4), nn.MultiHeadAttention, cach=10)
+    assert text.startswith("MultiHeadAttention(4) has no field cach; it has heads, ") and "Did you mean cache?" in text
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text"),
+    [
+        ("optim", "Lbfgs", "did you mean LBFGS?"),
+        ("optim", "CosineAnnealingLR", "write optim.Cosine, which is passed as the rate."),
+        ("optim", "Adfactor", "did you mean Adafactor?"),
+        ("train", "Accuracy", "did you mean accuracy?"),
+        ("train", "Trainer", "write train.fit."),
+        ("train", "xyz", "dir(mlax.train) lists what it has."),
+    ],
+)
+def test_the_error_of_a_missing_name_suggests_one(module, name, text):
+    assert raised(AttributeError, getattr, getattr(mlax, module), name)[0] == f"mlax.{module} has no {name}; {text}"
 
 
 def test_the_error_of_an_index_into_the_layers_of_a_repeat_names_the_stack():

@@ -132,6 +132,8 @@ def test_inputs_as_separate_arguments_are_an_error_that_says_to_pass_a_tuple():
     assert_raises(lambda: model.init(RNG, X, T), TypeError, words)  # pyright: ignore[reportCallIssue]
     words = ("pass several inputs as one tuple: fwd((x, t), trainables, non_trainables).",)
     assert_raises(lambda: model.fwd(X, T, *variables, T), TypeError, words)  # pyright: ignore[reportCallIssue]
+    words = ("the key is a keyword argument: rng=key",)
+    assert_raises(lambda: model.fwd((X, T), *variables, RNG), TypeError, words)  # pyright: ignore[reportCallIssue]
     words = ("Modulated(6): trainables is float32[4, 3]", "Pass several inputs as one tuple")
     assert_raises(lambda: model.fwd(X, T, variables[0]), TypeError, words)
 

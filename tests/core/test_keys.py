@@ -96,6 +96,21 @@ def test_asking_for_a_key_reseeds_neither_parts_nor_other_names():
     np.testing.assert_array_equal(draw("noise"), jax.jit(Draws().fwd)(X, None, rng=jax.random.key(0))[0])
 
 
+def test_the_error_of_a_key_without_a_name_says_how_to_ask_for_it():
+    @mlax.frozen
+    class Noise(mlax.Composite):
+        called: bool
+
+        def wire(self, sub, x):
+            return jax.random.normal(sub.rng() if self.called else sub.rng, x.shape, x.dtype)
+
+    with pytest.raises(TypeError, match=r"sub.rng\(\) needs a name, .* such as sub.rng\('noise'\)"):
+        Noise(True).fwd(X, None, rng=jax.random.key(0))
+    with pytest.raises(TypeError) as caught:
+        Noise(False).fwd(X, None, rng=jax.random.key(0))
+    assert "sub.rng is a method: write sub.rng('noise') for a key." in caught.value.__notes__
+
+
 def test_each_repetition_slice_and_time_step_has_its_own_key_by_name():
     @mlax.frozen
     class Noise(mlax.Composite):
@@ -130,7 +145,7 @@ def test_each_repetition_slice_and_time_step_has_its_own_key_by_name():
 def test_a_key_by_name_without_rng_is_an_error_that_says_what_to_do():
     with pytest.raises(ValueError, match=r"Draws.*: wire asks for the key sub.rng\('noise'\), but rng is None"):
         Draws().fwd(X, None)
-    for name in ("no identifier", "", 3, None):
+    for name in ("no identifier", 3, None):
         with pytest.raises(TypeError, match="the name of a key must be an identifier"):
             Draws((name,)).fwd(X, None, rng=jax.random.key(0))  # pyright: ignore[reportArgumentType]
 

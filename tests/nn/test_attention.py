@@ -659,6 +659,7 @@ def test_softmax_is_in_the_dtype_of_its_input():
         ),
         ({"positions": (np.ones(5, int), None)}, "positions must be a pair of arrays"),
         ({"lengths": np.asarray([5.0, 1.0])}, "lengths are float64, but must be integers"),
+        ({"lengths": [5, 1]}, r"lengths are a list; pass an array: jnp.asarray\(\[5, 1\]\)"),
         ({"lengths": np.asarray([5, -1])}, "lengths go down to -1"),
         ({"window": 2.5}, "window is 2.5, but must be an integer"),
         ({"softcap": 0.0}, "softcap is 0.0, but must be positive"),
@@ -696,7 +697,7 @@ def heads_with(cache=None, causal=False, window=None, **more):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: nn.MultiHeadAttention(4, kv_heads=3), "4 heads are not a multiple of 3 kv_heads"),
+        (lambda: nn.MultiHeadAttention(4, kv_heads=3), r"4 heads are not .* 3 kv_heads; pass one of kv_heads=1, 2, 4"),
         (lambda: nn.MultiHeadAttention(0), "heads is 0, but must be an integer of at least 1"),
         (lambda: nn.MultiHeadAttention(4, cache=8), "pass causal=True"),
         (lambda: nn.MultiHeadAttention(4, relative=nn.RelativeBias(2)), "does not have the 4 heads"),

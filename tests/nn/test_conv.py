@@ -240,7 +240,7 @@ def test_param_dtype_stores_wide_weights():
             nn.Conv(8, (3, 3)),
             (4, 32, 3),
             r"Conv\(8, \(3, 3\)\): window has 2 axes but the input \(4, 32, 3\) has 1 spatial "
-            r"axis; pass window=\(3,\)\.",
+            r"axis; pass window=\(3,\), or add the axis that is missing: x\[\.\.\., None\] for the channels",
         ),
         (
             nn.Conv(8, 3, strides=(1, 2, 3)),
@@ -280,6 +280,21 @@ def test_errors_say_what_does_not_fit(layer, shape, words):
     with pytest.raises(ValueError, match=words) as caught:
         layer.init(RNG, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert str(caught.value).startswith(f"{layer}: ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "given", "words"),
+    [
+        ("channel_last", (2, 8, 9, 1), (2, 8, 9), r"no channel axis; pass x\[\.\.\., None\]\.$"),
+        ("channel_first", (2, 1, 8, 9), (2, 8, 9), r"no channel axis; pass x\[:, None\]\.$"),
+        ("channel_last", (2, 8, 9, 3), (8, 9, 3), r"no batch axis; pass x\[None\]\.$"),
+    ],
+)
+def test_the_error_of_an_image_without_a_channel_or_batch_axis_says_how_to_add_it(layout, shape, given, words):
+    layer = nn.Conv(4, 3, layout=layout)
+    trainables, _ = layer.init(RNG, jnp.ones(shape))
+    with pytest.raises(ValueError, match=words):
+        layer.fwd(jnp.ones(given), trainables)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv, nn.ConvTranspose])

@@ -106,6 +106,7 @@ def test_two_dtypes_in_one_op_are_an_error():
         ("HingeEmbeddingLoss", "a loss is a function, such as one of optax, which the objective calls."),
         ("MultiheadAttention", "did you mean MultiHeadAttention?"),
         ("functional", "write mlax.ops, jax.nn or jax.numpy."),
+        ("Dense", "write nn.Linear."),
         ("Linaer", "did you mean Linear?"),
     ],
 )

@@ -204,5 +204,7 @@ def test_errors_say_what_is_wrong():
         nn.LoRA(nn.Linear(5), rank=6).init(RNG, X)
     with pytest.raises(ValueError, match=r"there is no LoRA in Linear\(5\)"):
         nn.merge_lora(nn.Linear(5), nn.Linear(5).init(RNG, X)[0])
+    with pytest.raises(ValueError, match=r"the trainables have no lora/down; pass those of the model with LoRA"):
+        nn.merge_lora(nn.LoRA(nn.Linear(5), rank=2), nn.Linear(5).init(RNG, X)[0])
     with pytest.raises(ValueError, match=r"trainables lacks lora/(up, lora/down|down, lora/up)"):
         nn.LoRA(nn.Linear(5), rank=2).fwd(X, nn.Linear(5).init(RNG, X)[0] | {"lora": {}})

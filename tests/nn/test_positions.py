@@ -176,6 +176,16 @@ def test_positions_of_a_wrong_shape_dtype_or_range_are_errors(layer):
             layer.fwd((x, positions), None)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinusoids_of_floating_positions_agree_with_those_of_integers(dtype):
+    whole = jnp.arange(1000).reshape(10, 100)
+    found = ops.sinusoids(whole.astype(jnp.float32), 16, dtype)
+    np.testing.assert_allclose(found, ops.sinusoids(whole, 16, dtype), atol=1e-4 if dtype == "float32" else 8e-3)
+    assert found.dtype == dtype and found.shape == (10, 100, 16)
+    between = ops.sinusoids(jnp.asarray([0.25]), 2, "float32")
+    np.testing.assert_allclose(between, [[np.sin(0.25), np.cos(0.25)]], rtol=1e-6)
+
+
 def test_yarn_agrees_with_the_reference_formulas():
     scaling = nn.YaRNScaling(4.0, length=4096)
     np.testing.assert_allclose(scaling.frequencies(128, 10_000.0), yarn(128, 10_000.0, 4.0, 4096), rtol=1e-12)
