@@ -88,6 +88,7 @@ def listed_names(cls: type) -> list[str]:
     if "_listed" in vars(cls):
         return list(vars(cls)["_listed"])
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+    inherited.update(vars(cls).get("__dataclass_fields__", ()))  # a function may be the default of a field
     own = {name: value for name, value in vars(cls).items() if not name.startswith("_") and name not in inherited}
     return [name for name, value in own.items() if inspect.isroutine(value) or isinstance(value, property)]
 
@@ -133,7 +134,9 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     _, *parameters = inspect.signature(constructor).parameters.values()
     docs = field_docs(cls)
     return {
-        each.name: _with_type(each, docs[each.name].annotation if each.name in docs else type_name(each.annotation))
+        each.name: _with_type(
+            _with_short_default(each), docs[each.name].annotation if each.name in docs else type_name(each.annotation)
+        )
         for each in parameters
         if each.name not in HIDDEN
     }
@@ -186,7 +189,7 @@ def _parse(source: str) -> tuple[dict[str, ast.ClassDef], dict[int, str]]:
 
 
 class TypeName:
-    """A type in a signature, shown by its name."""
+    """A type, or a function that is a default, in a signature, shown by its name."""
 
     def __init__(self, name: str):
         self.name = name
@@ -213,6 +216,13 @@ def _short_text(text: str) -> str:
     """A type without modules, quotes around it, and what is checked about it."""
     text = re.sub(r"\bAnnotated\[([^\[\]]*), [^\[\]]*\]", r"\1", text).strip("'\"")
     return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", text)
+
+
+def _with_short_default(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A default that is a function shown by its name, `gelu`, without its address."""
+    name = getattr(parameter.default, "__name__", None)
+    is_function = callable(parameter.default) and not isinstance(parameter.default, type)
+    return parameter.replace(default=TypeName(name)) if is_function and name else parameter
 
 
 def _with_type(parameter: inspect.Parameter, name: str) -> inspect.Parameter:

@@ -14,7 +14,7 @@ from mlax.core import Documented, field_table
 
 ROOMS = ("", ".nn", ".ops", ".optim", ".place", ".train", ".inspect", ".dtypes", ".files")
 COLUMNS, LINES = 120, 60  # a screen
-PRIVATE = ("jax._src", "jaxlib.", "typing.", "Annotated", "mlax.", "edits")
+PRIVATE = ("jax._src", "jaxlib.", "typing.", "Annotated", "mlax.", "edits", "<function", "<PjitFunction")
 
 
 def public_names():
