@@ -1,5 +1,6 @@
 """The objective: its values, their means over a batch, and the gradient of its loss."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from jax import lax, random
 
 from mlax._jax import at_least_float32, leaves_with_paths, map_chunks, tree_add
 from mlax._metric import Metric
-from mlax.core import NoMatch, Tree, signature
+from mlax.core import NoMatch, Tree, function_name, signature
 
 MASK = "mask"  # the entry of a batch that says which of its examples, or of their entries, count in the loss
 Objective = Callable[..., tuple[Any, Tree]]  # (batch, trainables, non_trainables, rng=, inference_mode=), as `fwd`
@@ -49,7 +50,7 @@ def gradients(
     live, merge_frozen = split_frozen(trainables, is_frozen)
 
     def loss(live: Tree, microbatch: Any, non_trainables: Tree, rng: jax.Array) -> tuple[jax.Array, Any]:
-        values, new = unpack_output(objective(microbatch, merge_frozen(live), non_trainables, rng=rng))
+        values, new = call_objective(objective, microbatch, merge_frozen(live), non_trainables, rng=rng)
         means = reduce_values(values, microbatch, total, accumulate)
         scaled = means["loss"] if scale is None else means["loss"] * scale.astype(means["loss"].dtype)
         return scaled, (means, new)
@@ -130,7 +131,7 @@ def loss_function(
     total = batch_weight(batch)
 
     def loss(trainables: Tree, microbatch: Any, rng: jax.Array) -> jax.Array:
-        values, _ = unpack_output(objective(microbatch, trainables, non_trainables, rng=rng))
+        values, _ = call_objective(objective, microbatch, trainables, non_trainables, rng=rng)
         return mean_contribution("loss", values["loss"], microbatch, total, accumulate)
 
     def accumulated_loss(trainables: Tree) -> jax.Array:
@@ -146,12 +147,38 @@ def count_labels(
 ) -> jax.Array | int:
     """The number of labels in a batch, without padding: the elements of the loss; of a scalar loss, the examples."""
     values, _ = jax.eval_shape(
-        lambda *args: unpack_output(objective(*args[:-1], rng=args[-1])), batch, trainables, non_trainables, rng
+        lambda *args: call_objective(objective, *args[:-1], rng=args[-1]), batch, trainables, non_trainables, rng
     )
     loss, mask = values["loss"], _mask(batch)
     if mask is not None:
         return jnp.sum(mask, dtype=jnp.float32) * max(loss.size // mask.size, 1)
     return loss.size if loss.ndim else next((len(leaf) for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
+
+
+def check_signature(owner: str, objective: Objective, **options: Any) -> None:
+    """Raise if the objective cannot be called with a batch, variables and these options."""
+    try:
+        inspect.signature(objective).bind(None, None, None, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}: the objective {function_name(objective)}{inspect.signature(objective)} does not take what it is "
+            f"called with ({error}); define it as `def objective(batch, trainables, non_trainables, rng=None, "
+            "inference_mode=False)`."
+        ) from None
+    except ValueError:  # no signature is known
+        return
+
+
+def call_objective(
+    objective: Objective, batch: Any, trainables: Tree, non_trainables: Tree, **options: Any
+) -> tuple[dict[str, Any], Any]:
+    """The values of an objective by name, and its new non_trainables."""
+    try:
+        return unpack_output(objective(batch, trainables, non_trainables, **options))
+    except KeyError as error:
+        if type(error) is KeyError and isinstance(batch, dict) and error.args and error.args[0] not in batch:
+            error.add_note(f"The batch has {', '.join(map(str, batch))}.")
+        raise
 
 
 def unpack_output(output: Any) -> tuple[dict[str, Any], Any]:
@@ -184,9 +211,14 @@ def check_non_trainables(before: Any, after: Any) -> None:
         if old.get(path) != new.get(path):
             raise ValueError(
                 f"the objective was called with non_trainables that have {path or 'a leaf'}: "
-                f"{old.get(path, 'nothing')}, and returned {new.get(path, 'nothing')}; return the new non_trainables "
-                "second, as `fwd` does."
+                f"{old.get(path, 'nothing')}, and returned {new.get(path) or _list_paths(new)}; return the new "
+                "non_trainables second, as `fwd` does."
             )
+
+
+def _list_paths(leaves: dict[str, str]) -> str:
+    names = [path or "a leaf" for path in leaves]
+    return ("only " + ", ".join(names[:4]) + " ..." * (len(names) > 4)) if names else "nothing"
 
 
 def batch_weight(batch: Any) -> jax.Array | None:

@@ -129,6 +129,8 @@ class CompiledFunction:
         """The function traced and compiled for these arguments; without any, the last compilation."""
         if args:
             self.compile(*args)
+        if not self.compiled:
+            raise ValueError(f"{self.owner}: nothing is compiled yet; call it, or step.compile(state, batch), first.")
         key = _batch_signature(args) if args else next(reversed(self.compiled))
         return self._traced[key], self.compiled[key]
 
@@ -166,10 +168,12 @@ class CompiledFunction:
         ]
         if not changed:
             return ""
+        of_model = any(change.startswith("state/trainables") for change in changed)
+        other_model = " If the model changed, make a new step, by train.step." if of_model else ""
         more = f" (and {len(changed) - 4} more)" if len(changed) > 4 else ""
         return (
             f"{'; '.join(changed[:4])}{more}. This would recompile, beyond compilations={self.compilations}: keep "
-            "shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations."
+            f"shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations.{other_model}"
         )
 
 

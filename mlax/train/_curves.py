@@ -154,13 +154,19 @@ def _is_number(value: Any) -> bool:
 
 
 def smooth_values(values: Sequence[float]) -> list[float]:
-    """A centred moving average over a fiftieth of the values, of fewer towards the ends: it does not lag behind."""
+    """A centred moving average over a fiftieth of the values, which does not lag behind.
+
+    It is taken of fewer values at the start, and ends with the line of least squares through the last of them.
+    """
     half = len(values) // 100
     averages: list[float] = []
-    for at in range(len(values)):
-        reach = min(half, at, len(values) - 1 - at)
+    for at in range(len(values) - half):
+        reach = min(half, at)
         averages.append(sum(values[at - reach : at + reach + 1]) / (2 * reach + 1))
-    return averages
+    offsets = range(-half, half + 1)
+    moment = sum(offset * value for offset, value in zip(offsets, values[-len(offsets) :], strict=False))
+    slope = moment / max(sum(offset**2 for offset in offsets), 1)
+    return averages + [averages[-1] + slope * offset for offset in range(1, half + 1)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlax._metric import MetricSums, compute_metrics, scalar_metrics
-from mlax._objective import Objective, batch_weight, reduce_values, unpack_output
+from mlax._objective import Objective, batch_weight, call_objective, check_signature, reduce_values
 from mlax.core import Documented, check_not_donated, function_name
 from mlax.optim import Optimizer
 from mlax.place import Plan
@@ -104,8 +104,8 @@ class Evaluation(metaclass=Documented):
         """The sum of each value over the batch with the weight of the batch, and the sums of each metric."""
         variables = state.eval_variables(self.optimizer)
         rng = random.fold_in(random.fold_in(state.rng, EVALUATION_KEYS), index)
-        output = self.objective(batch, *variables, rng=rng, inference_mode=True)
-        values, _ = unpack_output(output)
+        check_signature("evaluation", self.objective, rng=rng, inference_mode=True)
+        values, _ = call_objective(self.objective, batch, *variables, rng=rng, inference_mode=True)
         total = batch_weight(batch)
         weight = jnp.float32(_batch_size(batch)) if total is None else total
         reduced = reduce_values(values, batch, total)

@@ -13,7 +13,7 @@ from mlax.train._divergence import Divergence
 from mlax.train._fingerprint import fingerprint
 from mlax.train._loggers import Logger, check_loggers
 from mlax.train._loop import Intervals, Loop
-from mlax.train._monitor import Monitor, describe_run, format_values
+from mlax.train._monitor import Monitor, describe_run, format_values, notebook_shell
 from mlax.train._profile import Profile, check_window
 from mlax.train._run import (
     Resume,
@@ -110,7 +110,8 @@ def fit(
     evaluate        a feed to evaluate with, or several by name: {"valid": feed, ...} gives scores like "valid/loss"
     evaluate_every  steps; by default an epoch
     best            the score of the best weights; by default Minimize("loss"), of the first feed
-    patience        early stopping: end after so many evaluations in a row that do not improve `best`
+    patience        early stopping: end after so many evaluations in a row that do not improve `best`, whose weights
+                    are kept in the folder `run` only
     save_every      steps between checkpoints, by default `evaluate_every`; also the best and the last state are saved
     keep            how many of the last checkpoints to keep, besides the best one
     resume          True: only the same experiment; False: refuse to resume; "anyway": also a changed experiment, or one
@@ -172,6 +173,8 @@ def fit(
         monitor.print(describe_run(run_folder, run_config, state.trainables, current_step))
         for warning in (moved, *changes.warnings(resumed=bool(notes)), trim_log(run_folder, current_step)):
             monitor.warn(warning)
+        if patience is not None and run is None:
+            monitor.warn("patience: the best weights are not kept without a run folder; pass run= to get them back.")
         loop = Loop(
             step=step,
             state=state,
@@ -257,7 +260,7 @@ def _closing_message(run: RunFolder, loop: Loop, interrupted: str) -> str:
         message = f"stopped by {interrupted} {at} step {loop.current_step} of {steps}"
         if run.root is None:
             return f"{message}; nothing was saved, since there is no run folder"
-        return f"{message}; resume with: {command()}"
+        return f"{message}; {_resume_advice()}"
     counted = f", {skipped} of them skipped, as they were not finite" if skipped else ""
     where = "" if run.root is None else f"\nreport, curves and weights are in {run.root}"
     reached = f"{loop.current_step} of {steps} steps{counted}"
@@ -268,6 +271,10 @@ def _closing_message(run: RunFolder, loop: Loop, interrupted: str) -> str:
         return message
     more = "more steps or patience" if loop.stop.patience else "more steps"
     return f'{message}; it continues with {more}, or resume="anyway"{where}'
+
+
+def _resume_advice() -> str:
+    return "run the cell again to resume" if notebook_shell() is not None else f"resume with: {command()}"
 
 
 def _steps_per_epoch(step: Step, feed: Any, steps: int) -> int:
@@ -289,8 +296,13 @@ def _check_arguments(step: Any, state: Any, feed: Any, best: Any, resume: Any, g
 
 def _check_best(best: Any, feeds: Mapping[str, Any]) -> Maximize | Minimize | None:
     """The criterion of the best weights, by default the loss of the first feed."""
-    if best is not None and (not feeds or not isinstance(best, Maximize | Minimize)):
-        raise TypeError("fit: best needs evaluate=feed, and is train.Maximize('accuracy') or train.Minimize('loss').")
+    if best is not None and not isinstance(best, Maximize | Minimize):
+        name = best if isinstance(best, str) else "accuracy"
+        raise TypeError(
+            f"fit: best is {best!r}; write train.Maximize({name!r}), or train.Minimize({name!r}) if less is better."
+        )
+    if best is not None and not feeds:
+        raise TypeError(f"fit: best={best!r} is a score of an evaluation; pass evaluate=feed as well.")
     return best or (Minimize(score_name(next(iter(feeds)), "loss")) if feeds else None)
 
 

@@ -161,7 +161,7 @@ class Progress:
                 print(text, file=sys.stderr, flush=True)
 
     def tick(self, step: int) -> float | None:
-        """Record that `step` is done; returns the recent steps per second, None the first time."""
+        """Record that `step` is done; returns the recent steps per second, None as long as they are unknown."""
         self._ticks.append((time.monotonic(), step))
         return self._steps_per_second()
 
@@ -174,7 +174,7 @@ class Progress:
         with contextlib.suppress(*PRINT_ERRORS):
             self.bar.update(self.task, completed=step, description=text)
             self.bar.refresh()
-        line = f"{step}/{self.steps}  {text}  {self._time_left(step)} left"
+        line = "  ".join(filter(None, (f"{step}/{self.steps}", text, self._time_left(step))))
         if self.notebook is not None:
             self.notebook.show(line)
         elif self.plain and (tenth > self._tenth or now - self._printed_at > self.every):
@@ -186,15 +186,17 @@ class Progress:
         self._evaluation = f"evaluation at {step}: {format_values(scores)}" if scores else ""
 
     def _steps_per_second(self) -> float | None:
-        if len(self._ticks) < 2:
+        if not self._ticks:
             return None
         (start, first), (now, last) = self._ticks[0], self._ticks[-1]
-        return (last - first) / max(now - start, 1e-9)
+        return (last - first) / max(now - start, 1e-9) if last > first else None
 
     def _time_left(self, step: int) -> str:
         rate = self._steps_per_second()
-        seconds = round((self.steps - step) / rate) if rate else None
-        return "?" if seconds is None else f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        if rate is None:
+            return ""
+        seconds = round((self.steps - step) / rate)
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
 
 class NotebookLine:

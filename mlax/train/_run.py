@@ -222,7 +222,8 @@ def restore_latest(
     except TargetMismatch as error:
         raise ValueError(
             f"fit: {run.root} holds the run of another model or optimizer: {error.fault}; "
-            "choose another folder for run=, or change them back."
+            'choose another folder for run=, change them back, or pass resume="restart" to move that run aside and '
+            "start over."
         ) from None
     return restored.step, restored.tree, restored.notes
 
@@ -328,8 +329,11 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process."""
-    return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]) if sys.orig_argv else ""
+    """The command line of this process, as it was typed."""
+    typed = sys.orig_argv
+    if len(typed) > 1 and os.path.basename(typed[1]) == "mlax":  # whose first line has the interpreter
+        typed = ["mlax", *typed[2:]]
+    return shlex.join(typed)
 
 
 def export_weights(
@@ -378,6 +382,8 @@ def _to_plain(value: Any) -> Any:
         return {str(name): _to_plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return value if isinstance(value, int | str | None) or _is_finite(value) else repr(value)
 
 

@@ -1,5 +1,6 @@
 """The evaluations of a run: one or several named feeds, the best score so far, and early stopping by patience."""
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -45,13 +46,18 @@ class Scoring:
 
     def prepare(self, state: TrainState) -> None:
         """Compile the evaluation of each feed, and check that the metric of `best` is among the scores."""
-        names = [
-            score_name(feed, metric)
-            for feed in self.feeds
-            for metric in self.evaluation.prepare(state, self.feeds[feed])
-        ]
+        names = [score_name(feed, metric) for feed in self.feeds for metric in self._prepare_feed(state, feed)]
         if self.criterion is not None and self.criterion.metric not in names:
-            raise NoMatch(f"fit: best is {self.criterion}, but the scores are {', '.join(names)}.")
+            close = difflib.get_close_matches(self.criterion.metric, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise NoMatch(f"fit: best is {self.criterion}, but the scores are {', '.join(names)}{hint}")
+
+    def _prepare_feed(self, state: TrainState, name: str) -> tuple[str, ...]:
+        try:
+            return self.evaluation.prepare(state, self.feeds[name])
+        except KeyError as error:
+            error.add_note(f"This is {f'evaluate[{name!r}]' if name else 'evaluate'}, the feed of the evaluation.")
+            raise
 
     def evaluate(
         self,
@@ -117,7 +123,8 @@ class Scoring:
         """Why a run that is out of patience ends."""
         metric = "" if self.criterion is None else self.criterion.metric
         best = "" if self.best.score is None else f", after {self.best.score:.4g} at step {self.best.step}"
-        return f"{metric} has not improved in {self.best.stale} evaluations{best}"
+        number = f"{self.best.stale} evaluation{'s' * (self.best.stale > 1)}"
+        return f"{metric} has not improved in {number}{best}"
 
     def notes(self) -> dict[str, Any]:
         """What a checkpoint keeps, in JSON."""

@@ -20,6 +20,7 @@ from mlax._objective import (
     Gradients,
     Objective,
     check_non_trainables,
+    check_signature,
     count_labels,
     gradients,
     loss_function,
@@ -354,6 +355,7 @@ def _check_options(step: Step) -> None:
         raise TypeError(
             f"train.step: the objective is {short_repr(step.objective)}, but must be a function like `fwd`."
         )
+    check_signature("train.step", step.objective, rng=None)
     if not isinstance(step.optimizer, Optimizer):
         raise TypeError(
             f"train.step: {step.optimizer!r} is not an optimizer of mlax; wrap one of Optax in optim.from_optax."

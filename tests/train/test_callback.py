@@ -236,11 +236,12 @@ def test_the_patience_that_is_left_survives_a_kill(tmp_path, losses):
     assert fit(tmp_path / "run", 44, patience=4, evaluate_every=2).step == 18, "with more steps it counts from zero"
 
 
-def test_an_equal_score_is_no_improvement_and_patience_works_without_a_folder(losses):
+def test_an_equal_score_is_no_improvement_and_patience_works_without_a_folder(losses, capsys):
     result = fit(None, 40, patience=2, evaluate_every=2, evaluate=two_feeds(), best=train.Maximize("test/accuracy"))
     assert result.step == 6 and result.stopped.startswith("test/accuracy has not improved in 2 evaluations")
     with pytest.raises(ValueError, match="no best state was saved; pass run= to fit"):
         result.best_state()
+    assert "patience: the best weights are not kept without a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mine", [True, False])

@@ -20,6 +20,8 @@ def test_the_smoothed_line_is_smooth_and_forgets_a_spike():
     draws = random.Random(0)
     noisy = [draws.gauss(0, 1) for _ in range(2000)]
     assert max(map(abs, smooth_values(noisy)[40:-40])) < 1
+    noisy[-1] = 30
+    assert abs(smooth_values(noisy)[-1]) < 6  # of 41 values
     noisy[1000] = 1e30
     assert max(map(abs, smooth_values(noisy)[1100:])) < 3
 

@@ -182,6 +182,14 @@ def test_a_signal_to_end_saves_and_exits(tmp_path, uninterrupted, number):
     assert not unequal_leaves(fit(tmp_path / "run", 40).state, uninterrupted[1].state)
 
 
+def test_the_command_to_resume_is_the_one_that_was_typed(monkeypatch):
+    command = inspect.getmodule(RunFolder).command
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python3", "/venv/bin/mlax", "train", "a b.py"])
+    assert command() == "mlax train 'a b.py'"
+    monkeypatch.setattr(sys, "orig_argv", ["venv/bin/python", "-m", "job"])
+    assert command() == "venv/bin/python -m job"
+
+
 def test_a_run_folder_is_locked(tmp_path):
     with RunFolder(tmp_path / "run"), pytest.raises(RuntimeError, match="another process is training in"):
         fit(tmp_path / "run", 10)
@@ -205,7 +213,7 @@ def test_configuration_progress_and_changes_are_printed(tmp_path, capsys):
 
 def test_the_folder_of_another_model_or_optimizer_is_rejected_with_advice(tmp_path):
     fit(tmp_path / "run", 10)
-    words = r"holds the run of another model or optimizer: .* (not saved|not in the target).*; choose another folder"
+    words = r"holds the run of another model or optimizer: .* (not saved|not in the target).*; choose another.*restart"
     with pytest.raises(ValueError, match=words) as caught:
         fit(tmp_path / "run", 20, step=train.step(objective, optim.Lion(1e-3)))
     assert "only=" not in str(caught.value)
@@ -354,7 +362,12 @@ def test_the_files_of_a_finished_run_stay_unchanged(uninterrupted):
         (
             lambda state: train.fit(STEP, state, feed(), steps=1, best=train.Minimize("loss")),
             TypeError,
-            "best needs evaluate",
+            r"best=Minimize\('loss'\) is a score of an evaluation; pass evaluate=feed",
+        ),
+        (
+            lambda state: train.fit(STEP, state, feed(), steps=1, evaluate=feed(), best="accuracy"),
+            TypeError,
+            r"best is 'accuracy'; write train\.Maximize\('accuracy'\)",
         ),
         (
             lambda state: train.fit(
@@ -367,13 +380,22 @@ def test_the_files_of_a_finished_run_stay_unchanged(uninterrupted):
                 show=False,
             ),
             KeyError,
-            "the scores are loss, accuracy",
+            r"the scores are loss, accuracy; did you mean 'accuracy'\?",
         ),
     ],
 )
 def test_wrong_arguments_of_fit_are_rejected_with_advice(call, error, words):
     with pytest.raises(error, match=words):
         call(init_state(STEP))
+
+
+def test_an_evaluation_feed_without_an_entry_of_the_batches_is_named():
+    lacking = train.Feed({"x": arrays()["x"]}, batch=8)
+    with pytest.raises(KeyError, match="'y'") as caught:
+        train.fit(STEP, init_state(STEP), feed(), steps=1, evaluate={"valid": feed(), "test": lacking}, show=False)
+    assert {"The batch has mask, x.", "This is evaluate['test'], the feed of the evaluation."} <= set(
+        caught.value.__notes__
+    )
 
 
 def test_the_metric_of_best_is_checked_for_a_step_that_was_compiled_before():

@@ -93,6 +93,12 @@ def test_progress_in_a_notebook_is_one_line_that_changes(monkeypatch, capsys):
     assert "steps/s" not in out and "finished: 30 of 30 steps" in out
 
 
+def test_the_first_line_of_progress_leaves_out_what_is_not_known_yet(capsys):
+    fit(None, 1, show=True)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1/1  ")]
+    assert "loss" in line and "steps/s" not in line and "left" not in line
+
+
 def test_the_kernel_of_a_terminal_is_not_a_notebook(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: object()))
     fit(None, 10, evaluate=None, show=True)

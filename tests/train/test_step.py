@@ -93,7 +93,8 @@ def test_a_state_that_would_recompile_is_rejected_by_name():
     state, _ = step(init_state(step), batch())
     head = {**state.trainables["head"], "bias": jnp.zeros(3, jnp.bfloat16)}
     with pytest.raises(
-        train.RetraceError, match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\]"
+        train.RetraceError,
+        match=r"state/trainables/head/bias was float32\[3\] and is now bfloat16\[3\].*a new step",
     ):
         step(state._replace(trainables={**state.trainables, "head": head}), batch())
 
@@ -405,6 +406,11 @@ def test_wrong_outputs_of_an_objective_are_rejected(returned, error, words):
         (lambda: train.step(objective, optax.adam(1e-3)), TypeError, "is not an optimizer of mlax; wrap one of Optax"),
         (lambda: train.step("loss", OPTIMIZER), TypeError, "must be a function like `fwd`"),
         (
+            lambda: train.step(lambda batch, trainables, non_trainables: None, OPTIMIZER),
+            TypeError,
+            r"does not take .*'rng'\); define it as `def objective\(batch, trainables, non_trainables, rng=None",
+        ),
+        (
             lambda: train.step(objective, OPTIMIZER, steps_per_call=0),
             ValueError,
             "steps_per_call is 0, but must be an int of at least 1",
@@ -506,6 +512,7 @@ def test_an_optimizer_that_evaluates_the_loss_again_uses_the_same_microbatches()
     [
         (lambda step, state: step(batch(), state), TypeError, r"the state is a dict; call step\(state, batch\)"),
         (lambda step, state: step.evaluation(state, batch()), TypeError, "a dict is not a feed"),
+        (lambda step, state: step.flops(), ValueError, r"nothing is compiled yet; call it, or step\.compile"),
         (lambda step, state: step.evaluation(feed(), state), TypeError, r"call evaluation\(state, feed\)"),
         (
             lambda step, state: step.init(jax.random.key(0), MODEL.init(jax.random.key(0), batch()["x"])),
@@ -547,6 +554,25 @@ def test_non_trainables_that_change_are_named():
     state = step.init(jax.random.key(0), {"w": jnp.ones(())}, {"mean": jnp.ones(3, jnp.bfloat16)})
     with pytest.raises(ValueError, match=r"mean: bfloat16\[3\], and returned float32\[3\]"):
         step(state, batch())
+
+
+def test_non_trainables_of_another_tree_are_named():
+    def other(batch, trainables, non_trainables, rng=None):
+        return trainables["w"] * batch["x"][:, 0], {"norm": non_trainables}
+
+    step = train.step(other, optim.SGD(0.1))
+    state = step.init(jax.random.key(0), {"w": jnp.ones(())}, {"mean": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"have mean: float32\[3\], and returned only norm/mean; return the new"):
+        step(state, batch())
+    with pytest.raises(TypeError, match=r"evaluation: the objective .*'inference_mode'\); define it as"):
+        step.evaluation(state, [batch()])
+
+
+def test_an_entry_that_the_batch_lacks_is_answered_with_those_it_has():
+    step = train.step(lambda batch, trainables, non_trainables, rng: (batch["lable"], None), optim.SGD(0.1))
+    with pytest.raises(KeyError, match="lable") as caught:
+        step(step.init(jax.random.key(0), {"w": jnp.ones(())}), batch())
+    assert "The batch has id, x, y." in caught.value.__notes__
 
 
 def test_reserved_metric_names_are_rejected():
