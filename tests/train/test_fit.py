@@ -147,9 +147,7 @@ def test_non_finite_steps_without_end_raise_after_the_last_rollback(tmp_path, mo
     events = [r["event"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if "event" in r]
     assert len([event for event in events if event.startswith("rolled back to the weights of step")]) == 1
     (layer,) = [event for event in events if event.startswith("the first NaN")]  # searched for once
-    assert layer.startswith("the first NaN is in the argument ['batch']['x']: float32[8, ") and layer in str(
-        caught.value
-    )
+    assert layer.startswith("the first NaN is in the argument batch/x: float32[8, ") and layer in str(caught.value)
 
 
 def signaling_feed(number, at):
