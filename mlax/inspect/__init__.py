@@ -19,6 +19,7 @@ from mlax.inspect._retrace import ArgumentChange, Compilation, Retraced, retrace
 from mlax.inspect._stages import Constant, Donation, Match, Stages, stages
 from mlax.inspect._summary import LayerSummary, Summary, summary
 from mlax.inspect._summary import path_in_model as path_in_model
+from mlax.inspect._summary import scope_table as scope_table
 from mlax.inspect._transfer_events import TransferEvent as TransferEvent
 from mlax.inspect._transfer_events import instruction_events as instruction_events
 from mlax.inspect._transfers import Transfer, Transfers, transfers

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -152,6 +152,52 @@ def summary(model: Layer, x: Any, *, inference_mode: bool = False) -> Summary:
             for path, layer in parts.items()
         )
     )
+
+
+def scope_table(jaxpr: Any, trainables: Iterable[tuple[str, Any]], rows: int = 24) -> str:
+    """A table of the named scopes of a traced function: parameters, FLOPs of both passes and their share.
+
+    `trainables` are leaves by path. Scopes are shown to the greatest depth at which there are at most `rows`.
+    """
+    found, leaves = list(operations(jaxpr)), list(trainables)
+    scopes = [each.path for each in found] + [path.rpartition("/")[0] for path, _ in leaves]
+    variables = {path for path, _ in leaves}  # an optimizer enters a scope for each
+    paths = [path for path in _tree_order(scopes) if path not in variables]
+    forward, backward = count_flops(found, paths)
+    parameters = [(path, math.prod(leaf.shape)) for path, leaf in leaves]
+    total = max(forward.total() + backward.total(), 1)
+    lines = [("layer", "parameters", "FLOPs", "backward", "share")]
+    for path in _deepest_that_fit(paths, rows):
+        size, ahead, behind = (_sum_below(path, each) for each in (parameters, forward.items(), backward.items()))
+        if size or ahead or behind:
+            name = "  " * (path.count("/") + 1) + path.rpartition("/")[2] if path else "step"
+            share = f"{(ahead + behind) / total:.1%}" if ahead or behind else ""
+            lines.append((name, f"{size:,}" if size else "", format_flops(ahead), format_flops(behind), share))
+    return "\n".join(align_columns(lines, right=(1, 2, 3, 4)))
+
+
+def _tree_order(paths: Iterable[str]) -> list[str]:
+    """All these paths and those above them, each before those below it, in the order of their first appearance."""
+    tree: dict[str, Any] = {}
+    for path in paths:
+        node = tree
+        for name in path.split("/") if path else ():
+            node = node.setdefault(name, {})
+
+    def walk(path: str, node: dict[str, Any]) -> Iterator[str]:
+        yield path
+        for name, below in node.items():
+            yield from walk(f"{path}/{name}" if path else name, below)
+
+    return list(walk("", tree))
+
+
+def _deepest_that_fit(paths: list[str], rows: int) -> list[str]:
+    """The paths of the greatest depth at which there are at most `rows`."""
+    depths = [path.count("/") + 1 if path else 0 for path in paths]
+    fitting = [depth for depth in range(2, max(depths) + 1) if sum(each <= depth for each in depths) <= rows]
+    most = max(fitting, default=1)
+    return [path for path, depth in zip(paths, depths, strict=True) if depth <= most]
 
 
 def format_flops(number: float) -> str:

@@ -205,6 +205,7 @@ class Loop:
         with self.signals.killable():
             heartbeat(self.current_step, Phase.COMPILING)
             self.step.compile(self.state, batch, **hyperparams)
+            self.monitor.print_layers(self.state.trainables)
             self.scoring.prepare(self.state)
 
     def _read(self, records: list[Record]) -> None:

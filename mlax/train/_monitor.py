@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 
 from mlax.core import Tree, flatten_paths, signature
-from mlax.inspect import format_bytes, used_bytes
+from mlax.inspect import format_bytes, scope_table, used_bytes
 from mlax.train._loggers import Logger, LoggerGroup
 from mlax.train._metrics import Metrics, MetricsLog, Record
 from mlax.train._run import RunFolder, format_fact, public_config
@@ -76,6 +76,12 @@ class Monitor:
         self.log.flush()
         self.loggers.close()
         self.progress.__exit__()
+
+    def print_layers(self, trainables: Tree) -> None:
+        """In a terminal, print the layers of the step that was compiled, with their parameters and FLOPs."""
+        if self.progress.terminal:
+            traced, _ = self.step.last_compiled.stages()
+            self.print(scope_table(traced.jaxpr, flatten_paths(trainables).items()))
 
     def log_metrics(self, at: int, metrics: Metrics, *, wait: bool = False) -> list[Record]:
         """Log the metrics of the call that ended with step `at`; returns the records of the steps known to be done.

@@ -6,6 +6,7 @@ import pytest
 
 import mlax
 from mlax import inspect, nn
+from mlax.inspect import scope_table
 
 FLOAT = jnp.float32
 
@@ -64,3 +65,17 @@ def test_the_table_is_readable_and_nothing_is_allocated():
     assert lines[-1] == "709 parameters, 2.77 KiB of variables, 10.8 k FLOPs forward, 13.3 k backward"
     with pytest.raises(TypeError, match=r"takes a model of mlax: summary\(model, x\)"):
         inspect.summary(jnp.tanh, 3)
+
+
+def test_the_named_scopes_of_a_function_are_a_table_of_as_many_rows_as_fit():
+    block = mlax.Residual(mlax.Series(up=nn.Linear(32), down=nn.Linear(8)))
+    model = mlax.Series(embed=nn.Embed(10, 8), blocks=mlax.Repeat(block, 3, mode="scan"), head=nn.Linear(4))
+    x = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    trainables, _ = jax.eval_shape(model.init, jax.random.key(0), x)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda t, x: model.fwd(x, t)[0].sum()))(trainables, x)
+    leaves = [(path, mlax.get(trainables, path)) for path in mlax.paths(trainables)]
+    table = [line.split() for line in scope_table(jaxpr, leaves).splitlines()]
+    assert [row[0] for row in table] == ["layer", "step", "embed", "blocks", "stacked", "layer", "up", "down", "head"]
+    assert table[1] == ["step", "1,772", "31.4", "k", "62.7", "k", "100.0%"]
+    short = scope_table(jaxpr, leaves, rows=4).splitlines()
+    assert [line.split()[0] for line in short] == ["layer", "step", "embed", "blocks", "head"]
