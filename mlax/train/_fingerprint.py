@@ -86,10 +86,11 @@ def differences(before: Mapping[str, Any], now: Fingerprint) -> Iterator[tuple[s
 def describe_change(name: str, old: str, new: str) -> str:
     """A difference in words."""
     old, new = (text.split(" #")[0] for text in (old, new))
+    is_plural = name == WEIGHTS or name.startswith("the data")
     if old == new:
-        return f"{name} has changed"
+        return f"{name} {'have' if is_plural else 'has'} changed"
     old, new = _differing_words(old, new)
-    was, is_now = ("were", "are now") if name == WEIGHTS or name.startswith("the data") else ("was", "is now")
+    was, is_now = ("were", "are now") if is_plural else ("was", "is now")
     return f"{name} {was} {_shorten(old)} and {is_now} {_shorten(new)}"
 
 

@@ -174,7 +174,7 @@ def test_several_feeds_are_scored_by_name_and_the_first_decides(tmp_path):
         in (tmp_path / "run" / "report.md").read_text()
     )
     changed = {**two_feeds(), "test": train.Feed(arrays(24, seed=3), batch=8)}
-    with pytest.raises(ValueError, match=r"the data of evaluations \(test\) has changed"):
+    with pytest.raises(ValueError, match=r"the data of evaluations \(test\) have changed"):
         fit(tmp_path / "run", 30, evaluate=changed)
 
 
@@ -239,6 +239,7 @@ def test_the_patience_that_is_left_survives_a_kill(tmp_path, losses):
 def test_an_equal_score_is_no_improvement_and_patience_works_without_a_folder(losses, capsys):
     result = fit(None, 40, patience=2, evaluate_every=2, evaluate=two_feeds(), best=train.Maximize("test/accuracy"))
     assert result.step == 6 and result.stopped.startswith("test/accuracy has not improved in 2 evaluations")
+    assert "improved in 1 evaluation, after" in fit(None, 40, patience=1, evaluate_every=2).stopped
     with pytest.raises(ValueError, match="no best state was saved; pass run= to fit"):
         result.best_state()
     assert "patience: the best weights are not kept without a run folder" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,13 @@ def test_code_of_another_version_of_python_is_not_compared(state):
     assert [name for name, *_ in differences({**before, "the objective: SCALE": "3.0"}, now)] == [
         "the objective: SCALE"
     ]
+
+
+def test_changes_are_described_in_the_number_of_their_subject():
+    describe_change = inspect.getmodule(fingerprint).describe_change
+    assert describe_change("the key", "1", "2") == "the key was 1 and is now 2"
+    assert describe_change("the first weights", "w 1", "2") == "the first weights were w 1 and are now 2"
+    assert describe_change("the data", "Feed #12", "Feed #34") == "the data have changed"
 
 
 def test_weights_that_other_devices_round_differently_are_alike(changed, state):

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -194,19 +195,20 @@ def test_a_run_folder_is_locked(tmp_path):
 
 
 def test_configuration_progress_and_changes_are_printed(tmp_path, capsys):
-    fit(tmp_path / "run", 30, show=True, config={"width": 16})
+    fit(tmp_path / "run", 30, show=True, config={"width": 16, "folder": Path("data")})
     out = capsys.readouterr().out
+    assert "width: 16, folder: data\n" in out
     for words in ("AdamW", "75 examples", "all parameters", "width", "30/30", "steps/s", "finished: 30 of 30"):
         assert words in out
-    fit(tmp_path / "run", 40, show=True, config={"width": 17})
+    fit(tmp_path / "run", 40, show=True, config={"width": 17, "folder": "data"})
     out = capsys.readouterr().out
     assert "resumes from step 30" in out
     assert "changed since this run started: width was 16 and is now 17" in out
     with pytest.raises(ValueError, match=r"a finished run, 40 of 40 steps, of another configuration \(width was 17"):
-        fit(tmp_path / "run", 40, config={"width": 18})
+        fit(tmp_path / "run", 40, config={"width": 18, "folder": "data"})
     words = r"feed was \.\.\. batches of 8, 10 \.\.\. and is now \.\.\. batches of 15, 5 \.\.\.\); choose"
     with pytest.raises(ValueError, match=words):
-        fit(tmp_path / "run", 40, config={"width": 17}, data=train.Feed(arrays(75), batch=15, seed=0))
+        fit(tmp_path / "run", 40, config={"width": 17, "folder": "data"}, data=train.Feed(arrays(75), batch=15, seed=0))
 
 
 def test_the_folder_of_another_model_or_optimizer_is_rejected_with_advice(tmp_path):

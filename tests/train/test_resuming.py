@@ -141,7 +141,7 @@ def test_another_experiment_is_continued_if_told_to_and_reported(copied, capsys)
     assert result.scores != before, "the old scores are of other data"
     words = capsys.readouterr().err
     assert "changed since this run started: the key of the state was" in words
-    assert "changed since this run started: the data of evaluations has changed" in words
+    assert "changed since this run started: the data of evaluations have changed" in words
     assert fit(copied, 20, resume="anyway").step == 20
 
 
