@@ -93,6 +93,16 @@ def test_the_error_of_an_input_of_another_width_names_the_input():
     assert text.endswith("but it is float32[6, 5]; did you mean x.T?")
 
 
+def test_the_error_of_a_missing_state_says_where_it_comes_from():
+    decoder, tokens = nn.MultiHeadAttention(2, causal=True, cache=4), jnp.ones((1, 3, 6))
+    trainables, _ = decoder.init(RNG, tokens)
+    text, note = raised(ValueError, decoder.fwd, tokens, trainables)
+    assert text.endswith("Pass the state, such as a cache or running statistics, that init(rng, x)[1] returned.")
+    assert note.startswith("in position, called on")
+    text, _ = raised(ValueError, nn.KeyValueCache(4).init, RNG, tokens)
+    assert text.endswith("nn.MultiHeadAttention(heads, causal=True, cache=length) passes that itself.")
+
+
 def test_a_state_of_another_shape_is_an_error():
     trainables, state = nn.BatchNorm().init(RNG, X)
     wrong = {**state, "mean": jnp.zeros(5)}
