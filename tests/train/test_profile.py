@@ -1,6 +1,7 @@
 """The profile window of fit, and its progress in a notebook."""
 
 import gzip
+import inspect
 import json
 import sys
 import tempfile
@@ -91,6 +92,11 @@ def test_progress_in_a_notebook_is_one_line_that_changes(monkeypatch, capsys):
     assert len(texts) > 1 and texts[-1].startswith("30/30  ") and "loss" in texts[-1] and "steps/s" in texts[-1]
     out = capsys.readouterr().out
     assert "steps/s" not in out and "finished: 30 of 30 steps" in out
+
+
+def test_an_interrupted_notebook_is_resumed_by_its_cell(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=Shell))
+    assert inspect.getmodule(train.fit)._resume_advice() == "run the cell again to resume"
 
 
 def test_the_first_line_of_progress_leaves_out_what_is_not_known_yet(capsys):
