@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from mlax._jax import abstract_key, source_line
+from mlax._jax import source_line
 from mlax.core import Layer, flatten_paths, short_repr, signature, variable_shapes
 from mlax.inspect._compile import trace_and_compile
 from mlax.inspect._cost import Cost, cost_of, measure_instructions, without_command_buffers
 from mlax.inspect._flops import Operation, operations
 from mlax.inspect._memory import Memory, memory_of
 from mlax.inspect._stages import Stages, stages_of
-from mlax.inspect._summary import path_in_model, summary
+from mlax.inspect._summary import both_passes, path_in_model, summary
 
 MOST_OPERATIONS = 4000  # in the list that is shown by layer
 MOST_MOMENTS = 600  # of the memory curve
@@ -39,7 +39,7 @@ def report(path: str | Path, function: Any, *args: Any, measure: bool = False, *
     rows = None if model is None else _model_rows(model, *args, **kwargs)
     title = type(model).__name__ if model is not None else getattr(function, "__name__", short_repr(function))
     if model is not None:
-        function, args, kwargs = _both_passes(model, *args, **kwargs)
+        (function, args), kwargs = both_passes(model, *args, **kwargs), {}
     traced, compiled = trace_and_compile("report", function, args, kwargs)
     if traced is None:
         raise TypeError("report: a compiled function has no paths of layers; pass the function and its arguments.")
@@ -79,28 +79,6 @@ def write_report(
     path = Path(path)
     path.write_text(page.replace("DATA_OF_THE_REPORT", text, 1), encoding="utf-8")
     return path
-
-
-def _both_passes(model: Layer, x: Any, *, inference_mode: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A function that computes the sum of the outputs and its gradient, and shapes to compile it for."""
-
-    def total(trainables: Any, non_trainables: Any, x: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
-        y, new = model.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
-        floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return sum((leaf.sum(dtype=leaf.dtype).astype(jnp.float32) for leaf in floats), start=jnp.zeros(())), new
-
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
-    variables = variable_shapes(model, x)
-    differentiable = jax.tree.leaves(variables[0]) and not inference_mode
-    return (
-        (jax.value_and_grad(total, has_aux=True) if differentiable else total),
-        (
-            *variables,
-            shapes,
-            abstract_key(),
-        ),
-        {},
-    )
 
 
 def _model_rows(model: Layer, x: Any, **options: Any) -> dict[str, Row]:

@@ -25,6 +25,7 @@ from mlax.core import (
     header,
     layers,
     map_layers,
+    shape_dtypes,
     short_repr,
     signature,
     stacked_axes,
@@ -219,19 +220,23 @@ def _flops_by_layer(
     model: Layer, x: Any, inference_mode: bool, paths: Collection[str]
 ) -> tuple[collections.Counter[str], collections.Counter[str]]:
     """The FLOPs of the forward and of the backward pass by path."""
-    trainables, non_trainables = variable_shapes(model, x)
+    function, arguments = both_passes(model, x, inference_mode=inference_mode)
+    return count_flops(operations(jax.make_jaxpr(function)(*arguments)), paths)
 
-    def total(trainables: Any, non_trainables: Any, x: Any, rng: jax.Array) -> jax.Array:
-        y, _ = model.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+
+def both_passes(model: Layer, x: Any, *, inference_mode: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function, the sum of the outputs of a model and, in training, its gradient; and the shapes to trace it for."""
+
+    def total(trainables: Any, non_trainables: Any, x: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
+        y, new = model.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
         floats = [leaf for leaf in jax.tree.leaves(y) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return sum(
-            (leaf.sum(dtype=leaf.dtype).astype(jnp.float32) for leaf in floats), start=jnp.zeros((), jnp.float32)
-        )
+        sums = (leaf.sum(dtype=leaf.dtype).astype(jnp.float32) for leaf in floats)
+        return sum(sums, start=jnp.zeros((), jnp.float32)), new
 
-    differentiable = jax.tree.leaves(trainables) and not inference_mode
-    function: Callable[..., Any] = jax.value_and_grad(total) if differentiable else total
-    jaxpr = jax.make_jaxpr(function)(trainables, non_trainables, x, abstract_key())
-    return count_flops(operations(jaxpr), paths)
+    variables = variable_shapes(model, x)
+    differentiable = jax.tree.leaves(variables[0]) and not inference_mode
+    function = jax.value_and_grad(total, has_aux=True) if differentiable else total
+    return function, (*variables, shape_dtypes(x), abstract_key())
 
 
 def count_flops(
