@@ -1,6 +1,7 @@
 """Assertions that the tests share: about pytrees, leaf by leaf, and about errors."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,22 @@ def assert_close_to_scale(found: Any, wanted: Any, tolerance: float = 1e-5, leas
     for path, one, other in _pairs(found, wanted):
         scale = np.abs(other).max(initial=least)
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * scale, err_msg=path)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The compilations inside the block, found or not in JAX's cache on disk."""
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def assert_raises(call: Callable[[], Any], error: type[Exception], words: Iterable[str]) -> None:
