@@ -52,6 +52,8 @@ guide: $(VENV)/.docs  ## execute the pages of docs/jax and write their outputs; 
 references:  ## regenerate the reference files of the tests, with PyTorch in a separate environment
 	$(PYTHON) -m venv .venv-references
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
+	.venv-references/bin/python -m pip install -q --disable-pip-version-check transformers==5.22.2 diffusers==0.42.1
+	.venv-references/bin/python -m pip install -q --disable-pip-version-check --no-deps torchvision==0.28.0 pillow
 	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
 
 clean:  ## remove the environments and all generated files

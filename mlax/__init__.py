@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlax import dtypes, files, inspect, nn, ops, optim, place, train
+    from mlax import dtypes, files, inspect, nn, ops, optim, place, train, zoo
     from mlax.core import *  # noqa: F403
 
-_SUBPACKAGES = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train")
+_SUBPACKAGES = ("dtypes", "files", "inspect", "nn", "ops", "optim", "place", "train", "zoo")
 
 __version__ = "0.1.0"
 

@@ -12,6 +12,7 @@ TITLES = {
     "place": "plans for devices and hosts",
     "train": "steps, the loop, feeds, checkpoints",
     "inspect": "what a compiled function does",
+    "zoo": "models, pretrained weights, text generation",
     "files": "safetensors",
 }
 
@@ -112,6 +113,12 @@ GROUPS = {
         "Recompilation": "retrace Retraced Compilation ArgumentChange",
         "FLOPs": "flops",
         "Transfers": "transfers Transfers Transfer",
+    },
+    "zoo": {
+        "Models": "GPT2 gpt2",
+        "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
+        "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
+        "Configurations": "gpt2_from_config",
     },
     "files": {"Files": "save load metadata", "Errors": "InvalidFile NotEnoughSpace"},
 }

@@ -21,6 +21,7 @@ BELOW = {
     "inspect": {"_jax", "core"},
     "place": {"_jax", "_objective", "core", "inspect", "optim"},
     "train": {"_jax", "_metric", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
+    "zoo": {"_jax", "core", "dtypes", "files", "inspect", "nn", "ops", "place"},
     "cli": {"_supervision", "core", "inspect", "train"},
 }
 

@@ -17,8 +17,9 @@ class Embed(Layer):
     """An embedding table (token embeddings), looked up by integers: (...) integers to (..., width), in the table's
     dtype.
 
-    Trainables: table (vocabulary, width). An index outside of the vocabulary gives NaN. The row of the index
-    `padding` is initially zero, and gets no gradient.
+    Called on vectors, floating (..., width), it is the output layer with tied weights: (..., vocabulary), the logits
+    `x @ table.T`, in the same dtype. Trainables: table (vocabulary, width). An index outside of the vocabulary gives
+    NaN. The row of the index `padding` is initially zero, and gets no gradient as an embedding.
 
     >>> layer, x = nn.Embed(1_000, 64), jnp.zeros((8, 20), "int32")
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -37,14 +38,22 @@ class Embed(Layer):
         _check_padding(self)
 
     def init(self, rng, x):
-        _check_indices(self, x)
+        if not self._is_vectors(x):
+            _check_indices(self, x)
         return _init_table(self, rng), None
 
     def tensor_parallel_axes(self, number):
         return {"table": 0}
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        return ops.embedding(x, trainables["table"], padding=self.padding), non_trainables
+        table = trainables["table"]
+        if self._is_vectors(x):
+            return ops.tied_logits(x, table), non_trainables
+        return ops.embedding(x, table, padding=self.padding), non_trainables
+
+    def _is_vectors(self, x: Any) -> bool:
+        """Whether the input is what the table embeds to, and not integers."""
+        return jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 and x.shape[-1] == self.width
 
 
 @frozen

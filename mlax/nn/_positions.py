@@ -26,6 +26,7 @@ class LearnedPositions(Layer):
 
     With `decoding`, each row continues after its tokens in earlier calls, and the input may be a pair of it and lengths
     (b,): how many tokens of each row are not padding, and so counted. Non-trainables: count (b,), the tokens so far.
+    A dict of x and lengths, which may be None, is accepted with and without `decoding`, which alone reads the lengths.
 
     >>> layer, x = nn.LearnedPositions(512), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -306,6 +307,10 @@ class RelativeBias(Layer):
 
 def _split_pair(layer: Any, x: Any) -> tuple[Any, Any]:
     """The input, and None or what came with it: its positions, or its lengths when decoding."""
+    if isinstance(x, dict):
+        if not {"x"} <= x.keys() <= {"x", "lengths"}:
+            raise ValueError(f"{layer}: the input has {', '.join(x)}, but must be a dict of x and lengths.")
+        x = (x["x"], x.get("lengths")) if layer.decoding else x["x"]
     x, other = x if isinstance(x, tuple) else (x, None)
     if x.ndim != 3:
         raise ValueError(f"{layer}: the input has the shape {x.shape}, but must be (batch, time, width).")

@@ -12,7 +12,7 @@ import mlax
 from mlax import nn, optim, place, train
 from mlax.core import Documented, field_table
 
-ROOMS = ("", ".nn", ".ops", ".optim", ".place", ".train", ".inspect", ".dtypes", ".files")
+ROOMS = ("", ".nn", ".ops", ".optim", ".place", ".train", ".inspect", ".dtypes", ".files", ".zoo")
 COLUMNS, LINES = 120, 60  # a screen
 PRIVATE = ("jax._src", "jaxlib.", "typing.", "Annotated", "mlax.", "edits", "<function", "<PjitFunction")
 

@@ -73,6 +73,15 @@ def test_embed_of_anything_but_integers_is_an_error():
         nn.Embed(5, 3).init(RNG, jnp.ones(2))
 
 
+def test_an_embedding_of_vectors_is_the_tied_output_layer():
+    embed, x = nn.Embed(5, 3), jax.random.normal(RNG, (2, 4, 3))
+    trainables, _ = embed.init(RNG, x)
+    logits, _ = embed.fwd(x, trainables)
+    np.testing.assert_allclose(logits, x @ trainables["table"].T, rtol=1e-6)
+    with pytest.raises(TypeError, match="float16"):
+        embed.fwd(x.astype("float16"), trainables)
+
+
 @pytest.mark.parametrize("axes", [(), (0,), (-1, -1), (-4,)])
 def test_axes_that_do_not_exist_are_errors(axes):
     for layer in (nn.Bias(axes=axes), nn.Scaler(axes=axes), nn.LayerNorm(axes=axes)):

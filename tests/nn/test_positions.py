@@ -264,3 +264,16 @@ def test_errors_say_what_is_wrong(build, words):
 def test_relative_bias_of_anything_but_positions_is_an_error():
     with pytest.raises(TypeError, match="must be a pair of integers"):
         nn.RelativeBias(2).init(RNG, normal(2, 3))
+
+
+def test_positions_take_a_dict_whose_lengths_only_decoding_reads():
+    x, lengths = jnp.ones((2, 3, 4)), jnp.array([2, 3])
+    layer = nn.LearnedPositions(8)
+    trainables, _ = layer.init(jax.random.key(0), {"x": x, "lengths": lengths})
+    np.testing.assert_array_equal(layer.fwd({"x": x, "lengths": lengths}, trainables)[0], layer.fwd(x, trainables)[0])
+    decoder = nn.LearnedPositions(8, decoding=True)
+    _, state = decoder.init(jax.random.key(0), {"x": x, "lengths": None})
+    _, state = decoder.fwd({"x": x, "lengths": lengths}, trainables, state)
+    np.testing.assert_array_equal(state["count"], lengths)
+    with pytest.raises(ValueError, match="but must be a dict of x and lengths"):
+        layer.fwd({"x": x, "positions": lengths}, trainables)

@@ -1,0 +1,36 @@
+"""Models with the weights of other libraries, and text generation."""
+
+from mlax.core import name_types as name_types
+from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
+from mlax.zoo._load import Loaded, load, save
+from mlax.zoo._weights import (
+    Weight,
+    WeightMap,
+    load_weights,
+    map_batch_norm,
+    map_conv,
+    map_embed,
+    map_linear,
+    map_norm,
+    state_dict,
+)
+
+__all__ = [
+    "GPT2",
+    "Loaded",
+    "Weight",
+    "WeightMap",
+    "gpt2",
+    "gpt2_from_config",
+    "load",
+    "load_weights",
+    "map_batch_norm",
+    "map_conv",
+    "map_embed",
+    "map_linear",
+    "map_norm",
+    "save",
+    "state_dict",
+]
+
+name_types(globals())

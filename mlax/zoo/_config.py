@@ -1,0 +1,65 @@
+"""Config: the fields of an untrusted config.json, each checked when it is read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_SIZE = 1 << 24  # of anything that a configuration counts
+
+
+class Config:
+    """The fields of a config.json; `family` is for errors.
+
+    A value that would change what the model computes, and that it does not support, must be required to be another.
+    """
+
+    def __init__(self, family: str, config: Mapping[str, Any]):
+        if not isinstance(config, Mapping):
+            raise TypeError(f"{family}: the configuration is {type(config).__name__}, but must be a dict.")
+        self.family = family
+        self.fields = config
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be an integer from 1 to {MAX_SIZE}.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be a number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or False."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be true or false.")
+        return value
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
+        """What a name stands for, such as an activation."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be one of {', '.join(choices)}.")
+        return choices[value]
+
+    def require(self, name: str, *values: Any, default: Any) -> None:
+        """Raise unless a field has one of the values that this model computes."""
+        value = self.fields.get(name, default)
+        if not any(type(value) is type(each) and value == each for each in values):
+            wanted = " or ".join(map(repr, values))
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but only {wanted} is supported.")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.fields.get(name)
+        if value is None and default is None:
+            raise ValueError(f"{self.family}: the configuration has no {name}.")
+        return default if value is None else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,48 @@
+"""Rows of the models: a tiny one of each family and variation, and an input of odd sizes with a batch of 3."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mlax
+from mlax import dtypes, zoo
+from tests.catalogue.row import Row
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelRow(Row):
+    """A model and an input; it is compared with the original implementation in tests/zoo."""
+
+    model: mlax.Layer
+    x: Callable[[str], Any]  # takes the dtype, which integers ignore; batch axis first
+
+    def init(self, dtype: str = "float32") -> tuple[mlax.Layer, Any, Any, Any]:
+        """The model, an input, and its trainables and state: the same arrays each time."""
+        return _initialized(self, dtype)
+
+
+@functools.cache
+def _initialized(row: ModelRow, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
+    trainables, state = row.model.init(jax.random.key(0), row.x("float32"))
+    return row.model, row.x(dtype), dtypes.cast(trainables, dtype), dtypes.cast(state, dtype)
+
+
+def tokens(vocabulary: int, *lengths: int) -> Callable[[str], Any]:
+    """Tokens (b, t), padded on the right, and their lengths (b,)."""
+    rows = np.random.default_rng(0).integers(0, vocabulary, (len(lengths), max(lengths)))
+    return lambda dtype: (jnp.asarray(rows, "int32"), jnp.asarray(lengths, "int32"))
+
+
+def images(*shape: int) -> Callable[[str], Any]:
+    """Images (b, height, width, channels)."""
+    return lambda dtype: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+ROWS = {
+    "GPT2": ModelRow(zoo.GPT2(vocabulary=31, positions=16, width=16, depth=2, heads=2), tokens(31, 7, 3, 1)),
+}

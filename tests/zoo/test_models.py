@@ -1,0 +1,91 @@
+"""The guarantees over every model of the catalogue."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import mlax
+from mlax import dtypes, zoo
+from tests.asserts import assert_close_to_scale, compilations
+from tests.catalogue import MODELS
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def row(request):
+    return request.param
+
+
+def loss(model):
+    def scalar(trainables, state, x, rng):
+        y, _ = model.fwd(x, trainables, state, rng=rng)
+        return sum(jax.lax.reduce_sum(leaf, range(leaf.ndim)) for leaf in jax.tree.leaves(y))
+
+    return scalar
+
+
+def test_every_public_model_has_a_row():
+    models = {
+        name
+        for name in zoo.__all__
+        if inspect.isclass(value := getattr(zoo, name)) and issubclass(value, mlax.Composite)
+    }
+    assert models == {type(row.model).__name__ for row in MODELS.values()}
+    assert models == {name.split()[0] for name in MODELS}
+
+
+def test_equal_descriptions_are_equal_and_hash_equal(row):
+    again = dataclasses.replace(row.model)
+    assert again == row.model and hash(again) == hash(row.model) and eval(repr(row.model), _names()) == row.model
+
+
+def _names():
+    return {**vars(mlax.core), **vars(mlax.nn), **vars(zoo), "jax": jax, "nn": mlax.nn}
+
+
+def test_every_operation_is_in_one_dtype_forward_and_backward(row):
+    model, x, trainables, state = row.init("bfloat16")
+    arguments = (trainables, state, x, jax.random.key(0))
+    assert dtypes.audit(jax.value_and_grad(loss(model)), *arguments, dtype="bfloat16") == ()
+
+
+def test_the_compiled_model_computes_what_it_computes_on_each_example_alone(row):
+    model, x, trainables, state = row.init("float32")
+    fwd = jax.jit(model.fwd, static_argnames="inference_mode")
+    y, _ = fwd(x, trainables, state, inference_mode=True)
+    with compilations() as compiled:
+        fwd(x, trainables, state, inference_mode=True)
+    assert not compiled
+
+    def one(x):
+        single = jax.tree.map(lambda leaf: leaf[None], x)
+        return jax.tree.map(lambda leaf: leaf[0], model.fwd(single, trainables, state, inference_mode=True)[0])
+
+    assert_close_to_scale(jax.jit(jax.vmap(one))(x), y, 2e-5)
+
+
+def test_shapes_of_variables_need_no_input_and_no_memory(row):
+    model, _, trainables, state = row.init("float32")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, (trainables, state))
+
+
+def test_a_state_dict_and_back_is_bitwise_the_same(row):
+    model, _, trainables, state = row.init("float32")
+    names = zoo.state_dict(model, trainables, state)
+    back = zoo.load_weights(model, names)
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves((trainables, state)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_model_can_be_exported_with_a_symbolic_batch_size(row):
+    model, x, trainables, state = row.init("float32")
+    (b,) = export.symbolic_shape("b")
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((b, *leaf.shape[1:]), leaf.dtype), x)
+    exported = export.export(jax.jit(lambda *a: model.fwd(*a, inference_mode=True)[0]))(x, trainables, state)
+    assert {leaf.shape[0] for leaf in exported.out_avals} == {b}
