@@ -61,6 +61,7 @@ GROUPS = {
         "Recurrent cells": "gru lstm lstm_memory lstm_output blend",
         "Mixture of experts": "route dispatch combine",
         "State-space models": "selective_scan causal_filter",
+        "Quantization": "quantize dequantize quantized_linear",
     },
     "dtypes": {
         "Mixed precision": "mixed_bfloat16 mixed_float16 Mixed cast",

@@ -173,7 +173,7 @@ class MultiHeadAttention(Composite):
     precision: PrecisionLike = None  # of all products
     accum_dtype: DType = None  # of the softmax; None: the input's
     param_dtype: DType = None  # None: the input's
-    cache_dtype: DType = None  # None: the dtype that init sees
+    cache_dtype: DType = None  # None: the dtype that init sees; int8 and float8_e4m3fn have scales
     implementation: AttentionBackend | None = None  # None: the fastest that supports these options
 
     def __post_init__(self):

@@ -54,7 +54,8 @@ class KeyValueCache(Layer):
     tokens are overwritten. Segments, if any, are passed to `init` and to every call.
 
     Non-trainables: key and value (b, capacity, g, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
-    computes in; segments (b, capacity).
+    computes in; segments (b, capacity). With `param_dtype="int8"` or "float8_e4m3fn" they are quantized, with a scale
+    for each token and head in the dtype that `init` sees: key_scale and value_scale (b, capacity, g).
 
     >>> cache, k = nn.KeyValueCache(capacity=32), jnp.ones((8, 1, 4, 16))  # one token in each of 8 rows
     >>> token = {"key": k, "value": k, "positions": jnp.zeros((8, 1), "int32")}
@@ -69,20 +70,25 @@ class KeyValueCache(Layer):
     capacity: Size  # tokens of each row
     _: KW_ONLY
     ring: bool = False  # whether new tokens overwrite the oldest
-    param_dtype: DType = None  # None: the dtype that init sees
+    param_dtype: DType = None  # of keys and values; None: the dtype that init sees
+
+    def __post_init__(self):
+        if self.param_dtype is not None and not jnp.issubdtype(self.param_dtype, jnp.floating):
+            ops.check_quantized_dtype("KeyValueCache", self.param_dtype)
 
     def init(self, rng, x):
         self._check_inputs(x)
-        key, value = x["key"], x["value"]
-        if not self.ring and key.shape[1] > self.capacity:
-            raise ValueError(f"{self}: the input has {key.shape[1]} tokens, but there are {self.capacity} slots.")
+        if not self.ring and x["key"].shape[1] > self.capacity:
+            raise ValueError(f"{self}: the input has {x['key'].shape[1]} tokens, but there are {self.capacity} slots.")
 
-        def empty(x, dtype):
-            return jnp.zeros((x.shape[0], self.capacity, *x.shape[2:]), dtype)
+        def empty(shape, dtype):
+            return jnp.zeros((shape[0], self.capacity, *shape[2:]), dtype)
 
-        state = {name: empty(each, self.param_dtype or each.dtype) for name, each in (("key", key), ("value", value))}
+        state = {name: empty(x[name].shape, self.param_dtype or x[name].dtype) for name in ("key", "value")}
+        if self._is_quantized:
+            state |= {f"{name}_scale": empty(x[name].shape[:3], x[name].dtype) for name in ("key", "value")}
         if "segments" in x:
-            state["segments"] = empty(x["segments"], x["segments"].dtype)
+            state["segments"] = empty(x["segments"].shape, x["segments"].dtype)
         return None, state
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -94,8 +100,9 @@ class KeyValueCache(Layer):
         positions = jnp.broadcast_to(jnp.atleast_2d(positions), (b, t))
         lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, t, np.int32)
         is_token = jnp.arange(t, dtype=np.int32)[None] < lengths[:, None]
-        new = {name: x[name] for name in state}
+        new = self._quantize({name: x[name] for name in ("key", "value", "segments") if name in state})
         y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state)
+        y = self._dequantize(y, x["key"].dtype)
         return {name: each for name, each in y.items() if name in x}, state
 
     def _append(self, new, positions, lengths, is_token, state):
@@ -103,12 +110,13 @@ class KeyValueCache(Layer):
         known = ops.known_values(ends)
         if known is not None and np.max(known, initial=0) > self.capacity:
             raise ValueError(f"{self}: the cache is full: there are {self.capacity} slots, for {known.max()} tokens.")
-        is_full = (ends > self.capacity)[:, None, None, None]
-        new = {**new, "value": jnp.where(is_full, jnp.full_like(new["value"], jnp.nan), new["value"])}
+        marked = "value_scale" if self._is_quantized else "value"  # int8 has no NaN
+        is_full = jnp.expand_dims(ends > self.capacity, range(1, new[marked].ndim))
+        new = {**new, marked: jnp.where(is_full, jnp.full_like(new[marked], jnp.nan), new[marked])}
         # what does not fit goes into the last slot, where its NaN is seen
         stored = _write(state, new, jnp.where(is_token, jnp.minimum(positions, self.capacity - 1), self.capacity))
         slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=np.int32)[None], (positions.shape[0], self.capacity))
-        return {**_cast_like(stored, new), "positions": slots}, stored
+        return {**stored, "positions": slots}, stored
 
     def _write_ring(self, new, positions, lengths, is_token, state):
         """Slot i holds the last position that is i modulo the capacity."""
@@ -117,9 +125,9 @@ class KeyValueCache(Layer):
         is_kept = is_token & (positions >= (starts + lengths - self.capacity)[:, None])
         stored = _write(state, new, jnp.where(is_kept, positions % self.capacity, self.capacity))
         if positions.shape[1] == 1:
-            return {**_cast_like(stored, new), "positions": self._slot_positions(starts + lengths)}, stored
-        old = _cast_like(state, new)  # an earlier query attends to tokens that a later one overwrites
-        both = {name: jnp.concatenate([old[name], new[name]], axis=1) for name in state}
+            return {**stored, "positions": self._slot_positions(starts + lengths)}, stored
+        # an earlier query attends to tokens that a later one overwrites
+        both = {name: jnp.concatenate([state[name], new[name].astype(state[name].dtype)], axis=1) for name in state}
         fresh = jnp.where(is_token, positions, EMPTY)
         return {**both, "positions": jnp.concatenate([self._slot_positions(starts), fresh], axis=1)}, stored
 
@@ -128,6 +136,25 @@ class KeyValueCache(Layer):
         last = ends[:, None] - 1
         positions = last - (last - jnp.arange(self.capacity, dtype=np.int32)[None]) % self.capacity
         return jnp.where(positions < 0, EMPTY, positions)
+
+    @property
+    def _is_quantized(self) -> bool:
+        return ops.is_quantized_dtype(self.param_dtype)
+
+    def _quantize(self, new):
+        """The arrays as they are stored, up to a cast."""
+        if not self._is_quantized:
+            return new
+        pairs = {name: ops.quantize(new[name], self.param_dtype) for name in ("key", "value")}
+        codes, scales = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+        return {**new, **codes, **{f"{name}_scale": scale for name, scale in scales.items()}}
+
+    def _dequantize(self, stored, dtype):
+        """The stored keys and values in the dtype of the computation."""
+        if not self._is_quantized:
+            return {**stored, **{name: stored[name].astype(dtype) for name in ("key", "value")}}
+        pairs = {name: (stored[name], stored[f"{name}_scale"].astype(dtype)) for name in ("key", "value")}
+        return {**stored, **{name: ops.dequantize(*pair) for name, pair in pairs.items()}}
 
     def _check_inputs(self, x):
         names = {"key", "value", "positions", "lengths", "segments"}
@@ -168,7 +195,3 @@ def _write(state, new, slots):
 
     state, slots = shard_like((state, slots), new["key"])  # rows of an explicit mesh must agree
     return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
-
-
-def _cast_like(state, new):
-    return {name: array.astype(new[name].dtype) for name, array in state.items()}

@@ -55,6 +55,7 @@ from mlax.ops._positions import (
     sinusoids,
     yarn_frequencies,
 )
+from mlax.ops._quantize import check_quantized_dtype, dequantize, is_quantized_dtype, quantize, quantized_linear
 from mlax.ops._reparam import l2_normalize, output_norms, power_iteration, spectral_norm, weight_norm
 from mlax.ops._resample import (
     Interpolation,
@@ -94,6 +95,7 @@ __all__ = [
     "conv",
     "conv_transpose",
     "ctc_loss",
+    "dequantize",
     "dispatch",
     "dropout",
     "dynamic_ntk_frequencies",
@@ -121,6 +123,8 @@ __all__ = [
     "pixel_unshuffle",
     "pool",
     "prelu",
+    "quantize",
+    "quantized_linear",
     "quick_gelu",
     "relative_bias",
     "relative_buckets",

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from mlax._jax import all_stay_finite, global_norm, layer_path, leaves_with_paths
 from mlax._objective import Backward, Objective, gradients, loss_function, split_frozen
-from mlax.core import Layer, Tree, flatten_paths, layers, shape_dtypes, variable_shapes
+from mlax.core import Layer, Tree, find_layers, flatten_paths, layers, shape_dtypes, variable_shapes
 from mlax.inspect import path_in_model, total_bytes, transfers
 from mlax.optim import Optimizer
 from mlax.place._pipeline import PipelineConfig
@@ -70,6 +70,7 @@ def describe(
         device=device.device_kind,
         pipeline="" if plan.pipeline is None else str(plan.pipeline),
         activations_known=activations_known,
+        cache=_cache_bytes(model, _bytes_by_layer(non_trainables, shardings[1])),
     )
 
 
@@ -89,6 +90,12 @@ def _bytes_by_layer(tree: Any, shardings: Any) -> Counts:
         memory = "host" if sharding.memory_kind == HOST_MEMORY else "device"
         counts[path.rpartition("/")[0], memory] += _shard_bytes(leaf, sharding)
     return counts
+
+
+def _cache_bytes(model: Layer, state: Counts) -> int:
+    """The bytes of the state that stores activations, on one device."""
+    caches = {path for path, layer in find_layers(model, Layer) if layer.stores_activations}
+    return sum(size for (path, memory), size in state.items() if path in caches and memory == "device")
 
 
 def _some_leaves(tree: Any, paths: Collection[str]) -> dict[str, Any]:

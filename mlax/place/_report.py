@@ -55,6 +55,7 @@ class Description(metaclass=Documented):
     device: str  # its kind
     pipeline: str = ""  # its stages, microbatches and bubble, in a sentence
     activations_known: bool = True  # or left to XLA
+    cache: int = 0  # bytes of the KV caches on each device, which the weights include
 
     def bytes_of(self, kind: str, memory: str = "device") -> int:
         """The bytes of 'weights', 'slots', 'gradients' or 'activations' on each device, or in host memory for it."""
@@ -116,6 +117,8 @@ class Description(metaclass=Documented):
             "",
             f"batch          {format_bytes(self.batch)}",
         ]
+        if self.cache:
+            lines.append(f"KV cache       {format_bytes(self.cache)}, among the weights")
         if self.working is not None:
             lines.append(f"working memory {format_bytes(self.working)}: gradients, activations, all-gathered weights")
         lines.append(f"needed         {self._at_least()}{format_bytes(self.needed)} on each device; {self._verdict()}")
