@@ -32,7 +32,8 @@ class Weight(NamedTuple):
     """A name in a state dict, and the layout of its array there.
 
     Each `*` of the name is an index into a leading axis of the leaf: "h.*.ln_1.weight" is the stack of h.0.ln_1.weight,
-    h.1.ln_1.weight and so on. Of several leaves the array is the concatenation along their last axis.
+    h.1.ln_1.weight and so on. Of several leaves the array is the concatenation along their last axis. The array there
+    without its `unit_axes`, transposed by `axes`, is the leaf.
 
     >>> zoo.Weight("h.*.mlp.fc.weight", axes=(1, 0))  # the kernels of a stack of Linear layers
     Weight(name='h.*.mlp.fc.weight', axes=(1, 0))
@@ -40,6 +41,23 @@ class Weight(NamedTuple):
 
     name: str  # in the state dict, with a * for each leading axis
     axes: tuple[int, ...] | None = None  # the transposition of the array there that gives the leaf; None: none
+    unit_axes: tuple[int, ...] = ()  # axes of size 1 of the array there, which the leaf does not have
+    start: int = 0  # the index in the name of the first entry of the leaf
+    counter: str | None = None  # the name of an int64 that PyTorch keeps beside it: written as 0, and never read
+
+    def from_file(self, array: Any) -> np.ndarray:
+        """The leaf, or one index of it, from the array in a state dict."""
+        array = np.squeeze(np.asarray(array), self.unit_axes)
+        return array.transpose(self.axes) if self.axes else array
+
+    def to_file(self, array: Any) -> np.ndarray:
+        """The inverse of `from_file`."""
+        array = array.transpose(_inverse(self.axes)) if self.axes else array
+        return np.expand_dims(array, self.unit_axes)
+
+    def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in a state dict of a leaf, or of one index of it."""
+        return self.to_file(np.broadcast_to(0, shape)).shape
 
 
 Entries = Mapping[str | tuple[str, ...], Weight]  # by the path of a leaf, or of several that one array holds
@@ -57,6 +75,7 @@ class WeightMap(NamedTuple):
     prefix: str = ""  # of the names, which files may leave out
     ignored: tuple[str, ...] = ()  # glob patterns of names in files that are not weights
     tied: Mapping[str, str] = {}  # names in files for the same array as another name
+    others: Mapping[str, "WeightMap"] = {}  # other maps of the same model, by library: loading takes the one that fits
 
 
 class WeightMapped(Protocol, metaclass=DocumentedProtocol):
@@ -87,9 +106,10 @@ def map_norm(path: str, module: str) -> dict[Any, Weight]:
 
 
 def map_batch_norm(path: str, module: str) -> dict[Any, Weight]:
-    """The entries of a BatchNorm: scale and shift, and its running mean and variance."""
-    statistics = {"mean": "running_mean", "var": "running_var"}
-    return map_norm(path, module) | {f"{path}/{leaf}": Weight(f"{module}.{name}") for leaf, name in statistics.items()}
+    """The entries of a BatchNorm: scale and shift, its running mean and variance, and PyTorch's counter of steps."""
+    mean, var = Weight(f"{module}.running_mean"), Weight(f"{module}.running_var")
+    counter = f"{module}.num_batches_tracked"
+    return map_norm(path, module) | {f"{path}/mean": mean, f"{path}/var": var._replace(counter=counter)}
 
 
 def map_embed(path: str, module: str) -> dict[Any, Weight]:
@@ -119,27 +139,35 @@ def load_weights(
     x = described.example_input()
     shapes = variable_shapes(model, x)
     leaves = {path: leaf for tree in shapes for path, leaf in flatten_paths(tree).items()}
-    table = _resolve(described.weight_map(), leaves, arrays)
+    weight_map = described.weight_map()
+    tables = [_resolve(each, leaves, arrays) for each in (weight_map, *weight_map.others.values())]
+    table = min(tables, key=lambda table: sum(source.name not in arrays for source in table.sources))
     _check(model, table, arrays)
     shardings = _shardings(model, x, plan, leaves)
     loaded = {path: _place(leaf, dtype, shardings[path], table.readers[path]) for path, leaf in leaves.items()}
     return tuple(replace_leaves(tree, loaded) for tree in shapes)  # pyright: ignore[reportReturnType]
 
 
-def state_dict(model: Layer, trainables: Tree, non_trainables: Tree = None) -> dict[str, np.ndarray]:
+def state_dict(
+    model: Layer, trainables: Tree, non_trainables: Tree = None, *, names: str | None = None
+) -> dict[str, np.ndarray]:
     """The inverse of `load_weights`: PyTorch's state dict as NumPy arrays.
+
+    `names` is the library, of several that the model's weight map has; None: the first.
 
     In PyTorch, `module.load_state_dict({name: torch.from_numpy(array) for name, array in zoo.state_dict(...).items()})`
     loads it.
     """
-    weight_map = _described(model).weight_map()
+    weight_map = _choose(model, names)
     leaves = {**flatten_paths(trainables), **flatten_paths(non_trainables)}
     state: dict[str, np.ndarray] = {}
     for paths, weight in _present(weight_map.entries, leaves):
         for index in _indices(weight, leaves[paths[0]]):
             parts = [np.asarray(leaves[path][index]) for path in paths]
             array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-            state[_fill(weight.name, index)] = array.transpose(_inverse(weight.axes)) if weight.axes else array
+            state[_fill(weight.name, weight, index)] = weight.to_file(array)
+            if weight.counter is not None:
+                state[_fill(weight.counter, weight, index)] = np.zeros((), np.int64)
     return state | {name: state[other] for name, other in weight_map.tied.items() if other in state}
 
 
@@ -156,8 +184,7 @@ class _Reader(NamedTuple):
         return self.weight.name.count("*")
 
     def read(self, index: tuple[int, ...]) -> np.ndarray:
-        array = np.asarray(self.arrays[_fill(self.weight.name, index)])
-        array = array.transpose(self.weight.axes) if self.weight.axes else array
+        array = self.weight.from_file(self.arrays[_fill(self.weight.name, self.weight, index)])
         return array if self.columns is None else array[..., self.columns]
 
 
@@ -192,6 +219,17 @@ def _described(model: Layer) -> WeightMapped:
     return described
 
 
+def _choose(model: Layer, names: str | None) -> WeightMap:
+    """The weight map with the names of a library."""
+    weight_map = _described(model).weight_map()
+    if names is None:
+        return weight_map
+    if names not in weight_map.others:
+        others = ", ".join(map(repr, weight_map.others)) or "no other names"
+        raise ValueError(f"{short_repr(model)}: names is {names!r}, but the weight map has {others} besides None.")
+    return weight_map.others[names]
+
+
 def _read_arrays(weights: Any) -> dict[str, Any]:
     if isinstance(weights, Mapping):
         return dict(weights)
@@ -215,20 +253,21 @@ def _resolve(weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[s
 
     sources: list[_Source] = []
     readers: dict[str, _Reader] = {}
+    ignored = list(weight_map.ignored)
     for paths, weight in _present(weight_map.entries, leaves):
         stars = weight.name.count("*")
         shapes = [leaves[path].shape[stars:] for path in paths]
         shape = (*shapes[0][:-1], sum(each[-1] for each in shapes)) if len(paths) > 1 else shapes[0]
-        in_file = tuple(shape[axis] for axis in _inverse(weight.axes)) if weight.axes else shape
-        names = (to_file(_fill(weight.name, index)) for index in _indices(weight, leaves[paths[0]]))
-        sources.extend(_Source(name, in_file) for name in names)
+        names = (to_file(_fill(weight.name, weight, index)) for index in _indices(weight, leaves[paths[0]]))
+        sources.extend(_Source(name, weight.shape_in_file(shape)) for name in names)
+        ignored.extend([weight.counter] if weight.counter else ())
         starts = itertools.accumulate((each[-1] for each in shapes), initial=0) if len(paths) > 1 else [None]
         for path, start, each in zip(paths, starts, shapes, strict=False):
             columns = None if start is None else slice(start, start + each[-1])
             readers[path] = _Reader(arrays, weight._replace(name=to_file(weight.name)), columns)
     unmapped = tuple(path for path in leaves if path not in readers)
     tied = {to_file(name): to_file(other) for name, other in weight_map.tied.items()}
-    return _Table(tuple(sources), readers, unmapped, tuple(map(to_file, weight_map.ignored)), tied)
+    return _Table(tuple(sources), readers, unmapped, tuple(map(to_file, ignored)), tied)
 
 
 def _check(model: Layer, table: _Table, arrays: Mapping[str, Any]) -> None:
@@ -304,10 +343,10 @@ def _indices(weight: Weight, leaf: Any) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, leaf.shape[: weight.name.count("*")]))
 
 
-def _fill(name: str, index: tuple[int, ...]) -> str:
-    """The name with an index in place of each star."""
-    pieces = name.split("*")
-    return "".join(itertools.chain(*zip(pieces, (*map(str, index), ""), strict=True)))
+def _fill(name: str, weight: Weight, index: tuple[int, ...]) -> str:
+    """The name with an index in place of each star, the first of which counts from the weight's start."""
+    pieces, numbers = name.split("*"), [str(each + (0 if at else weight.start)) for at, each in enumerate(index)]
+    return "".join(itertools.chain(*zip(pieces, (*numbers, ""), strict=True)))
 
 
 def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
