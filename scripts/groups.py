@@ -121,5 +121,5 @@ GROUPS = {
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
         "Configurations": "gpt2_from_config",
     },
-    "files": {"Files": "save load metadata", "Errors": "InvalidFile NotEnoughSpace"},
+    "files": {"Files": "save load load_torch metadata", "Errors": "InvalidFile NotEnoughSpace"},
 }

@@ -1,4 +1,4 @@
-"""Pytrees of arrays in safetensors files, validated when read and written crash-safely."""
+"""Pytrees of arrays in safetensors files, validated when read and written crash-safely; PyTorch state dicts."""
 
 from mlax.core import name_types as name_types
 from mlax.files._io import NO_LOCKS_ERRNOS as NO_LOCKS_ERRNOS
@@ -33,7 +33,8 @@ from mlax.files._safetensors import read_header as read_header
 from mlax.files._safetensors import serialize as serialize
 from mlax.files._safetensors import to_file_layout as to_file_layout
 from mlax.files._save import save
+from mlax.files._torch import load_torch
 
-__all__ = ["InvalidFile", "NotEnoughSpace", "load", "metadata", "save"]
+__all__ = ["InvalidFile", "NotEnoughSpace", "load", "load_torch", "metadata", "save"]
 
 name_types(globals())

@@ -55,7 +55,7 @@ def _load_file(path: str, within: str | None) -> tuple[Header, dict[str, np.ndar
         data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         for name, entry in header.entries.items():
             if entry.dtype == np.bool_:
-                _check_booleans(file, data, entry, f"{path}, array {name!r}")
+                check_booleans(file, data, entry, f"{path}, array {name!r}")
     return header, {name: _view_array(data, entry) for name, entry in header.entries.items()}
 
 
@@ -66,7 +66,7 @@ def _view_array(data: mmap.mmap, entry: Entry) -> np.ndarray:
     return array.view(entry.dtype).reshape(entry.shape)
 
 
-def _check_booleans(file: BinaryIO, data: mmap.mmap, entry: Entry, where: str) -> None:
+def check_booleans(file: BinaryIO, data: mmap.mmap, entry: Entry, where: str) -> None:
     for start, stop in _data_extents(file.fileno(), entry.start, entry.stop):
         for at in range(start, stop, _SCAN_BYTES):
             largest = np.frombuffer(data, np.uint8, min(_SCAN_BYTES, stop - at), at).max()
