@@ -43,6 +43,7 @@ GROUPS = {
         "Recurrent cells": "RNNCell GRUCell LSTMCell MGUCell ConvLSTMCell Stacked Bidirectional ForgetBias",
         "Mixture of experts and state-space models": "MoE Mamba",
         "Low-rank adaptation": "LoRA merge_lora",
+        "Quantization": "quantize QuantizedLinear",
         "PyTorch state dicts": "from_torch to_torch",
     },
     "ops": {

@@ -45,7 +45,7 @@ class Mixed(Wrapper):
 def cast(tree: Any, dtype: DType) -> Any:
     """A pytree with every floating leaf cast to `dtype`; integers, booleans and keys are unchanged. None casts nothing.
 
-    Leaves may be arrays or `jax.ShapeDtypeStruct`.
+    So are float8 leaves, which have no meaning without their scale. Leaves may be arrays or `jax.ShapeDtypeStruct`.
     """
     if dtype is None:
         return tree
@@ -55,7 +55,7 @@ def cast(tree: Any, dtype: DType) -> Any:
         )
 
     def cast_leaf(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize == 1:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))

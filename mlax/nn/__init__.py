@@ -26,6 +26,7 @@ from mlax.nn._positions import (
     SinusoidalPositions,
     YaRNScaling,
 )
+from mlax.nn._quantize import QuantizedLinear, quantize
 from mlax.nn._recurrent import ConvLSTMCell, ForgetBias, GRUCell, LSTMCell, MGUCell, RNNCell
 from mlax.nn._recurrent_layers import Bidirectional, Stacked
 from mlax.nn._reparam import SpectralNorm, WeightNorm
@@ -78,6 +79,7 @@ __all__ = [
     "PixelShuffle",
     "PixelUnshuffle",
     "Pool",
+    "QuantizedLinear",
     "RMSNorm",
     "RNNCell",
     "RelativeBias",
@@ -93,6 +95,7 @@ __all__ = [
     "YaRNScaling",
     "from_torch",
     "merge_lora",
+    "quantize",
     "to_torch",
 ]
 

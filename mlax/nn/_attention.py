@@ -230,7 +230,7 @@ class MultiHeadAttention(Composite):
     def tensor_parallel_axes(self, number):
         shared = (self.kv_heads or self.heads) % number == 0
         names = ("query", "key", "value") if shared else ("query",) if self.heads % number == 0 else ()
-        axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias")}
+        axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias", "scale")}
         return {**axes, "out/kernel": -2} if axes else {}
 
     def infer_sizes(self, x: Any) -> Self:

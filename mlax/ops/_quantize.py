@@ -17,8 +17,8 @@ def quantize(x: Float[Array, "..."], dtype: Any, axis: int = -1) -> tuple[Array,
 
     One scale for all elements along `axis`, in the dtype of `x`, such that the largest of them is the largest code: 127
     of int8, 448 of float8_e4m3fn. It has at most 8 significant bits, so that a cast to bfloat16 leaves it as it is. The
-    error of an element is at most half of the scale in int8 (a little more in bfloat16, where the quotient is rounded
-    first), and a sixteenth of the element in float8_e4m3fn. Where `x` has NaN or Inf, the scale is NaN or Inf.
+    error of an element is at most half of the scale in int8 (all of it where `x` is bfloat16, whose own rounding is as
+    large), and a sixteenth of the element in float8_e4m3fn. Where `x` has NaN or Inf, the scale is NaN or Inf.
     """
     check_floating("quantize", x)
     check_quantized_dtype("quantize", dtype)

@@ -1,4 +1,4 @@
-"""Rows of Linear, Bias, Scaler, PReLU, Embed and EmbedBag."""
+"""Rows of Linear, QuantizedLinear, Bias, Scaler, PReLU, Embed and EmbedBag."""
 
 import numpy as np
 
@@ -12,6 +12,13 @@ ROWS = {
         (4, 3, 6),
         ({"kernel": (6, 5), "bias": (5,)}, {}),
         lambda x, w: x @ w["kernel"] + w["bias"],
+    ),
+    "QuantizedLinear": LayerRow(
+        lambda dtype: nn.QuantizedLinear(nn.Linear(5), "int8"),
+        (4, 3, 6),
+        ({"kernel": (6, 5), "scale": (5,), "bias": (5,)}, {}),
+        lambda x, w: x @ (w["kernel"] * w["scale"]) + w["bias"],
+        quantized="int8",
     ),
     "Bias": LayerRow(
         lambda dtype: nn.Bias(axes=(-3, -1)),

@@ -46,6 +46,7 @@ class LayerRow(Row):
     needs_key: bool = False  # to train
     tolerance: float = 1e-6  # of float32 against the reference, relative
     no_dtype_error: str = ""  # why it accepts an input of another dtype than its weights
+    quantized: str = ""  # the dtype of its kernel, which has no gradient, if that is quantized
     no_forward_mode: str = ""  # why it has no derivatives in forward mode
     no_second_derivatives: str = ""  # why they are not those of finite differences
     no_single_example: str = ""  # why it cannot be called on one example of the batch that `init` saw

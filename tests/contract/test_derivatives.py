@@ -9,6 +9,7 @@ from mlax import dtypes
 from mlax._jax import to_device
 from tests.asserts import assert_close
 
+pytestmark = pytest.mark.gradients
 H = 1e-6  # of finite differences
 
 

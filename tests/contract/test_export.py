@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from jax import export
 
+pytestmark = pytest.mark.gradients
+
 
 def export_gradients(row):
     """A function that returns the gradients and the output of the layer, and its export with a symbolic batch size."""

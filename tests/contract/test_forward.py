@@ -111,6 +111,7 @@ def gradients(row, dtype):
 
 # `make test` compares those of float64 with finite differences, and those of bfloat16 at a million elements
 @pytest.mark.thorough
+@pytest.mark.gradients
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gradients_in_every_dtype_agree_with_float64(row, dtype):
     with jax.enable_x64(True):

@@ -50,12 +50,14 @@ def case(row, **options):
     return jax.grad(loss, over), arguments, specs, tuple(specs[place] for place in over)
 
 
+@pytest.mark.gradients
 def test_gradients_can_be_traced_on_a_mesh(row, over_devices):
     function, arguments, mesh = over_devices(*case(row, rng=jax.random.key(1)))
     with mesh:
         function.trace(*arguments)
 
 
+@pytest.mark.gradients
 @pytest.mark.thorough
 def test_gradients_on_a_mesh_equal_those_on_one_device(row, over_devices):
     gradient, arguments, *specs = case(row, inference_mode=True)

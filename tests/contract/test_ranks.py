@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-pytestmark = pytest.mark.every_row
+pytestmark = [pytest.mark.every_row, pytest.mark.gradients]
 
 
 def test_nothing_is_promoted_in_rank(row):

@@ -10,6 +10,7 @@ from mlax import dtypes
 TOLERANCE = 16  # epsilons of the dtype, of the largest value of each array
 
 
+@pytest.mark.gradients
 # in float16 `make test` runs those of tests/nn/test_narrow.py
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_sums_of_a_million_elements_in_a_narrow_dtype_are_those_of_float64(row, dtype):

@@ -30,7 +30,7 @@ def test_variables_are_plain_dicts_of_arrays_or_none(row, dtype):
     _, _, trainables, non_trainables = row.init(dtype)
     for tree in (trainables, non_trainables):
         assert tree is None or check(tree) is None
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainables)} <= {dtype}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainables)} <= {dtype, row.quantized}
 
 
 def test_eval_shape_of_init_allocates_nothing(row):
