@@ -19,10 +19,10 @@ TITLES = {
 GROUPS = {
     "mlax": {
         "Layers and composites": "Layer Composite Sub frozen",
-        "Combinators": "Series Parallel Residual F Repeat Map Remat Wrapper Tied Tie",
+        "Combinators": "Series Parallel Residual F Repeat Chain Map Remat Wrapper Tied Tie",
         "Recurrence": "Recurrent Cell CompositeCell",
         "Model surgery by path": "layers all_layers paths get select merge replace rename override wrap freeze "
-        "count stacked_axes",
+        "count stacked_axes unstack",
         "Looking inside": "capture tabulate",
         "Weight initializers": "glorot he lecun VarianceScaling Normal TruncatedNormal Uniform Orthogonal Identity "
         "Constant Zeros Ones Initializer",
@@ -118,6 +118,7 @@ GROUPS = {
     },
     "zoo": {
         "Models": "GPT2 gpt2",
+        "Text generation": "decoder",
         "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
         "Configurations": "gpt2_from_config",

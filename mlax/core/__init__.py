@@ -2,6 +2,7 @@
 
 from mlax._jax import named_key
 from mlax.core._capture import Capture, call_shapes, capture
+from mlax.core._chain import Chain, unstack
 from mlax.core._checks import check_array, check_key, check_not_donated
 from mlax.core._combinators import F, Parallel, Residual, Series
 from mlax.core._composite import Composite, Sub, part_inputs
@@ -76,6 +77,7 @@ from mlax.core._wrappers import Map, Remat, Repeat, Wrapper, get_stack, init_sta
 
 __all__ = [
     "Cell",
+    "Chain",
     "Composite",
     "CompositeCell",
     "Constant",
@@ -123,6 +125,7 @@ __all__ = [
     "select",
     "stacked_axes",
     "tabulate",
+    "unstack",
     "wrap",
 ]
 name_types(globals())

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,8 @@ class Wrapper(Layer):
 
     Variables: those of `layer`, under the same paths, unless a subclass writes `init` too.
     """
+
+    needs_repeat: ClassVar[bool] = False  # whether `layer` must be a Repeat
 
     layer: Layer  # the layer inside
 

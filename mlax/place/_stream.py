@@ -1,7 +1,7 @@
 """Stream: a Repeat whose weights are in host memory, each layer's prefetched to the device."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,8 @@ class Stream(Wrapper):
     On a GPU, set XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after the sign): inside a CUDA graph XLA does
     not overlap copies with computation. Pinned memory is limited to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
     """
+
+    needs_repeat: ClassVar[bool] = True
 
     layer: Repeat  # a Repeat
     inputs_in_host: bool = False  # whether each layer's input is in host memory, too

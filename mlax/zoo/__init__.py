@@ -1,6 +1,7 @@
 """Models with the weights of other libraries, and text generation."""
 
 from mlax.core import name_types as name_types
+from mlax.zoo._decoder import decoder
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._load import Loaded, load, save
 from mlax.zoo._weights import (
@@ -20,6 +21,7 @@ __all__ = [
     "Loaded",
     "Weight",
     "WeightMap",
+    "decoder",
     "gpt2",
     "gpt2_from_config",
     "load",

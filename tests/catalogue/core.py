@@ -51,6 +51,13 @@ def repeated_modulated(inputs, w, times=3):
     return x
 
 
+def chained(inputs, w):
+    x, t = inputs
+    for layer in ("layers/0/", "layers/1/"):
+        x = modulated((x, t), {path.removeprefix(layer): leaf for path, leaf in w.items() if path.startswith(layer)})
+    return x
+
+
 MODULATED = {
     "norm/scale": (6,),
     "norm/shift": (6,),
@@ -121,6 +128,18 @@ ROWS = {
         needs_key=True,
         tolerance=3e-6,
         variant=True,
+        no_sums="the layers that it is made of have rows",
+    ),
+    "Chain": LayerRow(
+        lambda dtype: mlax.Chain((Modulated(6), Modulated(6))),
+        ((4, 6), (4, 3)),
+        (
+            {f"layers/{time}/{path}": shape for time in range(2) for path, shape in MODULATED.items()},
+            {f"layers/{time}/count/calls": () for time in range(2)},
+        ),
+        chained,
+        needs_key=True,
+        tolerance=3e-6,
         no_sums="the layers that it is made of have rows",
     ),
     "Recurrent": LayerRow(

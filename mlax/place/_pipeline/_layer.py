@@ -1,6 +1,6 @@
 """Pipelined: a Repeat whose layers are distributed over the devices of a mesh axis."""
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ class Pipelined(Wrapper):
 
     The mesh is that of `jax.set_mesh`. Without a mesh that has this axis, this is the `Repeat` itself.
     """
+
+    needs_repeat: ClassVar[bool] = True
 
     stages: int  # of devices
     microbatches: int  # of a batch

@@ -1,0 +1,107 @@
+"""The decoder of a language model: the same model with a KV cache, its state apart for each layer."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlax import dtypes, nn
+from mlax.core import (
+    Composite,
+    Layer,
+    Tree,
+    Wrapper,
+    check_layer,
+    fields_of,
+    find_layers,
+    flatten_paths,
+    map_layers,
+    parts_of,
+    unflatten_paths,
+    unstack,
+    with_fields,
+)
+
+FLAGS = ("decode", "decoding", "last_only")  # fields of layers that are True in a decoder
+
+
+def decoder(model: Layer, length: int) -> Any:
+    """A language model as a decoder, for autoregressive generation with a KV cache of `length` tokens.
+
+        decoder = zoo.decoder(model, 256)
+        _, cache = decoder.init(rng, prompts)
+        logits, cache = decoder.fwd((prompts, lengths), trainables, cache, inference_mode=True)  # (b, 1, v)
+        logits, cache = decoder.fwd(token, trainables, cache, inference_mode=True)  # token (b, 1)
+
+    Trainables are those of the model. It sets `cache=length` on each causal nn.MultiHeadAttention, and on all other
+    layers the fields that there are among `decode` (nn.Mamba), `decoding` (nn.LearnedPositions) and `last_only`.
+    Each call continues each row where the one before it ended. A loop over tokens is faster with `mlax.unstack`.
+
+    >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
+    >>> mlax.get(zoo.decoder(model, 16), "blocks/stacked/attend").cache
+    16
+    """
+    check_layer("decoder", "the model", model)
+    found = _set_fields(model, length)
+    if found == model and not has_state(model):
+        raise ValueError(
+            f"decoder: {type(model).__name__} has no causal nn.MultiHeadAttention, and no layer with a field decode, "
+            "so that it would forget the tokens of earlier calls; a language model attends with causal=True."
+        )
+    return found
+
+
+def has_state(model: Layer) -> bool:
+    """Whether a model is a decoder already: it keeps the tokens of earlier calls."""
+    fields = [fields_of(layer) for _, layer in find_layers(model, Layer)]
+    return any(each.get("cache") or each.get("decode") or each.get("decoding") for each in fields)
+
+
+def _set_fields(layer: Layer, length: int) -> Any:
+    """The layer with its fields set, and then its parts, which may follow from them."""
+    fields: dict[str, Any] = {name: True for name in FLAGS if name in fields_of(layer)}
+    if isinstance(layer, nn.MultiHeadAttention) and layer.causal:
+        fields["cache"] = length
+    layer = with_fields(layer, **fields) if fields else layer
+    if isinstance(layer, Wrapper):
+        return with_fields(layer, layer=_set_fields(layer.layer, length))
+    if isinstance(layer, Composite):
+        parts = {name: (part, _set_fields(part, length)) for name, part in parts_of(layer).items()}
+        changed = {name: new for name, (old, new) in parts.items() if new != old}
+        return layer.with_parts(changed) if changed else layer
+    return layer
+
+
+def prepare_decoder(model: Layer, length: int, trainables: Tree) -> tuple[Any, Tree]:
+    """The decoder and its trainables in the form that a loop over tokens is fastest with: (decoder, trainables).
+
+    No variables are stacked, so that the loop's carry has each layer's cache as a separate array, which is updated in
+    place; and casts of mixed precision are done here, once, not at each token.
+    """
+    model, trainables = unstack(decoder(model, length), trainables)
+    boundaries = sorted(find_layers(model, dtypes.Mixed), key=lambda each: each[0].count("/"))  # outer ones first
+    for path, mixed in boundaries:
+        own = _leaves_below(trainables, path)
+        trainables = unflatten_paths({**flatten_paths(trainables), **dtypes.cast(own, mixed.compute)}.items())
+    return map_layers(model, "", functools.partial(_follow_dtype, trainables)), trainables
+
+
+def _follow_dtype(trainables: Tree, path: str, layer: Layer) -> Layer:
+    """An embedding in the dtype of its table, so that `init` sees the dtypes of the computation, as caches need."""
+    if not isinstance(layer, nn.Embed):
+        return layer
+    dtypes = [leaf.dtype for leaf in _leaves_below(trainables, path).values()]
+    wide = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1]
+    return with_fields(layer, param_dtype=wide[0]) if wide else layer
+
+
+def _leaves_below(tree: Tree, path: str) -> dict[str, Any]:
+    return {name: leaf for name, leaf in flatten_paths(tree).items() if not path or name.startswith(f"{path}/")}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_state(decoder: Layer, inputs: Any, non_trainables: Tree = None) -> Tree:
+    """The state of a decoder before its first token, for inputs of these shapes; `non_trainables` are kept."""
+    _, state = decoder.init(jax.random.key(0), inputs)  # the weights are unused, and so not computed
+    return unflatten_paths({**flatten_paths(state), **flatten_paths(non_trainables)}.items())

@@ -1,0 +1,54 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import dtypes, nn, place, zoo
+from mlax.zoo._decoder import init_state, prepare_decoder
+
+MODEL = zoo.GPT2(vocabulary=50, positions=32, width=16, depth=2, heads=2)
+
+
+@pytest.fixture(scope="module")
+def trainables():
+    return MODEL.init(jax.random.key(0), MODEL.example_input())[0]
+
+
+def test_a_decoder_continues_each_row_where_its_prompt_ended(trainables):
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, 50)
+    lengths = jnp.array([7, 4, 1])
+    decoder, weights = prepare_decoder(MODEL, 12, trainables)
+    state = init_state(decoder, (tokens, lengths))
+    logits, state = decoder.fwd((tokens, lengths), weights, state, inference_mode=True)
+    following = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
+    after, _ = decoder.fwd(following, weights, state, inference_mode=True)
+    wanted, _ = MODEL.fwd(tokens, trainables, inference_mode=True)
+    np.testing.assert_allclose(logits[:, 0], wanted[np.arange(3), lengths - 1], atol=1e-5)
+    np.testing.assert_allclose(after[:, 0], wanted[np.arange(3), lengths], atol=1e-5)
+
+
+def test_fields_of_decoding_are_set_through_wrappers():
+    model = dtypes.mixed_bfloat16(mlax.wrap(MODEL, nn.Linear, lambda layer: nn.LoRA(layer, rank=2)))
+    model = place.On(model, jax.devices()[0])
+    decoder = zoo.decoder(model, 12)
+    assert mlax.get(decoder, "blocks/stacked/attend").cache == 12
+    assert mlax.get(decoder, "positions").decoding and decoder.layer.layer.last_only
+    mamba = mlax.Series(nn.Embed(50, 16), nn.Mamba(16), nn.Linear(50))
+    decoder = zoo.decoder(mamba, 12)
+    assert decoder == mlax.override(mamba, nn.Mamba, decode=True)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_caches_are_in_the_dtype_of_the_computation(trainables, mixed):
+    model = dtypes.mixed_bfloat16(MODEL) if mixed else MODEL
+    weights = trainables if mixed else dtypes.cast(trainables, "bfloat16")
+    decoder, weights = prepare_decoder(model, 12, weights)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    state = jax.eval_shape(lambda tokens: init_state(decoder, tokens), jnp.zeros((2, 3), "int32"))
+    assert mlax.get(state, "blocks/layers/1/attend/cache/key").dtype == jnp.bfloat16
+
+
+def test_a_model_that_forgets_earlier_tokens_is_refused():
+    with pytest.raises(ValueError, match="a language model attends with causal=True"):
+        zoo.decoder(mlax.Series(nn.Embed(50, 16), nn.Linear(50)), 12)
