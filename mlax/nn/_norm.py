@@ -149,7 +149,8 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """RMS normalization: divide by the root of the mean square over `axes`, then scale by a learned array.
 
-    Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`.
+    Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`. Gemma's
+    weights are distances from 1: `RMSNorm(scale_offset=1.0, scale_init=Zeros())`.
     https://arxiv.org/abs/1910.07467, equation 4.
 
     >>> layer, x = nn.RMSNorm(), jnp.ones((8, 20, 64))
@@ -164,6 +165,7 @@ class RMSNorm(Layer):
     axes: tuple[int, ...] = (-1,)  # to normalize
     eps: float = 1e-6  # added to the mean square
     scale: bool = True  # whether to multiply by a learned scale
+    scale_offset: float = 0.0  # added to the learned scale
     scale_init: Initializer = Ones()  # of the scale
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
@@ -177,7 +179,8 @@ class RMSNorm(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype) or {}
-        y = ops.rms_norm(x, **weights, axes=self.axes, eps=self.eps, accum_dtype=self.accum_dtype)
+        options = {"axes": self.axes, "eps": self.eps, "scale_offset": self.scale_offset}
+        y = ops.rms_norm(x, **weights, **options, accum_dtype=self.accum_dtype)
         return y, non_trainables
 
 

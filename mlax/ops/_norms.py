@@ -99,15 +99,18 @@ def rms_norm(
     *,
     axes: tuple[int, ...] = (-1,),
     eps: float = 1e-6,
+    scale_offset: float = 0.0,
     accum_dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """RMS normalization: `x / sqrt(mean(x * x) + eps) * scale` over `axes`, in the dtype of `x`.
+    """RMS normalization: `x / sqrt(mean(x * x) + eps) * (scale + scale_offset)` over `axes`, in the dtype of `x`.
 
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
     check_same_dtype("rms_norm", x=x, scale=scale)
     check_floating("rms_norm", x)
     wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    if scale is not None and scale_offset:
+        scale = lax.convert_element_type(scale, wide.dtype) + scale_offset
     return lax.convert_element_type(_scale_and_shift(_divide_by_rms(wide, axes, eps)[0], scale, None), x.dtype)
 
 

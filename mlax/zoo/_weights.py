@@ -43,6 +43,7 @@ class Weight(NamedTuple):
     axes: tuple[int, ...] | None = None  # the transposition of the array there that gives the leaf; None: none
     unit_axes: tuple[int, ...] = ()  # axes of size 1 of the array there, which the leaf does not have
     start: int = 0  # the index in the name of the first entry of the leaf
+    step: int = 1  # from the index in the name of one entry of the leaf to that of the next
     counter: str | None = None  # the name of an int64 that PyTorch keeps beside it: written as 0, and never read
 
     def from_file(self, array: Any) -> np.ndarray:
@@ -344,8 +345,9 @@ def _indices(weight: Weight, leaf: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _fill(name: str, weight: Weight, index: tuple[int, ...]) -> str:
-    """The name with an index in place of each star, the first of which counts from the weight's start."""
-    pieces, numbers = name.split("*"), [str(each + (0 if at else weight.start)) for at, each in enumerate(index)]
+    """The name with an index in place of each star, the first of which counts by the weight's start and step."""
+    first = [weight.start + weight.step * each for each in index[:1]]
+    pieces, numbers = name.split("*"), map(str, (*first, *index[1:]))
     return "".join(itertools.chain(*zip(pieces, (*numbers, ""), strict=True)))
 
 

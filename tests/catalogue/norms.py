@@ -73,6 +73,14 @@ ROWS = {
         tolerance=3e-6,
         large=(2, 2, 2**18),
     ),
+    "RMSNorm offset": LayerRow(
+        lambda dtype: nn.RMSNorm(scale_offset=1.0),
+        (4, 3, 6),
+        ({"scale": (6,)}, {}),
+        lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1.0 + w["scale"]),
+        tolerance=3e-6,
+        variant=True,
+    ),
     "RMSNorm bare": LayerRow(
         lambda dtype: nn.RMSNorm(axes=(-2, -1), scale=False, eps=1e-2),
         (4, 3, 6),
