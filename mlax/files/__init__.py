@@ -19,6 +19,7 @@ from mlax.files._io import translate_no_space as translate_no_space
 from mlax.files._io import unlock_file as unlock_file
 from mlax.files._io import write_synced as write_synced
 from mlax.files._load import load, metadata
+from mlax.files._load import release_pages as release_pages
 from mlax.files._safetensors import MAX_AXES as MAX_AXES
 from mlax.files._safetensors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from mlax.files._safetensors import MAX_NAME_LENGTH as MAX_NAME_LENGTH

@@ -66,6 +66,17 @@ def _view_array(data: mmap.mmap, entry: Entry) -> np.ndarray:
     return array.view(entry.dtype).reshape(entry.shape)
 
 
+def release_pages(array: np.ndarray) -> None:
+    """Drop the pages of a memory-mapped array from this process's memory; they are read again when they are needed."""
+    base: Any = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if isinstance(base, mmap.mmap) and hasattr(base, "madvise") and array.size:
+        start, (low, high) = np.frombuffer(base, np.uint8).ctypes.data, np.lib.array_utils.byte_bounds(array)
+        offset = (low - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, offset, high - start - offset)
+
+
 def check_booleans(file: BinaryIO, data: mmap.mmap, entry: Entry, where: str) -> None:
     for start, stop in _data_extents(file.fileno(), entry.start, entry.stop):
         for at in range(start, stop, _SCAN_BYTES):
@@ -90,7 +101,7 @@ def _data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int,
 
 
 def _load_index(path: str, within: str | None) -> dict[str, np.ndarray]:
-    weight_map = _read_index(path, within)
+    weight_map = read_index(path, within, ".safetensors")
     folder = os.path.dirname(os.path.abspath(path))
     files: dict[str, dict[str, np.ndarray]] = {}
     header_bytes = 0
@@ -105,19 +116,19 @@ def _load_index(path: str, within: str | None) -> dict[str, np.ndarray]:
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
-def _read_index(path: str, within: str | None) -> dict[str, str]:
-    """The file of each array: plain names of files beside the index."""
+def read_index(path: str, within: str | None, suffix: str) -> dict[str, str]:
+    """The file of each array: plain names, which end in `suffix`, of files beside the index."""
     with safe_open(path, within) as (file, size):
         if size > MAX_HEADER_BYTES:
             raise InvalidFile(f"{path}: the index has {size:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed.")
         index = parse_json(file.read(size), path, depth=8, items=MAX_ARRAYS + MAX_METADATA)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InvalidFile(f"{path}: it has no weight_map, so it is not an index of safetensors files.")
+        raise InvalidFile(f"{path}: it has no weight_map, so it is not an index of {suffix} files.")
     for name, file in weight_map.items():
         if reason := name_error(name):
             raise InvalidFile(f"{path}: {name[:100]!r} is not a valid array name: {reason}.")
-        if not _is_file_name(file) or not file.endswith(".safetensors"):
+        if not _is_file_name(file) or not file.endswith(suffix):
             raise InvalidFile(f"{path}: {name!r} is in {str(file)[:100]!r}, but must be in a file beside the index.")
     check_total_parts(weight_map, path)
     return weight_map

@@ -14,12 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from mlax.files._io import InvalidFile, is_count, safe_open
-from mlax.files._load import check_booleans
+from mlax.files._load import check_booleans, read_index
 from mlax.files._pickle import MAX_PICKLE_BYTES, Name, interpret
 from mlax.files._safetensors import MAX_ARRAYS, MAX_AXES, Entry, name_error
 from mlax.files._zip import Member, read_members
 
-MAX_DEPTH, MAX_VALUES, MAX_NAME_BYTES = 32, 200_000, 1 << 24
+MAX_DEPTH, MAX_VALUES, MAX_NAME_BYTES, MAX_INDEX_FILES = 32, 200_000, 1 << 24, 1000
 MAX_SHARING = 16  # bytes of tensors for each byte of the file, since several may share a storage
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of PyTorch before 1.6, as a pickle
@@ -68,11 +68,30 @@ def load_torch(
     (numbers, strings, None) are left out. `key` selects one entry of the outermost dict.
 
     The file may be untrusted: nothing in it is executed or imported, and whatever is not a state dict raises
-    `InvalidFile` with the reason. So do the files of PyTorch before 1.6, of TorchScript, and of whole modules.
+    `InvalidFile` with the reason. So do the files of PyTorch before 1.6, of TorchScript, and of whole modules. A path
+    that ends in `.json` is an index (`pytorch_model.bin.index.json`), whose .bin files are read from its own folder.
     Symbolic links may only lead to files inside the file's folder, or inside `within`, such as a download cache.
     """
-    path = os.fspath(path)
-    with safe_open(path, os.fspath(within) if within is not None else None) as (file, size):
+    path, within = os.fspath(path), os.fspath(within) if within is not None else None
+    return _load_index(path, within) if path.endswith(".json") else _load_archive(path, key, within)
+
+
+def _load_index(path: str, within: str | None) -> dict[str, np.ndarray]:
+    weight_map = read_index(path, within, ".bin")
+    folder = os.path.dirname(os.path.abspath(path))
+    shards: dict[str, dict[str, np.ndarray]] = {}
+    for file in sorted(set(weight_map.values())):
+        if len(shards) >= MAX_INDEX_FILES:
+            raise InvalidFile(f"{path}: it lists more than {MAX_INDEX_FILES:,} files.")
+        shards[file] = _load_archive(os.path.join(folder, file), None, within)
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise InvalidFile(f"{path}: it lists {name!r} in {file}, which does not contain it.")
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def _load_archive(path: str, key: str | None, within: str | None) -> dict[str, np.ndarray]:
+    with safe_open(path, within) as (file, size):
         start = file.read(len(_LEGACY))
         if not start.startswith(b"PK\3\4"):
             raise InvalidFile(f"{path}: {_other_format(start)}")

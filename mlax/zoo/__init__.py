@@ -4,17 +4,9 @@ from mlax.core import name_types as name_types
 from mlax.zoo._decoder import decoder
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._load import Loaded, load, save
-from mlax.zoo._weights import (
-    Weight,
-    WeightMap,
-    load_weights,
-    map_batch_norm,
-    map_conv,
-    map_embed,
-    map_linear,
-    map_norm,
-    state_dict,
-)
+from mlax.zoo._load_weights import load_weights
+from mlax.zoo._state_dict import state_dict
+from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_embed, map_linear, map_norm
 
 __all__ = [
     "GPT2",

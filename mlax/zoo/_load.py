@@ -10,7 +10,8 @@ from mlax import files
 from mlax.core import Layer, Tree, document_tuple, short_repr
 from mlax.place import Plan
 from mlax.zoo._gpt2 import gpt2_from_config
-from mlax.zoo._weights import load_weights, state_dict
+from mlax.zoo._load_weights import load_weights
+from mlax.zoo._state_dict import state_dict
 
 MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by the model_type of a config.json
     "gpt2": gpt2_from_config,
