@@ -1,6 +1,7 @@
 """Models with the weights of other libraries, and text generation."""
 
 from mlax.core import name_types as name_types
+from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._decoder import decoder
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._load import Loaded, load, save
@@ -9,10 +10,15 @@ from mlax.zoo._state_dict import state_dict
 from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_embed, map_linear, map_norm
 
 __all__ = [
+    "BERT",
     "GPT2",
+    "BERTClassifier",
+    "BERTMaskedLM",
     "Loaded",
     "Weight",
     "WeightMap",
+    "bert",
+    "bert_from_config",
     "decoder",
     "gpt2",
     "gpt2_from_config",
@@ -23,6 +29,8 @@ __all__ = [
     "map_embed",
     "map_linear",
     "map_norm",
+    "minilm",
+    "roberta",
     "save",
     "state_dict",
 ]

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 from mlax import files
 from mlax.core import Layer, Tree, document_tuple, short_repr
 from mlax.place import Plan
+from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._state_dict import state_dict
 
 MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by the model_type of a config.json
+    "bert": bert_from_config,
     "gpt2": gpt2_from_config,
+    "roberta": bert_from_config,
+    "xlm-roberta": bert_from_config,
 }
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 MAX_CONFIG_BYTES = 1 << 20
