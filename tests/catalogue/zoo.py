@@ -43,6 +43,11 @@ def images(*shape: int) -> Callable[[str], Any]:
     return lambda dtype: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
+ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
+ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, heads=2, hidden=24, padding=1)
 ROWS = {
+    "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
+    "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
+    "BERTClassifier of RoBERTa": ModelRow(zoo.BERTClassifier(ROBERTA, classes=3), tokens(31, 7, 3, 1)),
     "GPT2": ModelRow(zoo.GPT2(vocabulary=31, positions=16, width=16, depth=2, heads=2), tokens(31, 7, 3, 1)),
 }
