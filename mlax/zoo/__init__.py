@@ -3,22 +3,30 @@
 from mlax.core import name_types as name_types
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._decoder import decoder
+from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._load import Loaded, load, save
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._state_dict import state_dict
+from mlax.zoo._unet import UNet, unet, unet_from_config
+from mlax.zoo._vae import VAE, vae, vae_from_config
 from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_embed, map_linear, map_norm
 
 __all__ = [
     "BERT",
     "GPT2",
+    "VAE",
     "BERTClassifier",
     "BERTMaskedLM",
+    "Diffusion",
     "Loaded",
+    "UNet",
     "Weight",
     "WeightMap",
     "bert",
     "bert_from_config",
+    "ddim",
+    "ddpm",
     "decoder",
     "gpt2",
     "gpt2_from_config",
@@ -33,6 +41,10 @@ __all__ = [
     "roberta",
     "save",
     "state_dict",
+    "unet",
+    "unet_from_config",
+    "vae",
+    "vae_from_config",
 ]
 
 name_types(globals())

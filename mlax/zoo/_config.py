@@ -5,6 +5,8 @@ from typing import Any
 
 MAX_SIZE = 1 << 24  # of anything that a configuration counts
 
+MAX_ENTRIES = 1000  # of a list
+
 
 class Config:
     """The fields of a config.json; `family` is for errors.
@@ -25,6 +27,20 @@ class Config:
             raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be an integer from 1 to {MAX_SIZE}.")
         return value
 
+    def optional_size(self, name: str, default: int | None) -> int | None:
+        """A positive integer, or None."""
+        value = self.fields.get(name, default)
+        return None if value is None else self.size(name, value)
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """A list of positive integers."""
+        values = self._list(name)
+        return tuple(Config(self.family, {name: value}).size(name) for value in values)
+
+    def levels(self, name: str, choices: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A list of names, each standing for something."""
+        return tuple(Config(self.family, {name: value}).choice(name, choices) for value in self._list(name))
+
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number."""
         value = self._get(name, default)
@@ -39,11 +55,12 @@ class Config:
             raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be true or false.")
         return value
 
-    def choice(self, name: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
-        """What a name stands for, such as an activation."""
+    def choice(self, name: str, choices: Mapping[Any, Any], default: Any = None) -> Any:
+        """What a name or a number stands for, such as an activation."""
         value = self._get(name, default)
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be one of {', '.join(choices)}.")
+        if not isinstance(value, str | int) or value not in choices:
+            wanted = ", ".join(map(str, choices))
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be one of {wanted}.")
         return choices[value]
 
     def require(self, name: str, *values: Any, default: Any) -> None:
@@ -52,6 +69,12 @@ class Config:
         if not any(type(value) is type(each) and value == each for each in values):
             wanted = " or ".join(map(repr, values))
             raise ValueError(f"{self.family}: {name} is {_short(value)}, but only {wanted} is supported.")
+
+    def _list(self, name: str) -> list[Any]:
+        values = self._get(name, None)
+        if not isinstance(values, list | tuple) or not 1 <= len(values) <= MAX_ENTRIES:
+            raise ValueError(f"{self.family}: {name} is {_short(values)}, but must be a list of 1 to {MAX_ENTRIES}.")
+        return list(values)
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.fields.get(name)

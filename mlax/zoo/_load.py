@@ -13,14 +13,18 @@ from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._state_dict import state_dict
+from mlax.zoo._unet import unet_from_config
+from mlax.zoo._vae import vae_from_config
 
-MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by the model_type of a config.json
+MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by model_type, or _class_name in diffusers' config.json
+    "AutoencoderKL": vae_from_config,
+    "UNet2DModel": unet_from_config,
     "bert": bert_from_config,
     "gpt2": gpt2_from_config,
     "roberta": bert_from_config,
     "xlm-roberta": bert_from_config,
 }
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "diffusion_pytorch_model.safetensors")
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -68,7 +72,7 @@ def _read_model(folder: Path) -> Layer:
         if size > MAX_CONFIG_BYTES:
             raise files.InvalidFile(f"{path}: it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are allowed.")
         config = files.parse_json(file.read(size), path, depth=16, items=100_000)
-    kind = config.get("model_type")
+    kind = config.get("model_type", config.get("_class_name"))
     if not isinstance(kind, str) or kind not in MODELS:
         raise ValueError(f"{path}: model_type is {str(kind)[:80]!r}, but must be one of {', '.join(sorted(MODELS))}.")
     return MODELS[kind](config)

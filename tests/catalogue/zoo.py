@@ -43,11 +43,22 @@ def images(*shape: int) -> Callable[[str], Any]:
     return lambda dtype: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
+def noisy_images(classes: int, *shape: int) -> Callable[[str], Any]:
+    """Images (b, height, width, channels), time steps (b,) and labels (b,)."""
+    draws = np.random.default_rng(1)
+    time, label = (jnp.asarray(draws.integers(0, n, shape[0]), "int32") for n in (1000, classes))
+    return lambda dtype: (images(*shape)(dtype), time, label)
+
+
 ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
 ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, heads=2, hidden=24, padding=1)
 ROWS = {
     "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
     "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
     "BERTClassifier of RoBERTa": ModelRow(zoo.BERTClassifier(ROBERTA, classes=3), tokens(31, 7, 3, 1)),
+    "UNet": ModelRow(
+        zoo.UNet(widths=(4, 8), attention=(False, True), layers=1, groups=2, classes=3), noisy_images(3, 3, 4, 6, 3)
+    ),
+    "VAE": ModelRow(zoo.VAE(widths=(4, 8), layers=1, groups=2, latent=2), images(3, 4, 6, 3)),
     "GPT2": ModelRow(zoo.GPT2(vocabulary=31, positions=16, width=16, depth=2, heads=2), tokens(31, 7, 3, 1)),
 }

@@ -1,0 +1,132 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax import zoo
+from tests.zoo.reference import Reference
+
+KINDS = {"epsilon": "noise", "sample": "image", "v_prediction": "velocity"}
+BETAS = {"linear": "linear", "squaredcos_cap_v2": "cosine"}
+
+
+def channels_last(images):
+    return jnp.asarray(np.moveaxis(images, 1, -1))
+
+
+def random_images(*shape):
+    return channels_last(np.float32(np.random.default_rng(0).standard_normal(shape)))
+
+
+def output_and_gradient(model, trainables, x, reference, select=lambda y: y):
+    """The output, channels first, and the gradient of its product with the reference's weights."""
+    weights = np.float32(np.random.default_rng(1).standard_normal(reference["output"].shape))
+
+    def loss(trainables):
+        y, _ = model.fwd(x, trainables, inference_mode=True)
+        return (select(y) * channels_last(weights)).sum(), y
+
+    gradient, y = jax.jit(jax.grad(loss, has_aux=True))(trainables)
+    return y, gradient
+
+
+@pytest.mark.parametrize("name", ["unet", "unet_ddpm"])
+def test_a_unet_computes_what_that_of_diffusers_computes(name):
+    reference = Reference(name)
+    model = zoo.unet_from_config(reference.config)
+    trainables, _ = reference.check_round_trip(model, reference.state())
+    x, time = random_images(2, 3, 6, 8), jnp.array([3, 987])
+    inputs = (x, time) if model.classes is None else (x, time, jnp.array([4, 0]))
+    y, gradient = output_and_gradient(model, trainables, inputs, reference)
+    np.testing.assert_allclose(np.moveaxis(y, -1, 1), reference["output"], atol=2e-5, rtol=1e-5)
+    reference.check_gradients(model, gradient)
+    assert zoo.unet_from_config(model.config()) == model
+
+
+def test_a_vae_computes_what_that_of_diffusers_computes():
+    reference = Reference("vae")
+    model = zoo.vae_from_config(reference.config)
+    trainables, _ = reference.check_round_trip(model, reference.state())
+    x = random_images(2, 3, 6, 8)
+    outputs, gradient = output_and_gradient(model, trainables, x, reference, lambda y: y["reconstruction"])
+    for name in ("mean", "log_variance"):
+        np.testing.assert_allclose(np.moveaxis(outputs[name], -1, 1), reference[name], atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(np.moveaxis(outputs["reconstruction"], -1, 1), reference["output"], atol=2e-5, rtol=1e-5)
+    reference.check_gradients(model, gradient)
+    assert zoo.vae_from_config(model.config()) == model
+
+
+@pytest.mark.thorough
+def test_the_published_unets_and_the_vae_have_their_numbers_of_parameters():
+    published = {zoo.unet("cifar10"): 35_746_307, zoo.unet("celebahq"): 113_673_219, zoo.vae(): 83_653_863}
+    for model, number in published.items():
+        trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+        assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == number
+
+
+@pytest.fixture(scope="module")
+def samplers():
+    with np.load("tests/references/samplers.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+def test_the_steps_of_ddpm_and_ddim_are_those_of_diffusers(samplers):
+    x, predicted, noise = (samplers[name] for name in ("x", "predicted", "noise"))
+    for name, wanted in samplers.items():
+        kind, *words = name.split()
+        if kind == "ddpm":
+            predicts, betas, variance, time = words
+            process = zoo.Diffusion(
+                predicts=KINDS[predicts], betas=BETAS[betas], variance=variance.removeprefix("fixed_")
+            )
+            found = process.ddpm_step(x, predicted, jnp.full(2, int(time)), noise)
+        elif kind == "ddim":
+            predicts, betas, eta, time = words
+            process = zoo.Diffusion(predicts=KINDS[predicts], betas=BETAS[betas])
+            earlier = jnp.full(2, max(int(time) - 50, -1))
+            found = process.ddim_step(x, predicted, jnp.full(2, int(time)), earlier, noise, float(eta))
+        elif kind == "noisy":
+            found = zoo.Diffusion(betas=BETAS[words[0]]).add_noise(x, noise, jnp.array([7, 800]))
+        elif kind == "velocity":
+            process = zoo.Diffusion(betas=BETAS[words[0]], predicts="velocity")
+            found = process.target(x, noise, jnp.array([7, 800]))
+        else:
+            continue
+        np.testing.assert_allclose(found, wanted, atol=5e-4, err_msg=name)  # its tables are float32 throughout
+
+
+def test_samplers_draw_from_the_distribution_that_an_exact_model_predicts():
+    """The noise in data that are normal, with mean 0.3 and deviation 0.1, is known exactly."""
+
+    def predict(x, time):
+        product = jnp.asarray(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)), x.dtype)[time][:, None]
+        variance = product * 0.1**2 + 1 - product
+        return jnp.sqrt(1 - product) * (x - jnp.sqrt(product) * 0.3) / variance
+
+    rng = jax.random.key(0)
+    noise = jax.random.normal(rng, (4000, 1))
+    images = {
+        "ddpm": jax.jit(lambda x: zoo.ddpm(predict, x, rng))(noise),
+        "ddim": jax.jit(lambda x: zoo.ddim(predict, x, steps=500))(noise),
+        "ddim with noise": jax.jit(lambda x: zoo.ddim(predict, x, rng, steps=500, eta=1.0))(noise),
+    }
+    for name, each in images.items():
+        assert abs(each.mean() - 0.3) < 0.01, name
+        assert abs(each.std() - 0.1) < 0.01, name
+
+
+def test_a_time_step_that_the_process_does_not_have_gives_nan():
+    process, x = zoo.Diffusion(steps=10), jnp.ones((3, 2))
+    noisy = process.add_noise(x, x, jnp.array([9, 10, -2]))
+    np.testing.assert_array_equal(jnp.isnan(noisy).all(-1), [False, True, True])
+    with pytest.raises(ValueError, match="steps is 11, but must be from 1 to 10"):
+        zoo.ddim(lambda x, time: x, x, process=process, steps=11)
+    with pytest.raises(ValueError, match="betas is 'quadratic', but must be linear or scaled_linear or cosine"):
+        zoo.Diffusion(betas="quadratic")
+
+
+def test_labels_are_required_where_the_unet_has_classes():
+    x, time = jnp.ones((1, 2, 2, 3)), jnp.array([1])
+    model = zoo.UNet(widths=(4, 4), attention=(False, False), groups=2, classes=3)
+    with pytest.raises(ValueError, match="must have labels"):
+        model.init(jax.random.key(0), (x, time))
