@@ -32,6 +32,8 @@ from mlax.core._parts import split_parts
 from mlax.core._surgery import find_layers
 from mlax.core._wrappers import Tap, Wrapper, slice_shapes
 
+CARRY = "carry"  # the name of a carry among the non-trainables
+
 
 @frozen
 class Cell(Layer):
@@ -83,8 +85,10 @@ class Recurrent(Wrapper):
     Variables: those of the cell, shared by all steps. `reverse` scans from the last step to the first.
     With `carry=True` the input is (carry, x) and the output (carry, y): the initial carry and the final one. With
     `lengths=True` the sequence length of each example, integers (b,), comes last in the input, (x, lengths) or
-    (carry, x, lengths): past it the carry stays as it is and y is zero. `unroll` is that of `lax.scan`; None is 4 on
-    a GPU, where an LSTM then takes two thirds of the time, and 1 elsewhere, where it gains nothing.
+    (carry, x, lengths): past it the carry stays as it is and y is zero. With `stateful` a call starts with the final
+    carry of the one before, for decoding and for truncated backpropagation through time: non-trainables carry/0,
+    carry/1 and so on, (b, ...), zero at first. `unroll` is that of `lax.scan`; None is 4 on a GPU, where an LSTM then
+    takes two thirds of the time, and 1 elsewhere, where it gains nothing.
 
     >>> layer, x = mlax.Recurrent(nn.LSTMCell(32)), jnp.ones((8, 20, 16))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -99,8 +103,14 @@ class Recurrent(Wrapper):
     unroll: int | None = None  # steps of the scan per iteration; None: as is fastest
     carry: bool = False  # whether the carry is an input and an output
     lengths: bool = False  # whether the lengths of the sequences are an input
+    stateful: bool = False  # whether a call starts with the final carry of the one before
 
     def __post_init__(self) -> None:
+        if self.stateful and (self.carry or self.reverse):
+            raise ValueError(
+                "Recurrent: with stateful=True the carry is in non_trainables, and the next call continues forward in "
+                "time; leave carry and reverse False."
+            )
         if isinstance(self.layer, Layer) and not isinstance(self.layer, Cell):
             raise TypeError(
                 f"Recurrent: {self.layer!r} is not an mlax.Cell; it needs `initial_carry` beside `init` and `fwd`."
@@ -115,11 +125,17 @@ class Recurrent(Wrapper):
         times, step = slice_shapes(self, x, self.axis)
         if lengths is not None:
             _check_lengths(self, lengths, times, step)
-        return self.layer.init(rng, (jax.eval_shape(self.layer.initial_carry, step) if carry is None else carry, step))
+        first = jax.eval_shape(self.layer.initial_carry, step) if carry is None else carry
+        trainables, non_trainables = self.layer.init(rng, (first, step))
+        if self.stateful:
+            non_trainables = self._join_carry(non_trainables, self.layer.initial_carry(step))
+        return trainables, non_trainables
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         carry, x, lengths = unpack_sequence(self, x)
         times, step = slice_shapes(self, x, self.axis)
+        if self.stateful:
+            carry, non_trainables = self._split_carry(non_trainables, step)
         x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, self.axis, 0), x)  # (t, b, ...)
         carry = shard_like(self.layer.initial_carry(step), x, axis=1) if carry is None else carry
         keys = None if rng is None else jax.random.split(rng, times)
@@ -140,7 +156,31 @@ class Recurrent(Wrapper):
                 scanned = lax.scan(apply_step, init, xs, reverse=self.reverse, unroll=self._unroll)
                 (carry, non_trainables), (y, outputs) = scanned
         y = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, self.axis), y)
+        if self.stateful:
+            non_trainables = self._join_carry(non_trainables, carry)
         return ((carry, y) if self.carry else y), join_outputs(non_trainables, outputs)
+
+    def _join_carry(self, non_trainables: Tree, carry: Any) -> Tree:
+        """The state of the cell and the carry, whose leaves are named by their numbers."""
+        if CARRY in (non_trainables or {}):
+            raise ValueError(f"{short_repr(self)}: the cell has state of the name {CARRY!r}; rename that part.")
+        leaves = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(carry))}
+        return {**(non_trainables or {}), CARRY: leaves}
+
+    def _split_carry(self, non_trainables: Tree, step: Any) -> tuple[Any, Tree]:
+        """The inverse of `_join_carry`."""
+        state = non_trainables or {}
+        shapes = jax.eval_shape(self.layer.initial_carry, step)
+        wanted = self._join_carry(None, shapes)
+        found = {CARRY: shape_dtypes(state.get(CARRY))}
+        if found != wanted:
+            raise ValueError(
+                f"{short_repr(self)}: the carry in non_trainables is {signature(found[CARRY])}, but must be "
+                f"{signature(wanted[CARRY])}; pass what init returned for an input of this batch and dtype."
+            )
+        treedef = jax.tree.structure(shapes)
+        carry = treedef.unflatten([state[CARRY][str(number)] for number in range(treedef.num_leaves)])
+        return carry, {name: tree for name, tree in state.items() if name != CARRY} or None
 
     def _cell_step(self, trainables: Tree, inference_mode: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
         """One step of the cell, whose carry includes its state; the outputs captured from its parts follow y."""

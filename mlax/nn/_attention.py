@@ -12,7 +12,7 @@ from mlax import ops
 from mlax._jax import named_key
 from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, Zeros, frozen, lecun, with_fields
 from mlax.dtypes import cast
-from mlax.nn._kv_cache import KeyValueCache, Position
+from mlax.nn._kv_cache import KeyValueCache, Position, SourceCache
 from mlax.nn._linear import Linear
 from mlax.nn._positions import RelativeBias, Rotary
 from mlax.ops import AttentionBackend
@@ -139,9 +139,9 @@ class MultiHeadAttention(Composite):
     source and value_source (b, s, ...), for the values; segments (b, t) and source_segments (b, s), ids of packed
     sequences, which do not attend to each other; lengths (b,), how many tokens of each row of the source, or of x, are
     not padding; positions (t,) or (b, t), of `rotary` alone; mask, boolean, and bias (b, h, t, s), each axis of that
-    size or 1. A name whose value is None is absent. With `cache`, each call appends its tokens to a KV cache: see
-    KeyValueCache. Variables: query, key, value, out, each a Linear, attend (`sinks`), query_norm, key_norm, relative;
-    in non_trainables position and cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
+    size or 1. A name whose value is None is absent. With `cache`, each call appends its tokens to a KV cache, see
+    KeyValueCache; with `cross`, it stores a source, which later calls leave out. Variables: query, key, value, out,
+    attend, query_norm, key_norm, relative; state: position, cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
 
     >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -156,6 +156,7 @@ class MultiHeadAttention(Composite):
     value_width: int | None = None  # of a value; None: head_width
     features: int | None = None  # of the output; None: d
     causal: bool = False  # no token attends to later ones
+    cross: bool = False  # x attends to a source alone, never to itself
     window: int | None = None  # a token attends to so many, itself included
     softcap: float | None = None  # c maps a score x to c * tanh(x / c)
     sinks: bool = False  # a learned score for each head that takes part in its softmax
@@ -168,12 +169,12 @@ class MultiHeadAttention(Composite):
     return_weights: bool = False  # a dict of y and of weights (b, h, t, s), before dropout
     bias: bool = True  # of query, key and value
     out_bias: bool | None = None  # None: like `bias`
-    cache: int | None = None  # the tokens that a KV cache holds
+    cache: int | None = None  # the tokens of a KV cache; any number with `cross`
     kernel_init: Initializer = lecun()  # of all four kernels
     precision: PrecisionLike = None  # of all products
     accum_dtype: DType = None  # of the softmax; None: the input's
     param_dtype: DType = None  # None: the input's
-    cache_dtype: DType = None  # None: the dtype that init sees; int8 and float8_e4m3fn have scales
+    cache_dtype: DType = None  # None: as init sees; int8 and float8_e4m3fn have scales
     implementation: AttentionBackend | None = None  # None: the fastest that supports these options
 
     def __post_init__(self):
@@ -187,8 +188,13 @@ class MultiHeadAttention(Composite):
                 f"MultiHeadAttention: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads; pass one of "
                 f"kv_heads={', '.join(map(str, divisors))}."
             )
-        if self.cache is not None and not self.causal:
+        if self.cache is not None and not self.causal and not self.cross:
             raise ValueError("MultiHeadAttention: a cache holds earlier tokens only; pass causal=True.")
+        if self.cross and (self.causal or self.window is not None or self.rotary is not None or self.relative):
+            raise ValueError(
+                "MultiHeadAttention: with cross=True there is no order between queries and keys, so causal, window, "
+                "rotary and relative cannot be set."
+            )
         if self.relative is not None and self.relative.heads != self.heads:
             raise ValueError(f"MultiHeadAttention: {self.relative} does not have the {self.heads} heads of this layer.")
         _attention_of(self)
@@ -209,7 +215,9 @@ class MultiHeadAttention(Composite):
             parts |= {"rotary": self.rotary}
         if self.relative is not None:
             parts |= {"relative": self.relative}
-        if self.cache is not None:
+        if self.cache is not None and self.cross:
+            parts |= {"cache": SourceCache(param_dtype=self.cache_dtype)}
+        elif self.cache is not None:
             ring = self._reuses_slots()
             slots = self.window if ring and self.window else self.cache
             parts |= {"position": Position(), "cache": KeyValueCache(slots, ring=ring, param_dtype=self.cache_dtype)}
@@ -248,11 +256,12 @@ class MultiHeadAttention(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:
         inputs = self._named_inputs(x)
-        x, source = inputs["x"], inputs.get("source", inputs["x"])
-        q, k = (self._split_heads(y, self.head_width) for y in (sub.query(x), sub.key(source)))
-        v = self._split_heads(sub.value(inputs.get("value_source", source)), self.value_width or self.head_width)
-        if self.qk_norm is not None:
-            q, k = sub.query_norm(q), sub.key_norm(k)
+        x = inputs["x"]
+        q = self._split_heads(sub.query(x), self.head_width)
+        q = q if self.qk_norm is None else sub.query_norm(q)
+        if self.cross and self.cache is not None:
+            return self._attend_to_stored(sub, q, inputs)
+        k, v = self._keys_and_values(sub, inputs)
         order = None if self.cache is None else sub.position((x, inputs["lengths"]) if "lengths" in inputs else x)
         query_positions = key_positions = inputs.get("positions", order)
         if "source" in inputs:
@@ -272,6 +281,24 @@ class MultiHeadAttention(Composite):
             )
             relative = sub.relative((queries, keys))
             inputs["bias"] = relative + inputs["bias"] if "bias" in inputs else relative
+        return self._attend(sub, q, k, v, inputs)
+
+    def _keys_and_values(self, sub: Sub, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """Those of the source, or of x itself: (b, s, g, k) and (b, s, g, w)."""
+        source = inputs.get("source", inputs["x"])
+        k = self._split_heads(sub.key(source), self.head_width)
+        v = self._split_heads(sub.value(inputs.get("value_source", source)), self.value_width or self.head_width)
+        return k if self.qk_norm is None else sub.key_norm(k), v
+
+    def _attend_to_stored(self, sub: Sub, q: Any, inputs: dict[str, Any]) -> Any:
+        """Attend to the source of this call, which is stored, or of an earlier one."""
+        new = {name: inputs[name] for name in ("lengths",) if name in inputs}
+        if "source" in inputs:
+            new["key"], new["value"] = self._keys_and_values(sub, inputs)
+        stored = sub.cache({"query": q, **new})
+        return self._attend(sub, q, stored["key"], stored["value"], {**inputs, "lengths": stored["lengths"]})
+
+    def _attend(self, sub: Sub, q: Any, k: Any, v: Any, inputs: dict[str, Any]) -> Any:
         optional = {name: inputs[name] for name in OPTIONAL_INPUTS if name in inputs}
         y = sub.attend({"query": q, "key": k, "value": v, **optional})  # (b, t, h, k)
         if not self.return_weights:
@@ -327,12 +354,23 @@ class MultiHeadAttention(Composite):
             raise ValueError(f"{name}: the input has {has} but not {lacks}; with a source pass both.")
         if "positions" in inputs and self.rotary is None:
             raise ValueError(f"{name}: positions are for rotary embeddings only; pass rotary=, or leave them out.")
-        self._check_cache_inputs(inputs)
+        if self.cross:
+            self._check_cross_inputs(inputs)
+        elif self.cache is not None:
+            self._check_cache_inputs(inputs)
         return inputs
 
+    def _check_cross_inputs(self, inputs: dict[str, Any]) -> None:
+        name = type(self).__name__
+        if "source" not in inputs and self.cache is None:
+            raise ValueError(f"{name}: with cross=True x attends to a source; pass (x, source), or a dict of both.")
+        without = [each for each in ("value_source", "lengths") if each in inputs and "source" not in inputs]
+        if without:
+            raise ValueError(f"{name}: the input has {without[0]} but no source; the stored source has its own.")
+        if self.cache is not None and "segments" in inputs:
+            raise ValueError(f"{name}: a cached source cannot have segments; pass a mask, or leave the cache out.")
+
     def _check_cache_inputs(self, inputs: dict[str, Any]) -> None:
-        if self.cache is None:
-            return
         name = type(self).__name__
         sources = ", ".join(each for each in SOURCES if each in inputs)
         if sources:

@@ -98,7 +98,7 @@ def to_torch(
 ) -> dict[str, np.ndarray]:
     """The inverse of `from_torch`: PyTorch's state dict, as NumPy arrays, for inputs like `x`.
 
-    Where PyTorch adds two biases, in RNN and LSTM, the second is zero.
+    Where PyTorch adds two biases, in RNN and LSTM, the second is zero, unless the cell has it as `recurrent_bias`.
     """
     leaves = {**flatten_paths(untie(model, trainables)), **flatten_paths(non_trainables)}
     state: dict[str, np.ndarray] = {}
@@ -303,7 +303,7 @@ def _cell(place: _Place, suffix: str = "") -> Iterator[_Rule]:
     yield from place.rule("input/kernel", f"weight_ih{suffix}", np.transpose)
     yield from place.rule("recurrent/kernel", f"weight_hh{suffix}", np.transpose)
     yield from place.rule("project/kernel", f"weight_hr{suffix}", np.transpose)
-    if isinstance(cell, GRUCell):
+    if isinstance(cell, GRUCell) or getattr(cell, "recurrent_bias", False):
         yield from place.rule("input/bias", f"bias_ih{suffix}")
         yield from place.rule("recurrent/bias", f"bias_hh{suffix}")
     elif cell.bias:

@@ -100,9 +100,9 @@ class KeyValueCache(Layer):
         positions = jnp.broadcast_to(jnp.atleast_2d(positions), (b, t))
         lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, t, np.int32)
         is_token = jnp.arange(t, dtype=np.int32)[None] < lengths[:, None]
-        new = self._quantize({name: x[name] for name in ("key", "value", "segments") if name in state})
+        new = _quantize({name: x[name] for name in ("key", "value", "segments") if name in state}, self.param_dtype)
         y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state)
-        y = self._dequantize(y, x["key"].dtype)
+        y = _dequantize(y, x["key"].dtype)
         return {name: each for name, each in y.items() if name in x}, state
 
     def _append(self, new, positions, lengths, is_token, state):
@@ -141,21 +141,6 @@ class KeyValueCache(Layer):
     def _is_quantized(self) -> bool:
         return ops.is_quantized_dtype(self.param_dtype)
 
-    def _quantize(self, new):
-        """The arrays as they are stored, up to a cast."""
-        if not self._is_quantized:
-            return new
-        pairs = {name: ops.quantize(new[name], self.param_dtype) for name in ("key", "value")}
-        codes, scales = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
-        return {**new, **codes, **{f"{name}_scale": scale for name, scale in scales.items()}}
-
-    def _dequantize(self, stored, dtype):
-        """The stored keys and values in the dtype of the computation."""
-        if not self._is_quantized:
-            return {**stored, **{name: stored[name].astype(dtype) for name in ("key", "value")}}
-        pairs = {name: (stored[name], stored[f"{name}_scale"].astype(dtype)) for name in ("key", "value")}
-        return {**stored, **{name: ops.dequantize(*pair) for name, pair in pairs.items()}}
-
     def _check_inputs(self, x):
         names = {"key", "value", "positions", "lengths", "segments"}
         if not isinstance(x, dict) or not {"key", "value"} <= x.keys() <= names:
@@ -187,6 +172,55 @@ class KeyValueCache(Layer):
             ops.check_lengths(str(self), x["lengths"], b, t, "tokens")
 
 
+@frozen
+class SourceCache(Layer):
+    """The keys and values of the source of cross-attention, computed once and then attended to by every query.
+
+    A dict of query (b, t, h, k), key (b, s, g, k), value (b, s, g, w) and lengths (b,), which may be left out, to a
+    dict of key, value and lengths; a later call passes the query alone, and gets what is stored.
+    Non-trainables: key, value and lengths, with scales as in KeyValueCache.
+    """
+
+    stores_activations: ClassVar[bool] = True
+
+    _: KW_ONLY
+    param_dtype: DType = None  # of keys and values; None: the dtype that init sees
+
+    def __post_init__(self):
+        if self.param_dtype is not None and not jnp.issubdtype(self.param_dtype, jnp.floating):
+            ops.check_quantized_dtype("SourceCache", self.param_dtype)
+
+    def init(self, rng, x):
+        if "key" not in x:
+            raise ValueError(f"{self}: init needs the source, whose keys and values are stored; pass it, too.")
+        stored = jax.eval_shape(self._stored, x)
+        return None, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stored)
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        state: Any = self._stored(x) if "key" in x else non_trainables
+        y = _dequantize(state, x["query"].dtype)
+        return {name: y[name] for name in ("key", "value", "lengths")}, state
+
+    def _stored(self, x):
+        b, s = x["key"].shape[:2]
+        lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, s, np.int32)
+        new = _quantize({name: x[name] for name in ("key", "value")}, self.param_dtype)
+        codes = {name: new[name].astype(self.param_dtype or new[name].dtype) for name in ("key", "value")}
+        return {**new, **codes, "lengths": lengths}
+
+    def check_variables(self, x, trainables, non_trainables):
+        """Raise unless the state is that of a source like this one; a call without a source needs any."""
+        state: Any = non_trainables
+        if state is None:
+            raise ValueError(f"{self}: there is no state; pass the non_trainables that init returned.")
+        rows = (x["key"].shape, x["value"].shape) if "key" in x else (x["query"].shape[:1],)
+        if any(state[name].shape[: len(shape)] != shape for name, shape in zip(("key", "value"), rows, strict=False)):
+            raise ValueError(
+                f"{self}: the stored keys are {state['key'].shape}, but the input has {rows[0]}; call init on a source "
+                "of this shape."
+            )
+
+
 def _write(state, new, slots):
     """The arrays of the state with new ones in their slots (b, t); a slot past the end is not written."""
 
@@ -195,3 +229,20 @@ def _write(state, new, slots):
 
     state, slots = shard_like((state, slots), new["key"])  # rows of an explicit mesh must agree
     return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
+
+
+def _quantize(new, dtype):
+    """The arrays as they are stored, up to a cast: with scales if the dtype is a quantized one."""
+    if not ops.is_quantized_dtype(dtype):
+        return new
+    pairs = {name: ops.quantize(new[name], dtype) for name in ("key", "value")}
+    codes, scales = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+    return {**new, **codes, **{f"{name}_scale": scale for name, scale in scales.items()}}
+
+
+def _dequantize(stored, dtype):
+    """The stored keys and values in the dtype of the computation."""
+    if "key_scale" not in stored:
+        return {**stored, **{name: stored[name].astype(dtype) for name in ("key", "value")}}
+    pairs = {name: (stored[name], stored[f"{name}_scale"].astype(dtype)) for name in ("key", "value")}
+    return {**stored, **{name: ops.dequantize(*pair) for name, pair in pairs.items()}}

@@ -278,6 +278,10 @@ class RelativeBias(Layer):
     A pair of positions, integers (b, t) and (b, s), to a bias (b, heads, t, s), in the table's dtype.
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
 
+    A dict of x (b, t, d) and lengths (b,), which may be None, gives the bias for self-attention of x, (1, heads, t, t),
+    to be computed once for several layers. With `cache`, as many slots as theirs have, it is (b, heads, t, cache), and
+    each row continues after its tokens in earlier calls. Non-trainables then: count (b,), the tokens so far.
+
     >>> layer, positions = nn.RelativeBias(heads=4), jnp.arange(20)[None]
     >>> trainables, _ = layer.init(jax.random.key(0), (positions, positions))
     >>> layer.fwd((positions, positions), trainables)[0].shape
@@ -289,20 +293,41 @@ class RelativeBias(Layer):
     buckets: Size = 32  # of distances
     farthest: int = 128  # distance from which all share the last bucket
     bidirectional: bool = True  # False for decoders: keys ahead count as distance 0
+    cache: int | None = None  # the slots of the layers' KV caches
     table_init: Initializer = Normal(0.02)  # of the table
     param_dtype: DType = "float32"  # the input has no floating dtype to follow
 
     def init(self, rng, x):
+        table = {"table": self.table_init(named_key(rng, "table"), (self.buckets, self.heads), self.param_dtype)}
+        if isinstance(x, dict):
+            x, _ = self._split_dict(x)
+            return table, None if self.cache is None else {"count": jnp.zeros(x.shape[0], np.int32)}
         if not isinstance(x, tuple) or len(x) != 2 or any(each.ndim != 2 or each.dtype.kind not in "iu" for each in x):
             raise TypeError(f"{self}: the input is {x}, but must be a pair of integers, (batch, t) and (batch, s).")
-        table = self.table_init(named_key(rng, "table"), (self.buckets, self.heads), self.param_dtype)
-        return {"table": table}, None
+        return table, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-        queries, keys = x
+        (queries, keys), non_trainables = self._positions(x, non_trainables)
         table = trainables["table"]
         y = ops.relative_bias(queries, keys, table, bidirectional=self.bidirectional, farthest=self.farthest)
         return y, non_trainables
+
+    def _positions(self, x: Any, state: Any) -> tuple[tuple[Any, Any], Any]:
+        """The positions of queries and keys, and the state after them."""
+        if not isinstance(x, dict):
+            return x, state
+        x, lengths = self._split_dict(x)
+        if self.cache is None:
+            order = jnp.asarray(ops.default_positions(x.shape[1]))[None]
+            return (order, order), state
+        queries, state = Position().fwd((x, lengths), None, state)
+        slots = jnp.broadcast_to(ops.default_positions(self.cache), (x.shape[0], self.cache))
+        return (queries, slots), state
+
+    def _split_dict(self, x: dict[str, Any]) -> tuple[Any, Any]:
+        if not {"x"} <= x.keys() <= {"x", "lengths"} or x["x"].ndim != 3:
+            raise ValueError(f"{self}: the input has {', '.join(x)}, but must be a dict of x (b, t, d) and lengths.")
+        return x["x"], x.get("lengths")
 
 
 def _split_pair(layer: Any, x: Any) -> tuple[Any, Any]:

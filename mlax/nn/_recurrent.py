@@ -18,6 +18,7 @@ from mlax.core import (
     frozen,
     lecun,
     short_repr,
+    with_fields,
 )
 from mlax.nn._conv import Conv
 from mlax.nn._linear import Linear, Scaler
@@ -196,7 +197,7 @@ class LSTMCell(CompositeCell):
     ((h, c), x) to ((h, c), y): c (b, features), h and y (b, features) or, with a `projection`, (b, projection),
     x (b, d), in the dtype of x. The gates i, f and o are sigmoids and u a tanh of `input(x) + recurrent(h)`.
     Parts: input, a Linear (d, 4 features) for i, f, u and o; recurrent, a Linear (h's width, 4 features) without a
-    bias. https://doi.org/10.1162/neco.1997.9.8.1735, https://doi.org/10.1162/089976600300015015.
+    bias, unless `recurrent_bias`. https://doi.org/10.1162/neco.1997.9.8.1735, 10.1162/089976600300015015.
     - `peephole`: i and f also depend on c, and o on c', by parts peep_i, peep_f and peep_o, each a Scaler (features,).
       https://www.jmlr.org/papers/v3/gers02a.html
     - `projection`: h' is multiplied by the part project, a Linear (features, projection) without a bias.
@@ -213,6 +214,7 @@ class LSTMCell(CompositeCell):
     peephole: bool = False  # whether the gates depend on the cell state
     projection: int | None = None  # of the output to so many features; None: no projection
     bias: bool = True  # whether to add a bias
+    recurrent_bias: bool = False  # whether to add a second one, initially zero, as PyTorch does
     kernel_init: Initializer = lecun()  # of the kernel
     recurrent_init: Initializer = lecun()  # of the kernel of the carry
     bias_init: Initializer = ForgetBias()  # of the bias
@@ -229,7 +231,8 @@ class LSTMCell(CompositeCell):
             )
 
     def parts(self):
-        parts = {"input": _input_linear(self, 4), "recurrent": _recurrent_linear(self, 4)}
+        recurrent = with_fields(_recurrent_linear(self, 4), bias=self.recurrent_bias)
+        parts = {"input": _input_linear(self, 4), "recurrent": recurrent}
         if self.peephole:
             peep = Scaler(scale_init=self.peephole_init, param_dtype=self.param_dtype)
             parts |= {"peep_i": peep, "peep_f": peep, "peep_o": peep}

@@ -23,7 +23,7 @@ from mlax.core import (
     with_fields,
 )
 
-FLAGS = ("decode", "decoding", "last_only")  # fields of layers that are True in a decoder
+FLAGS = ("decode", "decoding", "stateful", "last_only")  # fields of layers that are True in a decoder
 
 
 def decoder(model: Layer, length: int) -> Any:
@@ -34,9 +34,10 @@ def decoder(model: Layer, length: int) -> Any:
         logits, cache = decoder.fwd((prompts, lengths), trainables, cache, inference_mode=True)  # (b, 1, v)
         logits, cache = decoder.fwd(token, trainables, cache, inference_mode=True)  # token (b, 1)
 
-    Trainables are those of the model. It sets `cache=length` on each causal nn.MultiHeadAttention, and on all other
-    layers the fields that there are among `decode` (nn.Mamba), `decoding` (nn.LearnedPositions) and `last_only`.
-    Each call continues each row where the one before it ended. A loop over tokens is faster with `mlax.unstack`.
+    Trainables are those of the model. It sets `cache=length` on each nn.MultiHeadAttention with `causal` or `cross`,
+    and on all other layers the fields that there are among `decode` (nn.Mamba), `decoding` (nn.LearnedPositions),
+    `stateful` (mlax.Recurrent) and `last_only`. Each call continues each row where the one before it ended, and of an
+    encoder-decoder only the first one has the source. A loop over tokens is faster with `mlax.unstack`.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> mlax.get(zoo.decoder(model, 16), "blocks/stacked/attend").cache
@@ -55,13 +56,13 @@ def decoder(model: Layer, length: int) -> Any:
 def has_state(model: Layer) -> bool:
     """Whether a model is a decoder already: it keeps the tokens of earlier calls."""
     fields = [fields_of(layer) for _, layer in find_layers(model, Layer)]
-    return any(each.get("cache") or each.get("decode") or each.get("decoding") for each in fields)
+    return any(each.get(name) for each in fields for name in ("cache", "decode", "decoding", "stateful"))
 
 
 def _set_fields(layer: Layer, length: int) -> Any:
     """The layer with its fields set, and then its parts, which may follow from them."""
     fields: dict[str, Any] = {name: True for name in FLAGS if name in fields_of(layer)}
-    if isinstance(layer, nn.MultiHeadAttention) and layer.causal:
+    if _needs_cache(layer):
         fields["cache"] = length
     layer = with_fields(layer, **fields) if fields else layer
     if isinstance(layer, Wrapper):
@@ -71,6 +72,13 @@ def _set_fields(layer: Layer, length: int) -> Any:
         changed = {name: new for name, (old, new) in parts.items() if new != old}
         return layer.with_parts(changed) if changed else layer
     return layer
+
+
+def _needs_cache(layer: Layer) -> bool:
+    """Whether a layer attends to tokens of earlier calls; that of an encoder does not."""
+    if isinstance(layer, nn.RelativeBias):
+        return not layer.bidirectional
+    return isinstance(layer, nn.MultiHeadAttention) and (layer.causal or layer.cross)
 
 
 def prepare_decoder(model: Layer, length: int, trainables: Tree) -> tuple[Any, Tree]:

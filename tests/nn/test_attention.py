@@ -511,6 +511,26 @@ def test_a_cache_can_be_narrower_than_the_computation():
     assert y.dtype == jnp.float32 and new["cache"]["key"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_cross_attention_stores_keys_and_values_of_its_source_for_later_calls(dtype):
+    x, source, lengths = normal(3, 5, 8), normal(3, 7, 6), jnp.array([7, 3, 1])
+    options = {"cross": True, "qk_norm": nn.RMSNorm()}
+    plain = nn.MultiHeadAttention(2, **options)
+    trainables, _ = plain.init(RNG, (x, source))
+    wanted, _ = plain.fwd({"x": x, "source": source, "lengths": lengths}, trainables)
+    cached = nn.MultiHeadAttention(2, cache=1, cache_dtype=dtype, **options)
+    _, state = cached.init(RNG, (x[:, :1], source))
+    first, state = cached.fwd({"x": x[:, :2], "source": source, "lengths": lengths}, trainables, state)
+    step = jax.jit(cached.fwd)
+    rest, new = step(x[:, 2:], trainables, state)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), wanted, atol=1e-6 if dtype is None else 0.03)
+    jax.tree.map(np.testing.assert_array_equal, new, state)
+    products = str(step.trace(x[:, 2:], trainables, state).jaxpr).count("dot_general")
+    assert products == 4  # queries, scores, values, outputs: none for the source
+    with pytest.raises(ValueError, match="call init on a source of this shape"):
+        cached.fwd((x, source[:, :4]), trainables, state)
+
+
 def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():
     def temporary(t, kernel):
         q, k = (jax.ShapeDtypeStruct((1, t, heads, 64), jnp.float32) for heads in (2, 1))
@@ -694,6 +714,10 @@ def heads_with(cache=None, causal=False, window=None, **more):
     return nn.MultiHeadAttention(2, cache=cache, causal=causal, window=window).init(RNG, {"x": TOKENS, **more})
 
 
+def cross_with(**more):
+    return nn.MultiHeadAttention(2, cross=True, cache=1).init(RNG, {"x": TOKENS, **more})
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -723,6 +747,11 @@ def heads_with(cache=None, causal=False, window=None, **more):
         (lambda: heads_with(positions=jnp.arange(3)), "positions are for rotary embeddings only; pass rotary="),
         (lambda: heads_with(source=TOKENS[:1]), r"x is \(2, 3, 8\) and source \(1, 3, 8\), but their batches"),
         (lambda: heads_with(value_source=TOKENS[0]), r"value_source is \(3, 8\), but must be"),
+        (lambda: nn.MultiHeadAttention(2, cross=True, causal=True), "so causal, window, rotary and relative cannot be"),
+        (lambda: nn.MultiHeadAttention(2, cross=True).init(RNG, TOKENS), "x attends to a source; pass \\(x, source\\)"),
+        (lambda: cross_with(), "init needs the source"),
+        (lambda: cross_with(lengths=jnp.ones(2, int)), "has lengths but no source; the stored source has its own"),
+        (lambda: cross_with(source=TOKENS, segments=IDS, source_segments=IDS), "a cached source cannot have segments"),
         (
             lambda: heads_with(cache=4, causal=True, window=2, mask=jnp.ones((2, 1, 3, 3), bool)),
             "old tokens are overwr",

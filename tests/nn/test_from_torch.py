@@ -113,6 +113,18 @@ def test_the_state_dict_comes_back(name):
             np.testing.assert_array_equal(value, state[key])
 
 
+def test_an_lstm_with_both_biases_of_pytorch_comes_back_bitwise():
+    _, x, state, y, _ = case("lstm")
+    cells = [mlax.Recurrent(nn.LSTMCell(3, recurrent_bias=True)) for _ in range(2)]
+    layer = nn.Stacked(*cells)
+    trainables, _ = nn.from_torch(layer, state, x)
+    np.testing.assert_allclose(layer.fwd(x, trainables)[0], y, rtol=2e-5, atol=2e-5)
+    found = nn.to_torch(layer, trainables, None, x)
+    assert found.keys() == state.keys()
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, state[key])
+
+
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("bag", "embedding", "prelu"))])
 def test_gradients_of_tables_and_slopes_agree_with_pytorch(name):
     layer, x, state, _, _ = case(name)

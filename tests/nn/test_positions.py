@@ -277,3 +277,19 @@ def test_positions_take_a_dict_whose_lengths_only_decoding_reads():
     np.testing.assert_array_equal(state["count"], lengths)
     with pytest.raises(ValueError, match="but must be a dict of x and lengths"):
         layer.fwd({"x": x, "positions": lengths}, trainables)
+
+
+def test_a_relative_bias_for_several_layers_counts_the_tokens_of_each_row():
+    layer, x, lengths = nn.RelativeBias(2, bidirectional=False), jnp.ones((2, 3, 4)), jnp.array([3, 1])
+    trainables, state = layer.init(RNG, {"x": x, "lengths": None})
+    whole, _ = layer.fwd({"x": jnp.ones((1, 6, 4))}, trainables)  # (1, h, 6, 6)
+    assert state is None and whole.shape == (1, 2, 6, 6)
+    decoder = nn.RelativeBias(2, bidirectional=False, cache=6)
+    _, state = decoder.init(RNG, {"x": x, "lengths": lengths})
+    first, state = decoder.fwd({"x": x, "lengths": lengths}, trainables, state)
+    then, state = decoder.fwd({"x": x[:, :1]}, trainables, state)
+    np.testing.assert_array_equal(first, jnp.repeat(whole[:, :, :3], 2, axis=0))
+    np.testing.assert_array_equal(then, jnp.stack([whole[0, :, 3:4], whole[0, :, 1:2]]))
+    assert state["count"].tolist() == [4, 2]
+    with pytest.raises(ValueError, match="must be a dict of x"):
+        layer.init(RNG, {"positions": x})

@@ -200,6 +200,25 @@ def test_steps_beyond_a_length_change_nothing():
     np.testing.assert_array_equal(clean[1][1][jnp.broadcast_to(beyond, x.shape)], 0)
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell(4), Cell(4)], ids=lambda cell: type(cell).__name__)
+def test_a_stateful_layer_continues_each_row_where_it_ended(cell):
+    x = jax.random.normal(RNG, (3, 6, 4))
+    layer = mlax.Recurrent(cell, carry=True, lengths=True)
+    first = jax.tree.map(jnp.zeros_like, cell.initial_carry(x[:, 0]))
+    trainables, own = layer.init(RNG, (first, x, LENGTHS))
+    (carry, wanted), _ = layer.fwd((first, x, LENGTHS), trainables, own)
+    (_, wanted_next), _ = layer.fwd((carry, x[:, :1], jnp.ones(3, int)), trainables, own)
+    stateful = mlax.Recurrent(cell, lengths=True, stateful=True)
+    _, state = stateful.init(RNG, (x, LENGTHS))
+    step = jax.jit(stateful.fwd)
+    y, state = step((x, LENGTHS), trainables, state)
+    y_next, _ = step((x[:, :1], jnp.ones(3, int)), trainables, state)
+    np.testing.assert_allclose(y, wanted, atol=1e-6)
+    np.testing.assert_allclose(y_next, wanted_next, atol=1e-6)
+    with pytest.raises(ValueError, match=r"the carry in non_trainables is .* pass what init returned"):
+        stateful.fwd((x[:2], LENGTHS[:2]), trainables, state)
+
+
 EACH = (nn.RNNCell(4), nn.GRUCell(4), nn.MGUCell(4), nn.LSTMCell(4), nn.ConvLSTMCell(4))
 
 
@@ -324,6 +343,7 @@ def test_weights_may_be_wider_than_the_input():
         (lambda: nn.GRUCell(5, reset="never"), "reset is 'never', but must be 'after' or 'before'"),
         (lambda: nn.LSTMCell(5, projection=6), "projection is 6, but must be from 1 to features, 5"),
         (lambda: nn.LSTMCell(5, projection=0), "projection is 0, but must be from 1"),
+        (lambda: mlax.Recurrent(nn.RNNCell(5), carry=True, stateful=True), "leave carry and reverse False"),
         (lambda: nn.Bidirectional(*[mlax.Recurrent(nn.RNNCell(5))] * 2), "backward is .* with reverse=True"),
         (
             lambda: nn.Bidirectional(
