@@ -119,7 +119,7 @@ GROUPS = {
     "zoo": {
         "Language models": "GPT2 gpt2",
         "Diffusion": "UNet unet VAE vae Diffusion ddpm ddim",
-        "Text generation": "decoder",
+        "Text generation": "Generated generate Greedy Sample decoder",
         "Text encoders": "BERT BERTMaskedLM BERTClassifier bert roberta minilm",
         "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",

@@ -1,0 +1,264 @@
+"""Text generation: a prompt and a loop over tokens with a KV cache, in one compiled program."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from mlax import nn
+from mlax.core import Layer, Tree, check_layer, document_tuple, find_layers, frozen
+from mlax.zoo._decoder import init_state, prepare_decoder
+from mlax.zoo._sampling import Greedy, Sample
+
+Padding = Literal["right", "left"]
+CHUNK = 16  # tokens between two checks whether all rows have stopped, each of which costs a GPU a pause
+
+
+@document_tuple
+class Generated(NamedTuple):
+    """What `zoo.generate` and `zoo.beam_search` return."""
+
+    tokens: jax.Array  # (b, n) int32: those after the prompt, the stop token included, then `pad`
+    lengths: jax.Array  # (b,) int32: how many of them are not padding
+    log_probs: jax.Array | None = None  # (b, n) float32, of each token; of beams (b,), the score
+
+
+def generate(
+    model: Layer,
+    trainables: Tree,
+    prompts: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: int,
+    sampler: Greedy | Sample = Greedy(),  # noqa: B008 - a frozen description
+    rng: jax.Array | None = None,
+    stop: int | Sequence[int] = (),
+    padding: Padding = "right",
+    pad: int = 0,
+    inputs: tuple[Any, ...] = (),
+    non_trainables: Tree = None,
+    log_probs: bool = False,
+) -> Generated:
+    """Generate text: continue prompts, tokens (b, t) of `lengths` (b,), with a KV cache, in one compiled program.
+
+        result = zoo.generate(model, trainables, prompts, lengths, max_new_tokens=64, stop=50256)
+        result = zoo.generate(..., sampler=zoo.Sample(temperature=0.8, top_p=0.95), rng=jax.random.key(0))
+
+    `model` is a language model from (tokens, lengths) to logits (b, t, v): any with causal nn.MultiHeadAttention, or
+    other state between calls; see `zoo.decoder`. Rows end at their first `stop` token, and the loop when all have
+    ended. Prompts of different lengths are padded on the side `padding`. `inputs` follow the lengths in the first call,
+    for the encoder of an encoder-decoder.
+
+    It compiles once for each model, shape of prompts, `max_new_tokens` and kind of sampler, whose numbers may change.
+    Weights of a Repeat are copied once at each call, unless `mlax.unstack` did that before. With `log_probs` the
+    log-probability of each token is returned, that of the model before any filter.
+
+    >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
+    >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
+    >>> prompts, lengths = jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1])
+    >>> zoo.generate(model, trainables, prompts, lengths, max_new_tokens=4).tokens.shape
+    (2, 4)
+    """
+    prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs)
+    numbers, stop, rng = sampler.numbers(), check_stop(stop), check_rng("generate", sampler, rng)
+    return _generate(settings, trainables, non_trainables, prompts, lengths, inputs, numbers, stop, rng)
+
+
+@frozen
+class Settings:
+    """What the compiled program depends on, besides shapes."""
+
+    model: Layer
+    max_new_tokens: int
+    sampler: Greedy | Sample
+    padding: Padding
+    pad: int
+    log_probs: bool
+
+
+class Carry(NamedTuple):
+    """What a loop over tokens carries."""
+
+    index: Any  # () int32, the tokens of each row so far
+    token: Any  # (b,) int32, the last of them
+    has_stopped: Any  # (b,) bool
+    state: Tree  # of the decoder
+    seen: Any  # (b, v) bool: the tokens that a row has, if the sampler needs that
+
+
+class Source(NamedTuple):
+    """What a loop over tokens only reads."""
+
+    trainables: Tree
+    numbers: dict[str, Any]  # of the sampler
+    stop: Any  # (k,) int32
+    rng: Any  # a key
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _generate(
+    settings: Settings,
+    trainables: Tree,
+    non_trainables: Tree,
+    prompts: Any,
+    lengths: Any,
+    inputs: tuple[Any, ...],
+    numbers: dict[str, Any],
+    stop: Any,
+    rng: Any,
+) -> Generated:
+    b, n = prompts.shape[0], settings.max_new_tokens
+    steps = n - 1 if not stop.size else -(-(n - 1) // CHUNK) * CHUNK
+    decoder, weights = prepare_decoder(settings.model, capacity(prompts, steps + 1), trainables)
+    source = Source(weights, numbers, stop, rng)
+    carry, odds = start(settings, decoder, source, non_trainables, prompts, lengths, inputs)
+    tokens = jnp.full((b, steps + 1), settings.pad, np.int32).at[:, 0].set(carry.token)
+    scores = None if odds is None else jnp.zeros((b, steps + 1), np.float32).at[:, 0].set(odds)
+
+    def step(_: Any, loop: Any) -> Any:
+        carry, tokens, scores = loop
+        place = carry.index
+        carry, shown, odds = next_token(settings, decoder, source, carry)
+        tokens = lax.dynamic_update_slice(tokens, shown[:, None], (np.int32(0), place))
+        if scores is not None:
+            scores = lax.dynamic_update_slice(scores, odds[:, None], (np.int32(0), place))
+        return carry, tokens, scores
+
+    loop = (carry, tokens, scores)
+    if not stop.size:
+        carry, tokens, scores = lax.fori_loop(0, steps, step, loop)
+    else:
+        carry, tokens, scores = lax.while_loop(
+            lambda loop: (loop[0].index < n) & ~loop[0].has_stopped.all(),
+            lambda loop: lax.fori_loop(0, CHUNK, step, loop),
+            loop,
+        )
+    tokens, scores = tokens[:, :n], None if scores is None else scores[:, :n]
+    return Generated(tokens, count_tokens(tokens, stop), scores)
+
+
+def start(
+    settings: Settings, decoder: Any, source: Source, non_trainables: Tree, prompts: Any, lengths: Any, inputs: Any
+) -> tuple[Carry, Any]:
+    """The carry after the prompts and the first token, and its log-probability."""
+    prompts = shift_left(prompts, lengths) if settings.padding == "left" and lengths is not None else prompts
+    logits, state = prefill(decoder, source.trainables, non_trainables, prompts, lengths, inputs)
+    seen = _seen_tokens(prompts, lengths, logits.shape[-1]) if settings.sampler.needs_seen else None
+    token = settings.sampler.choose(_key(source.rng, 0), logits, seen, source.numbers)
+    carry = Carry(np.int32(1), token, jnp.isin(token, source.stop), state, _mark(seen, token))
+    return carry, log_prob(logits, token) if settings.log_probs else None
+
+
+def next_token(settings: Settings, decoder: Any, source: Source, carry: Carry) -> tuple[Carry, Any, Any]:
+    """The carry after one more token; the token (b,), padding in rows that have stopped; and its log-probability."""
+    logits, state = decoder.fwd(carry.token[:, None], source.trainables, carry.state, inference_mode=True)
+    logits = logits[:, -1]
+    token = settings.sampler.choose(_key(source.rng, carry.index), logits, carry.seen, source.numbers)
+    shown = token if not source.stop.size else jnp.where(carry.has_stopped, np.int32(settings.pad), token)
+    has_stopped = carry.has_stopped if not source.stop.size else carry.has_stopped | jnp.isin(token, source.stop)
+    odds = jnp.where(carry.has_stopped, 0.0, log_prob(logits, token)) if settings.log_probs else None
+    return Carry(carry.index + 1, token, has_stopped, state, _mark(carry.seen, token)), shown, odds
+
+
+def prefill(
+    decoder: Any, trainables: Tree, non_trainables: Tree, prompts: Any, lengths: Any, inputs: tuple[Any, ...]
+) -> tuple[Any, Tree]:
+    """The logits (b, v) after the last token of each prompt, and the state of the decoder."""
+    x = (prompts, lengths, *inputs) if lengths is not None or inputs else prompts
+    logits, state = decoder.fwd(x, trainables, init_state(decoder, x, non_trainables), inference_mode=True)
+    if logits.shape[1] == 1 or lengths is None:  # a model with `last_only` has one only
+        return logits[:, -1], state
+    return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0], state
+
+
+def capacity(prompts: Any, new_tokens: int) -> int:
+    """The slots of a cache for all tokens but the last; a multiple of 64, which GPUs compute with faster."""
+    return -(-(prompts.shape[1] + new_tokens - 1) // 64) * 64
+
+
+def shift_left(prompts: Any, lengths: Any) -> Any:
+    """Prompts padded on the left as prompts padded on the right."""
+    t = prompts.shape[1]
+    places = (jnp.arange(t, dtype=np.int32)[None] + t - lengths[:, None]) % t
+    return jnp.take_along_axis(prompts, places, axis=1)
+
+
+def count_tokens(tokens: Any, stop: Any) -> Any:
+    """How many tokens (b, n) there are in each row, up to and with its first stop token."""
+    is_stop = jnp.isin(tokens, stop)
+    first = jnp.argmax(is_stop, axis=1) + 1
+    return jnp.where(is_stop.any(axis=1), first, tokens.shape[1]).astype(np.int32)
+
+
+def log_prob(logits: Any, token: Any) -> Any:
+    """The log-probability (b,) of one token (b,) of logits (b, v), in float32."""
+    odds = jax.nn.log_softmax(logits.astype(np.float32), axis=-1)
+    return jnp.take_along_axis(odds, token[:, None], axis=-1)[:, 0]
+
+
+def _key(rng: Any, index: Any) -> Any:
+    return None if rng is None else jax.random.fold_in(rng, index)
+
+
+def _seen_tokens(prompts: Any, lengths: Any, vocabulary: int) -> Any:
+    b, t = prompts.shape
+    is_token = np.ones((b, t), bool) if lengths is None else jnp.arange(t)[None] < lengths[:, None]
+    places = jnp.where(is_token, prompts, vocabulary)  # past the end: dropped
+    return jnp.zeros((b, vocabulary), bool).at[jnp.arange(b)[:, None], places].set(True, mode="drop")
+
+
+def _mark(seen: Any, token: Any) -> Any:
+    return None if seen is None else seen.at[jnp.arange(token.shape[0]), token].set(True)
+
+
+def check_prompts(
+    name: str, model: Layer, prompts: Any, lengths: Any, max_new_tokens: int, padding: Padding
+) -> tuple[Any, Any]:
+    """The prompts and lengths as arrays of int32, or an error that says what is wrong with them."""
+    check_layer(name, "the model", model)
+    prompts = jnp.asarray(prompts)
+    if prompts.ndim != 2 or prompts.dtype.kind not in "iu" or 0 in prompts.shape:
+        raise ValueError(
+            f"{name}: prompts are {prompts.dtype}{list(prompts.shape)}, but must be integers (b, t): pad texts of "
+            "different lengths, and pass their lengths."
+        )
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"{name}: max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1.")
+    if padding not in ("right", "left"):
+        raise ValueError(f"{name}: padding is {padding!r}, but must be 'right' or 'left'.")
+    longest = prompts.shape[1] + max_new_tokens - 1
+    for path, layer in find_layers(model, nn.LearnedPositions):
+        if layer.length < longest:
+            raise ValueError(
+                f"{name}: prompts of {prompts.shape[1]} tokens and {max_new_tokens} new ones need {longest} positions, "
+                f"but {path} has {layer.length}; pass fewer max_new_tokens, or shorter prompts."
+            )
+    return prompts.astype(np.int32), None if lengths is None else _check_lengths(name, prompts, lengths)
+
+
+def _check_lengths(name: str, prompts: Any, lengths: Any) -> Any:
+    b, t = prompts.shape
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (b,) or lengths.dtype.kind not in "iu":
+        raise ValueError(f"{name}: lengths are {lengths.dtype}{list(lengths.shape)}, but must be integers ({b},).")
+    if not isinstance(lengths, Tracer) and not (lengths.min() > 0 and lengths.max() <= t):
+        raise ValueError(f"{name}: lengths are {lengths.min()} to {lengths.max()}, but must be between 1 and {t}.")
+    return lengths.astype(np.int32)
+
+
+def check_stop(stop: int | Sequence[int]) -> Any:
+    """The stop tokens (k,), int32."""
+    return np.atleast_1d(np.asarray(stop, np.int32))
+
+
+def check_rng(name: str, sampler: Any, rng: Any) -> Any:
+    """The key, or an error if there is none to sample with."""
+    if rng is None and isinstance(sampler, Sample):
+        raise ValueError(f"{name}: Sample needs a key; pass rng=jax.random.key(0), another one for another text.")
+    return rng
