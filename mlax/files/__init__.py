@@ -33,7 +33,9 @@ from mlax.files._safetensors import name_error as name_error
 from mlax.files._safetensors import read_header as read_header
 from mlax.files._safetensors import serialize as serialize
 from mlax.files._safetensors import to_file_layout as to_file_layout
+from mlax.files._save import LazyArray as LazyArray
 from mlax.files._save import save
+from mlax.files._save import save_lazily as save_lazily
 from mlax.files._torch import load_torch
 
 __all__ = ["InvalidFile", "NotEnoughSpace", "load", "load_torch", "metadata", "save"]

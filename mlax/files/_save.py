@@ -2,9 +2,11 @@
 
 import errno
 import io
+import itertools
+import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +17,8 @@ from mlax.files._io import InvalidFile, atomic_write, require_space
 from mlax.files._safetensors import (
     MAX_AXES,
     SAFETENSORS_DTYPE_NAMES,
+    byte_view,
+    encode_header,
     is_storable,
     name_error,
     read_header,
@@ -53,6 +57,31 @@ def save(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | 
         raise ValueError(f"files.save: {error} Write several files.") from None
     with require_space(path, file.size):
         atomic_write(path, [file.header, *file.arrays.values()])
+
+
+class LazyArray(NamedTuple):
+    """An array that is computed when it is written."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def save_lazily(path: str, arrays: Mapping[str, LazyArray], metadata: Mapping[str, str]) -> None:
+    """Like `save`, but with one array in memory at a time."""
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))  # so that each is aligned
+    header = encode_header(((name, arrays[name].dtype, arrays[name].shape) for name in order), metadata)
+    size = len(header) + sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
+    read_header(io.BytesIO(header), size, path)  # within the limits of `load`
+    with require_space(path, size):
+        atomic_write(path, itertools.chain([header], (_read_bytes(arrays[name], name) for name in order)))
+
+
+def _read_bytes(lazy: LazyArray, name: str) -> memoryview:
+    array = lazy.read()
+    if (array.dtype, array.shape) != (lazy.dtype, lazy.shape):
+        raise ValueError(f"{name!r} is {array.dtype}{list(array.shape)}, not {lazy.dtype}{list(lazy.shape)}.")
+    return byte_view(to_file_layout(array))
 
 
 def _named_leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

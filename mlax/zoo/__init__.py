@@ -6,9 +6,10 @@ from mlax.zoo._decoder import decoder
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
-from mlax.zoo._load import Loaded, load, save
+from mlax.zoo._load import Loaded, load
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._sampling import Greedy, Sample
+from mlax.zoo._save import save
 from mlax.zoo._state_dict import state_dict
 from mlax.zoo._unet import UNet, unet, unet_from_config
 from mlax.zoo._vae import VAE, vae, vae_from_config

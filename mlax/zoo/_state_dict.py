@@ -1,5 +1,6 @@
 """state_dict: PyTorch's state dict of a model's variables, the inverse of load_weights."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -40,15 +41,20 @@ class StateEntry(NamedTuple):
         parts = [np.asarray(leaves[path][self.index]) for path in self.paths]
         return self.weight.to_file(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
+    def shape(self, leaves: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of the array, without computing it."""
+        shapes = [leaves[path].shape[len(self.index) :] for path in self.paths]
+        if len(shapes) < 2:
+            return self.weight.shape_in_file(shapes[0]) if shapes else ()
+        return self.weight.shape_in_file((*shapes[0][:-1], sum(shape[-1] for shape in shapes)))
+
     def nbytes(self, leaves: Mapping[str, Any]) -> int:
         """The size of the array."""
-        return (
-            sum(
-                leaves[path].nbytes // max(1, int(np.prod(leaves[path].shape[: len(self.index)])))
-                for path in self.paths
-            )
-            or 8
-        )
+        return math.prod(self.shape(leaves)) * self.dtype(leaves).itemsize
+
+    def dtype(self, leaves: Mapping[str, Any]) -> np.dtype:
+        """The dtype of the array, without computing it."""
+        return np.dtype(leaves[self.paths[0]].dtype if self.paths else np.int64)
 
 
 def state_entries(weight_map: WeightMap, leaves: Mapping[str, Any]) -> Iterator[StateEntry]:
