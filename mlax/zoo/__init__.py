@@ -10,7 +10,9 @@ from mlax.zoo._load import Loaded, load
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._sampling import Greedy, Sample
 from mlax.zoo._save import save
+from mlax.zoo._sentences import SentenceEncoder
 from mlax.zoo._state_dict import state_dict
+from mlax.zoo._tokenizers import ByteTokenizer, EncodedPairs, Tokenizer, load_tokenizer
 from mlax.zoo._unet import UNet, unet, unet_from_config
 from mlax.zoo._vae import VAE, vae, vae_from_config
 from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_embed, map_linear, map_norm
@@ -21,11 +23,15 @@ __all__ = [
     "VAE",
     "BERTClassifier",
     "BERTMaskedLM",
+    "ByteTokenizer",
     "Diffusion",
+    "EncodedPairs",
     "Generated",
     "Greedy",
     "Loaded",
     "Sample",
+    "SentenceEncoder",
+    "Tokenizer",
     "UNet",
     "Weight",
     "WeightMap",
@@ -38,6 +44,7 @@ __all__ = [
     "gpt2",
     "gpt2_from_config",
     "load",
+    "load_tokenizer",
     "load_weights",
     "map_batch_norm",
     "map_conv",

@@ -11,6 +11,7 @@ from mlax.place import Plan
 from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._load_weights import load_weights
+from mlax.zoo._sentences import with_pooling
 from mlax.zoo._unet import unet_from_config
 from mlax.zoo._vae import vae_from_config
 
@@ -56,10 +57,10 @@ def load(
     Variables keep the dtype of the file unless `dtype` is given, and are placed where `plan` says, one at a time. The
     files may be untrusted: nothing in them is executed, and what is invalid raises `files.InvalidFile` or a ValueError.
     Symbolic links may only lead to files inside the folder, or inside `within`: the cache of `huggingface_hub` is made
-    of links, so that `within` must be its folder models--....
+    of links, so that `within` must be its folder models--.... A folder of sentence-transformers is a SentenceEncoder.
     """
     path = Path(folder)
-    model = _read_model(path, within)
+    model = with_pooling(path, _read_model(path, within), within)
     found = [path / name for name in WEIGHTS if os.path.lexists(path / name)]
     if not found:
         raise FileNotFoundError(

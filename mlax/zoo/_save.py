@@ -11,6 +11,7 @@ from typing import Any
 
 from mlax import files
 from mlax.core import Layer, Tree, check_not_donated, flatten_paths, short_repr, variable_shapes
+from mlax.zoo._sentences import SentenceEncoder, write_pooling
 from mlax.zoo._state_dict import StateEntry, choose_weight_map, state_entries
 from mlax.zoo._weights import find_described
 
@@ -51,6 +52,8 @@ def save(
             _write_json(os.path.join(temporary, f"{stem}.safetensors.index.json"), _index(shards, leaves))
         _write_json(os.path.join(temporary, "config.json"), config)
         _replace_files(temporary, folder)
+    if isinstance(described, SentenceEncoder):
+        write_pooling(folder, described)
 
 
 def _check_complete(model: Layer, x: Any, leaves: Mapping[str, Any]) -> None:

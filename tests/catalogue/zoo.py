@@ -55,6 +55,7 @@ ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, h
 ROWS = {
     "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
     "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
+    "SentenceEncoder": ModelRow(zoo.SentenceEncoder(ENCODER), tokens(31, 7, 3, 1)),
     "BERTClassifier of RoBERTa": ModelRow(zoo.BERTClassifier(ROBERTA, classes=3), tokens(31, 7, 3, 1)),
     "UNet": ModelRow(
         zoo.UNet(widths=(4, 8), attention=(False, True), layers=1, groups=2, classes=3), noisy_images(3, 3, 4, 6, 3)
