@@ -6,8 +6,10 @@ from mlax.zoo._decoder import decoder
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
+from mlax.zoo._images import normalize_images
 from mlax.zoo._load import Loaded, load
 from mlax.zoo._load_weights import load_weights
+from mlax.zoo._resnet import ResNet, resnet, resnet_from_config
 from mlax.zoo._sampling import Greedy, Sample
 from mlax.zoo._save import save
 from mlax.zoo._sentences import SentenceEncoder
@@ -29,6 +31,7 @@ __all__ = [
     "Generated",
     "Greedy",
     "Loaded",
+    "ResNet",
     "Sample",
     "SentenceEncoder",
     "Tokenizer",
@@ -52,6 +55,9 @@ __all__ = [
     "map_linear",
     "map_norm",
     "minilm",
+    "normalize_images",
+    "resnet",
+    "resnet_from_config",
     "roberta",
     "save",
     "state_dict",

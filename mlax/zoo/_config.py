@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SIZE = 1 << 24  # of anything that a configuration counts
-
 MAX_ENTRIES = 1000  # of a list
 
 
@@ -32,9 +31,9 @@ class Config:
         value = self.fields.get(name, default)
         return None if value is None else self.size(name, value)
 
-    def sizes(self, name: str) -> tuple[int, ...]:
+    def sizes(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """A list of positive integers."""
-        values = self._list(name)
+        values = self._list(name, default)
         return tuple(Config(self.family, {name: value}).size(name) for value in values)
 
     def levels(self, name: str, choices: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -70,8 +69,8 @@ class Config:
             wanted = " or ".join(map(repr, values))
             raise ValueError(f"{self.family}: {name} is {_short(value)}, but only {wanted} is supported.")
 
-    def _list(self, name: str) -> list[Any]:
-        values = self._get(name, None)
+    def _list(self, name: str, default: Any = None) -> list[Any]:
+        values = self._get(name, default)
         if not isinstance(values, list | tuple) or not 1 <= len(values) <= MAX_ENTRIES:
             raise ValueError(f"{self.family}: {name} is {_short(values)}, but must be a list of 1 to {MAX_ENTRIES}.")
         return list(values)

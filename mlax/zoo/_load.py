@@ -12,6 +12,7 @@ from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._sentences import with_pooling
+from mlax.zoo._resnet import resnet_from_config
 from mlax.zoo._unet import unet_from_config
 from mlax.zoo._vae import vae_from_config
 
@@ -20,6 +21,7 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by model_type, or
     "UNet2DModel": unet_from_config,
     "bert": bert_from_config,
     "gpt2": gpt2_from_config,
+    "resnet": resnet_from_config,
     "roberta": bert_from_config,
     "xlm-roberta": bert_from_config,
 }

@@ -28,19 +28,19 @@ class Reference:
         """The state dict that the reference was computed with, but for entries that are tied there."""
         return {name: fill(name, shape) for name, shape in self.shapes.items()}
 
-    def check_round_trip(self, model, state) -> tuple:
+    def check_round_trip(self, model, state, names=None) -> tuple:
         """Load a state dict, and check that it comes back bitwise; returns the variables."""
         variables = zoo.load_weights(model, state)
-        back = zoo.state_dict(model, *variables)
+        back = zoo.state_dict(model, *variables, names=names)
         assert back.keys() == state.keys()
         for name, array in state.items():
             assert back[name].dtype == array.dtype and back[name].tobytes() == array.tobytes(), name
         return variables
 
-    def check_gradients(self, model, trainables_gradient, tolerance=1e-4) -> None:
+    def check_gradients(self, model, trainables_gradient, tolerance=1e-4, names=None, kind="grad ") -> None:
         """Compare digests of all gradients, relative to the norm of each, or to that of all where it is nearly zero."""
-        gradients = zoo.state_dict(model, jax.device_get(trainables_gradient), None)
-        wanted = {name.removeprefix("grad "): each for name, each in self.arrays.items() if name.startswith("grad ")}
+        gradients = zoo.state_dict(model, jax.device_get(trainables_gradient), None, names=names)
+        wanted = {name.removeprefix(kind): each for name, each in self.arrays.items() if name.startswith(kind)}
         assert wanted and wanted.keys() <= gradients.keys()
         floor = 1e-3 * np.linalg.norm([each[0] for each in wanted.values()])  # a key's bias has no gradient
         for name, each in wanted.items():

@@ -1,0 +1,91 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import zoo
+from tests.asserts import assert_close_to_scale
+from tests.references.zoo_weights import digest, draw
+from tests.zoo.reference import Reference
+
+
+def read(name):
+    reference = Reference(f"resnet_{name}")
+    if name == "transformers":
+        return reference, zoo.resnet_from_config(reference.config), None
+    fields = {key: tuple(each) if isinstance(each, list) else each for key, each in reference.config.items()}
+    return reference, zoo.ResNet(**fields), "torchvision"
+
+
+@pytest.mark.parametrize(("name", "mode"), [("basic", "train"), ("bottleneck", "eval"), ("transformers", "train")])
+def test_logits_gradients_and_statistics_equal_those_of_torchvision_and_transformers(name, mode):
+    reference, model, names = read(name)
+    trainables, state = reference.check_round_trip(model, reference.state(), names)
+    wanted = reference[f"{mode} logits"]
+    images, weights = jnp.asarray(draw(0, (3, 33, 47, 3))), draw(1, wanted.shape)
+
+    def loss(trainables):
+        logits, new = model.fwd(images, trainables, state, inference_mode=mode == "eval")
+        return (logits * weights).sum(), (logits, new)
+
+    gradient, (logits, new) = jax.jit(jax.grad(loss, has_aux=True))(trainables)
+    assert_close_to_scale(logits, wanted, 2e-5)
+    reference.check_gradients(model, gradient, names=names, kind=f"{mode} grad ")
+    if mode == "train":
+        statistics = zoo.state_dict(model, trainables, new, names=names)
+        for key in filter(lambda key: "running" in key, reference.shapes):
+            ours = digest(key, statistics[key])
+            np.testing.assert_allclose(ours, reference[f"statistics {key}"], rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    "depth", [18, 50, *(pytest.param(depth, marks=pytest.mark.thorough) for depth in (34, 101, 152))]
+)
+def test_the_published_sizes_have_their_numbers_of_parameters(depth):
+    numbers = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
+    model = mlax.override(zoo.resnet(depth), mlax.Repeat, mode="scan")  # it is traced faster
+    trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+    assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == numbers[depth]
+
+
+def test_a_model_without_a_head_loads_the_backbone_of_a_file_with_one():
+    reference, model, _ = read("basic")
+    trainables, state = zoo.load_weights(model, reference.state())
+    backbone, same = zoo.load_weights(dataclasses.replace(model, classes=None), reference.state())
+    assert {*trainables} - {*backbone} == {"head"}
+    images = jnp.asarray(draw(0, (1, 33, 47, 3)))
+    features, _ = dataclasses.replace(model, classes=None).fwd(images, backbone, same, inference_mode=True)
+    logits, _ = model.fwd(images, trainables, state, inference_mode=True)
+    head = trainables["head"]
+    np.testing.assert_allclose(features @ head["kernel"] + head["bias"], logits, rtol=1e-5)
+
+
+def test_a_saved_folder_loads_again_and_the_configuration_is_that_of_transformers(tmp_path):
+    reference, model, _ = read("transformers")
+    trainables, state = zoo.load_weights(model, reference.state())
+    zoo.save(tmp_path / "resnet", model, trainables, state)
+    loaded = zoo.load(tmp_path / "resnet")
+    assert loaded.model == model
+    jax.tree.map(np.testing.assert_array_equal, loaded[1:], (trainables, state))
+    for field, value in {"downsample_in_bottleneck": True, "hidden_act": "gelu", "depths": [2, 0]}.items():
+        with pytest.raises(ValueError, match=field):
+            zoo.resnet_from_config({**reference.config, field: value})
+    with pytest.raises(ValueError, match="transformers' has a reduction of 4"):
+        zoo.save(tmp_path / "other", read("bottleneck")[1], None)
+
+
+def test_names_of_a_library_that_the_map_does_not_have_are_refused():
+    with pytest.raises(ValueError, match="names is 'flax', but the weight map has 'torchvision' besides None"):
+        zoo.state_dict(zoo.resnet(18), {}, names="flax")
+
+
+def test_bytes_are_normalized_as_torchvision_normalizes_them():
+    pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+    wanted = (pixels / 255 - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
+    np.testing.assert_allclose(zoo.normalize_images(pixels), wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(zoo.normalize_images(np.float32(pixels) / 255), wanted, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="as many channels"):
+        zoo.normalize_images(np.zeros((2, 3, 8, 8), np.uint8))
