@@ -14,6 +14,7 @@ from mlax.zoo._sampling import Greedy, Sample
 from mlax.zoo._save import save
 from mlax.zoo._sentences import SentenceEncoder
 from mlax.zoo._state_dict import state_dict
+from mlax.zoo._t5 import T5, t5, t5_from_config
 from mlax.zoo._tokenizers import ByteTokenizer, EncodedPairs, Tokenizer, load_tokenizer
 from mlax.zoo._unet import UNet, unet, unet_from_config
 from mlax.zoo._vae import VAE, vae, vae_from_config
@@ -22,6 +23,7 @@ from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_e
 __all__ = [
     "BERT",
     "GPT2",
+    "T5",
     "VAE",
     "BERTClassifier",
     "BERTMaskedLM",
@@ -61,6 +63,8 @@ __all__ = [
     "roberta",
     "save",
     "state_dict",
+    "t5",
+    "t5_from_config",
     "unet",
     "unet_from_config",
     "vae",

@@ -11,8 +11,9 @@ from mlax.place import Plan
 from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._load_weights import load_weights
-from mlax.zoo._sentences import with_pooling
 from mlax.zoo._resnet import resnet_from_config
+from mlax.zoo._sentences import with_pooling
+from mlax.zoo._t5 import t5_from_config
 from mlax.zoo._unet import unet_from_config
 from mlax.zoo._vae import vae_from_config
 
@@ -23,6 +24,7 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by model_type, or
     "gpt2": gpt2_from_config,
     "resnet": resnet_from_config,
     "roberta": bert_from_config,
+    "t5": t5_from_config,
     "xlm-roberta": bert_from_config,
 }
 WEIGHTS = (  # the first that the folder has

@@ -38,6 +38,11 @@ def tokens(vocabulary: int, *lengths: int) -> Callable[[str], Any]:
     return lambda dtype: (jnp.asarray(rows, "int32"), jnp.asarray(lengths, "int32"))
 
 
+def pair_of_tokens(vocabulary: int, lengths: tuple[int, ...], source: tuple[int, ...]) -> Callable[[str], Any]:
+    """Tokens of a target and of a source, each with their lengths."""
+    return lambda dtype: (*tokens(vocabulary, *lengths)(dtype), *tokens(vocabulary, *source)(dtype))
+
+
 def images(*shape: int) -> Callable[[str], Any]:
     """Images (b, height, width, channels)."""
     return lambda dtype: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
@@ -52,6 +57,7 @@ def noisy_images(classes: int, *shape: int) -> Callable[[str], Any]:
 
 ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
 ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, heads=2, hidden=24, padding=1)
+T5_SIZES: dict[str, Any] = {"vocabulary": 31, "width": 16, "depth": 1, "heads": 2, "head_width": 6, "hidden": 24}
 ROWS = {
     "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
     "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
@@ -65,5 +71,9 @@ ROWS = {
     "ResNet": ModelRow(zoo.ResNet(depths=(2,), widths=(12,), stem=8, classes=5), images(3, 17, 23, 3)),
     "ResNet basic": ModelRow(
         zoo.ResNet(depths=(1, 1), widths=(8, 12), block="basic", stem=8, classes=None), images(3, 17, 23, 3)
+    ),
+    "T5": ModelRow(zoo.T5(**T5_SIZES, decoder_depth=2), pair_of_tokens(31, (5, 2, 1), (3, 7, 1))),
+    "T5 gated": ModelRow(
+        zoo.T5(**T5_SIZES, feed_forward="gated-gelu", tied=False), pair_of_tokens(31, (5, 2, 1), (3, 7, 1))
     ),
 }

@@ -1,0 +1,130 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlax
+from mlax import nn, zoo
+from tests.zoo.reference import Reference
+
+TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+class Case:
+    """A reference, its model and weights, and its inputs."""
+
+    def __init__(self, name):
+        self.reference = Reference(name)
+        self.model = zoo.t5_from_config({**self.reference.config, "dropout_rate": 0.0})
+        tied = (*TIED, "lm_head.weight") if self.model.tied else TIED
+        state = self.reference.state()
+        self.state = {**state, **dict.fromkeys(tied, state["shared.weight"])}
+        self.trainables, _ = self.reference.check_round_trip(self.model, self.state)
+        names = ("tokens", "lengths", "source", "source_lengths")
+        self.x = tuple(jnp.asarray(self.reference[name], "int32") for name in names)
+
+
+@pytest.fixture(scope="module", params=["t5", "t5_v1_1"])
+def case(request):
+    return Case(request.param)
+
+
+def test_logits_and_gradients_equal_those_of_transformers_with_padding(case):
+    model, reference, (tokens, lengths, source, source_lengths) = case.model, case.reference, case.x
+    is_token = np.float32(np.arange(tokens.shape[1]) < lengths[:, None])[:, :, None]
+    weights = np.float32(np.random.default_rng(2).standard_normal(reference["logits"].shape)) * is_token
+
+    def loss(trainables):
+        logits, _ = model.fwd(case.x, trainables)
+        return (logits * weights).sum(), logits
+
+    gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(case.trainables)
+    np.testing.assert_allclose(logits * is_token, reference["logits"], atol=5e-5)
+    reference.check_gradients(model, gradient)
+
+    encoded, _ = jax.jit(model.fwd)((None, None, source, source_lengths), case.trainables)
+    is_source = np.float32(np.arange(source.shape[1]) < source_lengths[:, None])
+    np.testing.assert_allclose(encoded * is_source[:, :, None], reference["encoded"], atol=1e-5)
+    last_only = dataclasses.replace(model, last_only=True)
+    again, _ = jax.jit(last_only.fwd)((tokens, lengths, encoded, source_lengths), case.trainables)
+    np.testing.assert_allclose(again[:, 0], logits[np.arange(3), lengths - 1], atol=1e-5)
+
+
+def test_decoding_with_stored_sources_of_different_lengths_equals_one_call(case):
+    tokens, _, source, source_lengths = case.x
+    wanted, _ = jax.jit(case.model.fwd)((tokens, None, source, source_lengths), case.trainables)
+    decoder = mlax.override(zoo.decoder(case.model, 12), zoo.T5, last_only=False)
+    prompts, lengths = tokens[:, :5], jnp.array([5, 1, 3])
+    first = (prompts, lengths, source, source_lengths)
+    _, state = jax.jit(decoder.init)(jax.random.key(0), first)
+    step = jax.jit(decoder.fwd)
+    logits, state = step(first, case.trainables, state)
+    for row, length in enumerate([5, 1, 3]):
+        np.testing.assert_allclose(logits[row, :length], wanted[row, :length], atol=2e-5)
+    for number in range(2):
+        following = jnp.take_along_axis(tokens, (lengths + number)[:, None], axis=1)
+        logits, state = step(following, case.trainables, state)
+        np.testing.assert_allclose(logits[:, 0], wanted[np.arange(3), lengths + number], atol=2e-5)
+
+
+def test_the_published_sizes_have_their_numbers_of_parameters():
+    sizes = {
+        "small": 60_506_624,
+        "base": 222_903_552,
+        "large": 737_668_096,
+        "3b": 2_851_598_336,
+        "11b": 11_307_321_344,
+        "v1.1-small": 76_961_152,
+        "v1.1-base": 247_577_856,
+        "v1.1-large": 783_150_080,
+        "v1.1-xl": 2_849_757_184,
+        "v1.1-xxl": 11_135_332_352,
+    }
+    for size, number in sizes.items():
+        model = zoo.t5(size)
+        trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+        assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == number
+
+
+def test_a_saved_folder_loads_again(tmp_path, case):
+    zoo.save(tmp_path / "t5", case.model, case.trainables)
+    loaded = zoo.load(tmp_path / "t5")
+    assert loaded.model == case.model
+    jax.tree.map(np.testing.assert_array_equal, loaded.trainables, case.trainables)
+
+
+def test_configurations_of_transformers_5_say_by_another_field_that_the_head_is_not_tied():
+    config = {**zoo.t5("v1.1-small").config(), "tie_word_embeddings": True, "scale_decoder_outputs": False}
+    assert zoo.t5_from_config(config) == dataclasses.replace(zoo.t5("v1.1-small"), decoder_depth=8)
+    with pytest.raises(ValueError, match="feed_forward_proj is 'selu', but must be one of relu"):
+        zoo.t5_from_config({**config, "feed_forward_proj": "selu"})
+
+
+def test_initial_scores_have_a_standard_deviation_near_one():
+    model = zoo.T5(vocabulary=50, width=64, depth=1, heads=8, head_width=8, hidden=64)
+    trainables, _ = model.init(jax.random.key(0), model.example_input())
+    kernels = mlax.get(trainables, "decode/blocks/stacked/attend")
+    x = jax.random.normal(jax.random.key(1), (100, 64))
+    q, k = ((x @ kernels[name]["kernel"][0]).reshape(100, 8, 8) for name in ("query", "key"))
+    assert 0.7 < np.einsum("thk,shk->hts", q, k).std() < 1.4
+
+
+def test_inputs_in_another_order_are_errors(case):
+    tokens, _, source, _ = case.x
+    with pytest.raises(ValueError, match="with the tokens of the target first"):
+        case.model.fwd((source, tokens), case.trainables)
+    with pytest.raises(ValueError, match="neither tokens nor a source"):
+        case.model.fwd((None, None), case.trainables)
+    with pytest.raises(ValueError, match="with cross=True x attends to a source"):
+        case.model.fwd(tokens, case.trainables)
+    with pytest.raises(ValueError, match="the size is 'tiny', but must be one of small"):
+        zoo.t5("tiny")
+
+
+def test_the_encoder_of_a_decoder_has_no_cache(case):
+    decoder = zoo.decoder(case.model, 7)
+    found = {path for path, layer in mlax.layers(decoder).items() if getattr(layer, "cache", None) == 7}
+    assert found == {"decode/blocks/stacked/attend", "decode/blocks/stacked/cross", "decode/relative"}
+    assert isinstance(mlax.get(decoder, "encode/relative"), nn.RelativeBias)
