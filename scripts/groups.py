@@ -125,7 +125,8 @@ GROUPS = {
         "Tokenizers": "load_tokenizer Tokenizer ByteTokenizer EncodedPairs",
         "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
-        "Configurations": "bert_from_config gpt2_from_config resnet_from_config t5_from_config unet_from_config vae_from_config",
+        "Configurations": "bert_from_config gpt2_from_config resnet_from_config t5_from_config unet_from_config "
+        "vae_from_config",
     },
     "files": {"Files": "save load load_torch metadata", "Errors": "InvalidFile NotEnoughSpace"},
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import nn
-from mlax.core import Composite, Normal, Repeat, Size, Sub, frozen, replace, short_repr, signature, with_fields
+from mlax.core import Composite, Layer, Normal, Repeat, Size, Sub, frozen, replace, short_repr, signature, with_fields
 from mlax.zoo._config import Config
 from mlax.zoo._language import last_tokens
 from mlax.zoo._weights import Weight, WeightMap, map_embed, map_linear, map_norm
@@ -143,10 +143,10 @@ class T5Stack(Composite):
     """The encoder or the decoder of T5: blocks that share one relative position bias, and a norm."""
 
     _: KW_ONLY
-    blocks: Repeat  # of T5EncoderBlock or T5DecoderBlock
-    relative: nn.RelativeBias  # of every block
-    norm: nn.RMSNorm  # of the output
-    drop: nn.Dropout  # of the input and the output
+    blocks: Layer  # a Repeat of T5EncoderBlock or T5DecoderBlock
+    relative: Layer  # the bias of every block
+    norm: Layer  # of the output
+    drop: Layer  # dropout of the input and the output
 
     def wire(self, sub: Sub, x: Any, lengths: Any, *source: Any) -> Any:  # (b, t, d), (b,)
         bias = sub.relative({"x": x, "lengths": lengths})  # (1, h, t, t)
