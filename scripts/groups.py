@@ -123,6 +123,7 @@ GROUPS = {
         "Text generation": "Generated generate Greedy Sample decoder",
         "Text encoders": "BERT BERTMaskedLM BERTClassifier bert roberta minilm SentenceEncoder",
         "Tokenizers": "load_tokenizer Tokenizer ByteTokenizer EncodedPairs",
+        "Serving": "Batcher speculative_generate Speculated",
         "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
         "Configurations": "bert_from_config gpt2_from_config resnet_from_config t5_from_config unet_from_config "

@@ -1,6 +1,7 @@
 """Models with the weights of other libraries, and text generation."""
 
 from mlax.core import name_types as name_types
+from mlax.zoo._batcher import Batcher
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._decoder import decoder
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
@@ -13,6 +14,7 @@ from mlax.zoo._resnet import ResNet, resnet, resnet_from_config
 from mlax.zoo._sampling import Greedy, Sample
 from mlax.zoo._save import save
 from mlax.zoo._sentences import SentenceEncoder
+from mlax.zoo._speculative import Speculated, speculative_generate
 from mlax.zoo._state_dict import state_dict
 from mlax.zoo._t5 import T5, t5, t5_from_config
 from mlax.zoo._tokenizers import ByteTokenizer, EncodedPairs, Tokenizer, load_tokenizer
@@ -27,6 +29,7 @@ __all__ = [
     "VAE",
     "BERTClassifier",
     "BERTMaskedLM",
+    "Batcher",
     "ByteTokenizer",
     "Diffusion",
     "EncodedPairs",
@@ -36,6 +39,7 @@ __all__ = [
     "ResNet",
     "Sample",
     "SentenceEncoder",
+    "Speculated",
     "Tokenizer",
     "UNet",
     "Weight",
@@ -62,6 +66,7 @@ __all__ = [
     "resnet_from_config",
     "roberta",
     "save",
+    "speculative_generate",
     "state_dict",
     "t5",
     "t5_from_config",
