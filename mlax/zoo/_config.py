@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SIZE = 1 << 24  # of anything that a configuration counts
+MAX_LAYERS = 1000  # each of which may be a part that has to be built and traced
 MAX_ENTRIES = 1000  # of a list
 
 
@@ -22,8 +23,9 @@ class Config:
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be an integer from 1 to {MAX_SIZE}.")
+        most = MAX_LAYERS if "layer" in name or "depth" in name else MAX_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be an integer from 1 to {most}.")
         return value
 
     def optional_size(self, name: str, default: int | None) -> int | None:
