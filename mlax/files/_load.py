@@ -66,7 +66,7 @@ def _view_array(data: mmap.mmap, entry: Entry) -> np.ndarray:
     return array.view(entry.dtype).reshape(entry.shape)
 
 
-def release_pages(array: np.ndarray) -> None:
+def release_pages(array: Any) -> None:
     """Drop the pages of a memory-mapped array from this process's memory; they are read again when they are needed."""
     base: Any = array
     while isinstance(base, np.ndarray | memoryview):

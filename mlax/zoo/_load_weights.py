@@ -113,6 +113,7 @@ class _Reader(NamedTuple):
         for place in itertools.product(*(range(len(each)) for each in leading)):
             index = tuple(each[at] for each, at in zip(leading, place, strict=True))
             out[place] = self.read(index)[shard[self.weight.stars :]]
+            files.release_pages(self.array(index))
         return out
 
 
@@ -271,19 +272,14 @@ def _shardings(model: Layer, x: Any, plan: Plan | None, leaves: Mapping[str, Any
 
 
 def _load_leaf(leaf: Any, reader: _Reader, dtype: np.dtype | None, sharding: Sharding | None) -> jax.Array:
-    """A leaf, of which each device gets its shard alone, and the file's pages are released once it is placed."""
-    indices = list(reader.weight.indices(leaf))
-    target = np.dtype(reader.array(indices[0]).dtype)
+    """A leaf, of which each device gets its shard alone."""
+    target = np.dtype(reader.array((0,) * reader.weight.stars).dtype)
     if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.inexact):
         target = dtype
-    if sharding is None:
-        loaded = jax.device_put(reader.read_shard(leaf.shape, (slice(None),) * leaf.ndim, target))
-    else:
-        loaded = _load_shards(leaf.shape, reader, target, sharding)
-    jax.block_until_ready(loaded)
-    for index in indices:
-        files.release_pages(reader.array(index))
-    return loaded
+    if sharding is not None:
+        return _load_shards(leaf.shape, reader, target, sharding)
+    _drop_host_buffers()
+    return jax.block_until_ready(jax.device_put(reader.read_shard(leaf.shape, (slice(None),) * leaf.ndim, target)))
 
 
 def _load_shards(shape: tuple[int, ...], reader: _Reader, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -294,8 +290,15 @@ def _load_shards(shape: tuple[int, ...], reader: _Reader, dtype: np.dtype, shard
         shard = shard or ()
         groups.setdefault(tuple((part.start, part.stop) for part in shard), (shard, []))[1].append(device)
     for shard, devices in groups.values():
+        host = None
+        _drop_host_buffers()
         host = reader.read_shard(shape, shard, dtype)
         for device in devices:
             target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             placed[device] = jax.block_until_ready(jax.device_put(host, target))
     return jax.make_array_from_single_device_arrays(shape, sharding, list(placed.values()))
+
+
+def _drop_host_buffers() -> None:
+    """Let JAX drop the NumPy arrays of transfers that are done, which it does when the next one starts."""
+    jax.device_put(np.zeros((), np.int8))

@@ -21,6 +21,7 @@ import numpy as np
 from mlax import files, zoo
 from tests.catalogue.zoo import ROWS
 from tests.files.torch_archive import archive, integer, name, state, storage, tensor, text, tuple_of
+from tests.zoo.peak import memory
 
 MODEL = zoo.GPT2(vocabulary=31, positions=8, width=8, depth=2, heads=2)
 EXTREMES = (-1, 0, 1, 2, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30)
@@ -214,12 +215,6 @@ class Watch:
             self.events.append(os.path.realpath(os.fsdecode(arguments[0])))
         elif event.startswith(("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "pickle.")):
             self.events.append(event)
-
-
-def memory(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def measure(watch: Watch, folder: Path, load=zoo.load) -> dict:

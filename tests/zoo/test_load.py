@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import mlax
 from mlax import dtypes, files, nn, place, zoo
 from tests.files.torch_archive import archive, state, tensor
+from tests.processes import outputs_of, start_python
 
 MODEL = zoo.GPT2(vocabulary=48, positions=16, width=16, depth=2, heads=2)
 
@@ -197,3 +198,12 @@ def test_links_into_a_cache_are_followed_only_within_it(tmp_path, variables):
     with pytest.raises(files.InvalidFile, match="leads out of"):
         zoo.load(tmp_path / "snapshot")
     assert_equal(zoo.load(tmp_path / "snapshot", within=tmp_path).trainables, variables)
+
+
+def test_a_model_is_never_in_memory_twice_while_it_is_loaded(tmp_path, thorough):
+    child = start_python("-m", "tests.zoo.peak", tmp_path, 13 if thorough else 4)
+    (output,) = outputs_of(child)
+    peak = json.loads(output)
+    assert peak["model"] > (350e6 if thorough else 100e6)
+    for how in ("plan", "none"):
+        assert 0.9 * peak["model"] < peak[how] < 1.2 * peak["model"] + peak["leaf"]
