@@ -11,6 +11,7 @@ from mlax import ops
 from mlax._jax import shard_like
 from mlax.core import DType, Layer, Size, frozen
 
+HEADS = ("key", "value", "key_scale", "value_scale")  # arrays with an axis of heads
 EMPTY = np.iinfo(np.int32).max  # the position of an empty slot: later than every query
 
 
@@ -53,9 +54,9 @@ class KeyValueCache(Layer):
     those that it does not reach visible and without a bias; there can be neither with a window below `cache`, where old
     tokens are overwritten. Segments, if any, are passed to `init` and to every call.
 
-    Non-trainables: key and value (b, capacity, g, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
+    Non-trainables: key and value (b, g, capacity, k), in `param_dtype`, which `dtypes.Mixed` sets to the dtype that it
     computes in; segments (b, capacity). With `param_dtype="int8"` or "float8_e4m3fn" they are quantized, with a scale
-    for each token and head in the dtype that `init` sees: key_scale and value_scale (b, capacity, g).
+    for each token and head in the dtype that `init` sees: key_scale and value_scale (b, g, capacity).
 
     >>> cache, k = nn.KeyValueCache(capacity=32), jnp.ones((8, 1, 4, 16))  # one token in each of 8 rows
     >>> token = {"key": k, "value": k, "positions": jnp.zeros((8, 1), "int32")}
@@ -82,13 +83,14 @@ class KeyValueCache(Layer):
             raise ValueError(f"{self}: the input has {x['key'].shape[1]} tokens, but there are {self.capacity} slots.")
 
         def empty(shape, dtype):
-            return jnp.zeros((shape[0], self.capacity, *shape[2:]), dtype)
+            b, _, g, *width = shape
+            return jnp.zeros((b, g, self.capacity, *width), dtype)
 
         state = {name: empty(x[name].shape, self.param_dtype or x[name].dtype) for name in ("key", "value")}
         if self._is_quantized:
             state |= {f"{name}_scale": empty(x[name].shape[:3], x[name].dtype) for name in ("key", "value")}
         if "segments" in x:
-            state["segments"] = empty(x["segments"].shape, x["segments"].dtype)
+            state["segments"] = jnp.zeros((x["segments"].shape[0], self.capacity), x["segments"].dtype)
         return None, state
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
@@ -101,8 +103,9 @@ class KeyValueCache(Layer):
         lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, t, np.int32)
         is_token = jnp.arange(t, dtype=np.int32)[None] < lengths[:, None]
         new = _quantize({name: x[name] for name in ("key", "value", "segments") if name in state}, self.param_dtype)
+        new = _swap_heads_and_time(new)
         y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state)
-        y = _dequantize(y, x["key"].dtype)
+        y = _swap_heads_and_time(_dequantize(y, x["key"].dtype))
         return {name: each for name, each in y.items() if name in x}, state
 
     def _append(self, new, positions, lengths, is_token, state):
@@ -127,7 +130,10 @@ class KeyValueCache(Layer):
         if positions.shape[1] == 1:
             return {**stored, "positions": self._slot_positions(starts + lengths)}, stored
         # an earlier query attends to tokens that a later one overwrites
-        both = {name: jnp.concatenate([state[name], new[name].astype(state[name].dtype)], axis=1) for name in state}
+        both = {
+            name: jnp.concatenate([old, new[name].astype(old.dtype)], axis=min(old.ndim - 1, 2))
+            for name, old in state.items()
+        }
         fresh = jnp.where(is_token, positions, EMPTY)
         return {**both, "positions": jnp.concatenate([self._slot_positions(starts), fresh], axis=1)}, stored
 
@@ -160,7 +166,7 @@ class KeyValueCache(Layer):
 
     def _check_state(self, x, state):
         shape, key = state["key"].shape, x["key"]
-        if (shape[0], *shape[2:]) != (key.shape[0], *key.shape[2:]):
+        if (*shape[:2], *shape[3:]) != (key.shape[0], *key.shape[2:]):
             raise ValueError(
                 f"{self}: the cache is {shape} but the new keys are {key.shape}; batch, heads and width must be "
                 "those of init. Call init on an input of this batch."
@@ -225,10 +231,16 @@ def _write(state, new, slots):
     """The arrays of the state with new ones in their slots (b, t); a slot past the end is not written."""
 
     def write_row(array: Any, new: Any, slots: Any) -> Any:
-        return array.at[slots].set(new, mode="drop")
+        at = array.at[slots] if array.ndim == 1 else array.at[:, slots]  # segments have no heads
+        return at.set(new, mode="drop")
 
     state, slots = shard_like((state, slots), new["key"])  # rows of an explicit mesh must agree
     return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
+
+
+def _swap_heads_and_time(arrays):
+    """(b, t, g, ...) as (b, g, t, ...), and back: so stored, products with the slots of a head need no transpose."""
+    return {name: each.swapaxes(1, 2) if name in HEADS else each for name, each in arrays.items()}
 
 
 def _quantize(new, dtype):

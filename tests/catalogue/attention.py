@@ -227,7 +227,7 @@ ROWS = {
     "KeyValueCache": LayerRow(
         lambda dtype: nn.KeyValueCache(9),
         {"key": (3, 5, 2, 4), "value": (3, 5, 2, 6)},
-        ({}, {"key": (3, 9, 2, 4), "value": (3, 9, 2, 6)}),
+        ({}, {"key": (3, 2, 9, 4), "value": (3, 2, 9, 6)}),
         lambda x, w: {name: np.pad(each, ((0, 0), (0, 4), (0, 0), (0, 0))) for name, each in x.items()},
         no_sums="it sums nothing",
         no_single_example="its state has a row for each example",

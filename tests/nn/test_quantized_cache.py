@@ -62,7 +62,7 @@ def test_the_leaves_of_a_quantized_cache_are_codes_and_scales(dtype, compute):
     layer, x = nn.MultiHeadAttention(2, causal=True, cache=4, cache_dtype=dtype), normal(3, 1, 8, dtype=compute)
     trainables, state = jax.eval_shape(layer.init, RNG, x)
     leaves = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in state["cache"].items()}
-    codes, scales = ((3, 4, 2, 4), dtype), ((3, 4, 2), compute)
+    codes, scales = ((3, 2, 4, 4), dtype), ((3, 2, 4), compute)
     assert leaves == {"key": codes, "value": codes, "key_scale": scales, "value_scale": scales}
     y, new = jax.eval_shape(layer.fwd, x, trainables, state)
     assert y.dtype == compute and new == state

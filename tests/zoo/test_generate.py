@@ -1,0 +1,116 @@
+import jax
+import numpy as np
+import pytest
+
+from mlax import zoo
+from mlax.inspect._hlo import parse_hlo
+from mlax.zoo import _generate
+from tests.asserts import compilations
+
+MODEL = zoo.GPT2(vocabulary=23, positions=256, width=16, depth=2, heads=2)
+LENGTHS = np.array([7, 4, 1])
+PROMPTS = np.random.default_rng(0).integers(0, 23, (3, 7)) * (np.arange(7) < LENGTHS[:, None])
+
+
+@pytest.fixture(scope="module")
+def trainables():
+    trainables, _ = MODEL.init(jax.random.key(0), MODEL.example_input())
+    return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 2 else leaf, trainables)
+
+
+def continue_without_cache(model, trainables, number):
+    """Greedy decoding with the whole text at each token: the tokens and their log-probabilities, (b, number) each."""
+    fwd = jax.jit(lambda tokens: jax.nn.log_softmax(model.fwd(tokens, trainables, inference_mode=True)[0]))
+    text, rows = np.pad(PROMPTS, ((0, 0), (0, number))).astype("int32"), np.arange(3)
+    for place in range(number):
+        text[rows, LENGTHS + place] = np.asarray(fwd(text))[rows, LENGTHS + place - 1].argmax(-1)
+    places = LENGTHS[:, None] + np.arange(number)
+    tokens = text[rows[:, None], places]
+    return tokens, np.asarray(fwd(text))[rows[:, None], places - 1, tokens]
+
+
+def instructions_in_loops(program):
+    """The instructions of the bodies of loops, and of what they call."""
+    loops = [
+        each for part in program.computations.values() for each in part.instructions.values() if each.opcode == "while"
+    ]
+    queue, found = [name for loop in loops for name in loop.called], set()
+    while queue:
+        name = queue.pop()
+        if name not in found and name in program.computations:
+            found.add(name)
+            queue += [below for each in program.computations[name].instructions.values() for below in each.called]
+    return [each for name in found for each in program.computations[name].instructions.values()]
+
+
+@pytest.mark.parametrize("stop", [(), (3, 5)])
+def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables, stop):
+    settings = _generate.Settings(MODEL, 40, zoo.Greedy(), "right", 0, False)
+    arguments = (trainables, None, PROMPTS.astype("int32"), LENGTHS, (), {}, np.array(stop, np.int32), None)
+    program = parse_hlo(_generate._generate.lower(settings, *arguments).compile().as_text())
+    instructions = instructions_in_loops(program)
+    writes = [each for each in instructions if each.opcode == "scatter"]
+    assert [each.shapes[0].dims for each in writes] == [(3, 2, 64, 8)] * 4  # keys and values of two layers
+    size = writes[0].bytes
+    large = {each.opcode for each in instructions if any(shape.bytes >= size for shape in each.shapes)}
+    assert large <= {"parameter", "get-tuple-element", "tuple", "while", "call", "fusion", "bitcast", "scatter"}
+
+
+def test_greedy_text_is_that_of_a_model_without_a_cache(trainables):
+    result = zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=9, log_probs=True)
+    tokens, log_probs = continue_without_cache(MODEL, trainables, 9)
+    np.testing.assert_array_equal(result.tokens, tokens)
+    np.testing.assert_allclose(result.log_probs, log_probs, atol=1e-5)
+    assert result.lengths.tolist() == [9, 9, 9]
+
+    left = np.array([np.roll(row, 7 - length) for row, length in zip(PROMPTS, LENGTHS, strict=True)])
+    padded = zoo.generate(MODEL, trainables, left, LENGTHS, max_new_tokens=9, padding="left", log_probs=True)
+    np.testing.assert_array_equal(padded.tokens, result.tokens)
+
+
+def test_rows_end_at_their_first_stop_token(trainables):
+    whole = np.asarray(zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40).tokens)
+    stop = (int(whole[0, 3]), int(whole[1, 20]))
+    with compilations() as compiled:
+        result = zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40, stop=stop, pad=-7)
+        zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40, stop=(1, 2), pad=-7)
+    assert len(compiled) == 1
+    for row, text, length in zip(result.tokens, whole, result.lengths.tolist(), strict=True):
+        ends = np.flatnonzero(np.isin(text, stop))
+        assert length == (ends[0] + 1 if len(ends) else 40)
+        np.testing.assert_array_equal(row, [*text[:length], *[-7] * (40 - length)])
+    assert len(set(result.lengths.tolist())) > 1
+
+
+def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile(trainables):
+    def run(seed, temperature, top_p, min_p, penalty):
+        sampler = zoo.Sample(temperature=temperature, top_k=20, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+        rng = jax.random.key(seed)
+        return zoo.generate(MODEL, trainables, PROMPTS, max_new_tokens=12, sampler=sampler, rng=rng).tokens.tolist()
+
+    first = run(0, 1.0, 0.9, 0.1, 1.2)
+    with compilations() as compiled:
+        assert run(0, 1.0, 0.9, 0.1, 1.2) == first
+        assert run(1, 1.0, 0.9, 0.1, 1.2) != first
+        run(2, 0.5, 0.8, 0.2, 1.5)
+        greedy = run(3, 1e-4, 0.9, 0.1, 1.0)
+    assert not compiled
+    np.testing.assert_array_equal(greedy, zoo.generate(MODEL, trainables, PROMPTS, max_new_tokens=12).tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, but must be an integer of at least 1"),
+        ({"max_new_tokens": 300}, "need 306 positions, but positions has 256"),
+        ({"padding": "middle"}, "padding is 'middle', but must be 'right' or 'left'"),
+        ({"lengths": [1, 2, 9]}, "lengths are 1 to 9, but must be between 1 and 7"),
+        ({"lengths": [1, 2]}, r"lengths are int32\[2\], but must be integers \(3,\)"),
+        ({"prompts": np.zeros(3)}, r"prompts are float32\[3\], but must be integers \(b, t\)"),
+        ({"sampler": zoo.Sample()}, "Sample needs a key; pass rng="),
+    ],
+)
+def test_wrong_arguments_are_refused(trainables, options, message):
+    arguments = {"prompts": PROMPTS, "max_new_tokens": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(MODEL, trainables, **arguments)
