@@ -117,7 +117,7 @@ GROUPS = {
         "Transfers": "transfers Transfers Transfer",
     },
     "zoo": {
-        "Language models": "GPT2 gpt2 T5 t5",
+        "Language models": "GPT2 gpt2 T5 t5 LSTMLanguageModel lstm_lm",
         "Image classifiers": "ResNet resnet normalize_images",
         "Diffusion": "UNet unet VAE vae Diffusion ddpm ddim",
         "Text generation": "Generated generate Greedy Sample decoder",

@@ -10,6 +10,7 @@ from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._images import normalize_images
 from mlax.zoo._load import Loaded, load
 from mlax.zoo._load_weights import load_weights
+from mlax.zoo._lstm import LSTMLanguageModel, lstm_lm
 from mlax.zoo._resnet import ResNet, resnet, resnet_from_config
 from mlax.zoo._sampling import Greedy, Sample
 from mlax.zoo._save import save
@@ -35,6 +36,7 @@ __all__ = [
     "EncodedPairs",
     "Generated",
     "Greedy",
+    "LSTMLanguageModel",
     "Loaded",
     "ResNet",
     "Sample",
@@ -55,6 +57,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "load_weights",
+    "lstm_lm",
     "map_batch_norm",
     "map_conv",
     "map_embed",

@@ -76,4 +76,8 @@ ROWS = {
     "T5 gated": ModelRow(
         zoo.T5(**T5_SIZES, feed_forward="gated-gelu", tied=False), pair_of_tokens(31, (5, 2, 1), (3, 7, 1))
     ),
+    "LSTMLanguageModel": ModelRow(zoo.LSTMLanguageModel(vocabulary=31, width=8, hidden=6), tokens(31, 7, 3, 1)),
+    "LSTMLanguageModel tied": ModelRow(
+        zoo.LSTMLanguageModel(vocabulary=31, width=8, depth=1, tied=True), tokens(31, 7, 3, 1)
+    ),
 }
