@@ -1,4 +1,4 @@
-"""Equal layers share one compilation, and nothing is traced or passed in vain."""
+"""Equal layers share one trace, and nothing is traced or passed in vain."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import mlax
 from mlax import nn
 
 
-def test_equal_layers_share_one_compilation_for_each_inference_mode(row):
+def test_equal_layers_share_one_trace_for_each_inference_mode(row):
     traces = []
 
     def count(x):
@@ -20,7 +20,7 @@ def test_equal_layers_share_one_compilation_for_each_inference_mode(row):
     for inference_mode in (True, False, False, True, True, False):
         model = mlax.Series(layer=row.layer("float32"), count=mlax.F(count))
         fwd = jax.jit(model.fwd, static_argnames="inference_mode")
-        fwd(x, *variables, rng=jax.random.key(1), inference_mode=inference_mode)
+        fwd.trace(x, *variables, rng=jax.random.key(1), inference_mode=inference_mode)
     assert len(traces) == 2
 
 
@@ -28,7 +28,7 @@ def test_an_inference_mode_that_is_not_a_bool_is_a_type_error(row):
     layer, x, trainables, non_trainables = row.init("float32")
     arguments = (x, trainables, non_trainables)
     fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
-    fwd(*arguments, inference_mode=True)
+    fwd.trace(*arguments, inference_mode=True)
     for mode in (None, 1, 0, "yes", 1.0):
         for call in (layer.fwd, fwd):
             with pytest.raises(TypeError, match="must be True or False"):

@@ -24,28 +24,30 @@ def unchecked_ops():
 
 def wrong_inputs(x):
     """(word, input) of inputs with one leaf of a wrong rank or dtype, or of another structure."""
-    leaves, treedef = jax.tree.flatten(x)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x))
     for index, leaf in enumerate(leaves):
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        shape, dtype = leaf.shape, leaf.dtype
+        floating = jnp.issubdtype(dtype, jnp.floating)
         wrong = {
-            "one axis more at the front": leaf[None],
-            "one axis more at the end": leaf[..., None],
-            "one axis less at the front": leaf[0],
-            "one axis less at the end": leaf[..., 0],
-            "a scalar": leaf.reshape(-1)[0],
-            "booleans": jnp.ones(leaf.shape, bool),
-            "complex": jnp.ones(leaf.shape, jnp.complex64),
-            "the other kind of number": jnp.ones(leaf.shape, jnp.int32 if floating else jnp.float32),
+            "one axis more at the front": ((1, *shape), dtype),
+            "one axis more at the end": ((*shape, 1), dtype),
+            "one axis less at the front": (shape[1:], dtype),
+            "one axis less at the end": (shape[:-1], dtype),
+            "a scalar": ((), dtype),
+            "booleans": (shape, jnp.bool_),
+            "complex": (shape, jnp.complex64),
+            "the other kind of number": (shape, jnp.int32 if floating else jnp.float32),
         }
         for word, other in wrong.items():
-            yield f"{word} in leaf {index}", jax.tree.unflatten(treedef, [*leaves[:index], other, *leaves[index + 1 :]])
+            struct = jax.ShapeDtypeStruct(*other)
+            yield f"{word} in leaf {index}", treedef.unflatten([*leaves[:index], struct, *leaves[index + 1 :]])
     for word, other in {"a tuple": (leaves[0],) * 3, "a dict": {"a": leaves[0]}, "nothing": None}.items():
         yield word, other
 
 
 def is_refused_in_words(error):
     """Whether the package raised the error itself, or code that the tests wrote as users do."""
-    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [frame for frame in frames if PACKAGE in frame.parents or TESTS in frame.parents]
     raised_by_package = (
         frames[-1] == own[-1] and PACKAGE in own[-1].parents and isinstance(error, ValueError | TypeError)

@@ -11,11 +11,11 @@ from mlax import train
 from tests.examples.example_modules import load_example
 
 SMALL = {
-    "steps": 500,
-    "batch": 128,
-    "width": 96,
-    "depth": 2,
-    "rate": 5e-3,
+    "steps": 250,
+    "batch": 64,
+    "width": 64,
+    "depth": 1,
+    "rate": 8e-3,
     "average": 0.98,
     "dropout": 0.0,
     "sampling_steps": 12,
@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     make = train.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "step", lambda *given: steps.append(make(*given)) or steps[-1])
-        scores = diffusion.main(diffusion.Config(**SMALL, guidance=3.0, samples=400, run=str(folder)))
+        scores = diffusion.main(diffusion.Config(**SMALL, guidance=3.0, samples=200, run=str(folder)))
     (step,) = steps
     return folder, scores, step
 

@@ -1,4 +1,4 @@
-"""The digits example, run as the demo runs it."""
+"""The digits example: for six epochs, and as the demo runs it with `--thorough`."""
 
 import numpy as np
 import pytest
@@ -11,20 +11,20 @@ digits = load_example("digits")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, events):
-    """The folder of a full run, its scores, and its events."""
+    """The folder of a run of six epochs, its scores, and its events."""
     folder = tmp_path_factory.mktemp("runs") / "new" / "digits"
-    scores = digits.main(digits.Config(run=str(folder)))
+    scores = digits.main(digits.Config(steps=132, run=str(folder)))
     return folder, scores, list(events)
 
 
-def test_the_accuracy_is_above_0_985(run):
+def test_six_epochs_reach_an_accuracy_of_0_96(run):
     _, scores, _ = run
-    assert scores["accuracy"] > 0.985
+    assert scores["accuracy"] > 0.96
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_the_accuracy_is_above_0_985_with_other_seeds(tmp_path, seed):
+@pytest.mark.parametrize("seed", range(6))
+def test_the_accuracy_of_a_full_run_is_above_0_985(tmp_path, seed):
     assert digits.main(digits.Config(seed=seed, run=str(tmp_path)))["accuracy"] > 0.985
 
 
