@@ -1,6 +1,7 @@
 """What all tests run under: strict dtypes, exact products, eight simulated devices, shapes of `ops` checked."""
 
 import gc
+import inspect
 import os
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ with install_import_hook("mlax.ops", "beartype.beartype"):
     import mlax.ops  # noqa: F401
 
 
+from mlax import train  # noqa: E402  # as the next
 from tests.catalogue.row import FLOATS, Row  # noqa: E402  # after `ops` has been imported under the hook
 
 
@@ -39,6 +41,17 @@ def dtype(request):
 def thorough(request):
     """Whether `--thorough` is given."""
     return request.config.getoption("--thorough")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def write_html_report(thorough):
+    """What writes report.html, which takes longer than most trainings here: with `--thorough` every run has one."""
+    module = inspect.getmodule(train.fit)
+    write = module.write_html_report
+    with pytest.MonkeyPatch.context() as patch:
+        if not thorough:
+            patch.setattr(module, "write_html_report", lambda *given: None)
+        yield write
 
 
 def pytest_addoption(parser):

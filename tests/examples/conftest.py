@@ -10,7 +10,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(scope="module")
-def events():
+def events(thorough):
     """What happens, in order: "compiled", "stepped", "evaluating", "evaluated", "fitted"."""
     happened = []
 
@@ -27,7 +27,7 @@ def events():
 
         return call
 
-    for dtype in ("float32", "bfloat16"):  # what the report of a run measures, once in a process
+    for dtype in ("float32", "bfloat16") if thorough else ():  # what the report of a run measures, once in a process
         measure_peaks(jax.devices()[0], dtype)
     with pytest.MonkeyPatch.context() as patch:
         jax.monitoring.register_event_duration_secs_listener(listen)

@@ -140,6 +140,7 @@ def main(argv):
     if options.devices:
         jax.config.update("jax_num_cpu_devices", options.devices)
     sys.modules["matplotlib"] = None  # as if it were not installed: curves take longer than the training
+    inspect.getmodule(train.fit).write_html_report = lambda *_: None  # and so does this report
     faults = Faults(options)
     loop = inspect.getmodule(train.Loop)
     loop.heartbeat = lambda step, phase: (train.heartbeat(step, phase), faults(step, phase))

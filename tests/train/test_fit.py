@@ -25,7 +25,7 @@ STEP = train.step(objective, OPTIMIZER)
 
 @pytest.fixture(autouse=True)
 def hide_matplotlib(monkeypatch):
-    """Matplotlib takes a second to import, so only the uninterrupted run plots."""
+    """Matplotlib takes a second to import, so only the uninterrupted run plots, as it alone writes report.html."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
@@ -37,9 +37,11 @@ def fit(run, steps, *, step=STEP, data=None, **options):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, write_html_report):
     run = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    return run, fit(run, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect.getmodule(train.fit), "write_html_report", write_html_report)
+        return run, fit(run, 40)
 
 
 def test_an_interrupted_run_ends_bitwise_equal(uninterrupted, tmp_path):
