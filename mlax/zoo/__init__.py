@@ -8,6 +8,8 @@ from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._images import normalize_images
+from mlax.zoo._llama import Llama, llama_from_config
+from mlax.zoo._llama_sizes import gemma, gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3
 from mlax.zoo._load import Loaded, load
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._lstm import LSTMLanguageModel, lstm_lm
@@ -37,6 +39,7 @@ __all__ = [
     "Generated",
     "Greedy",
     "LSTMLanguageModel",
+    "Llama",
     "Loaded",
     "ResNet",
     "Sample",
@@ -51,9 +54,14 @@ __all__ = [
     "ddim",
     "ddpm",
     "decoder",
+    "gemma",
+    "gemma2",
+    "gemma3",
     "generate",
     "gpt2",
     "gpt2_from_config",
+    "llama",
+    "llama_from_config",
     "load",
     "load_tokenizer",
     "load_weights",
@@ -64,7 +72,12 @@ __all__ = [
     "map_linear",
     "map_norm",
     "minilm",
+    "mistral",
+    "mixtral",
     "normalize_images",
+    "phi3",
+    "qwen2",
+    "qwen3",
     "resnet",
     "resnet_from_config",
     "roberta",

@@ -10,6 +10,7 @@ from mlax.core import Layer, Tree, document_tuple
 from mlax.place import Plan
 from mlax.zoo._bert import bert_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
+from mlax.zoo._llama import llama_from_config
 from mlax.zoo._load_weights import load_weights
 from mlax.zoo._resnet import resnet_from_config
 from mlax.zoo._sentences import with_pooling
@@ -26,6 +27,8 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by model_type, or
     "roberta": bert_from_config,
     "t5": t5_from_config,
     "xlm-roberta": bert_from_config,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"), llama_from_config),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), llama_from_config),
 }
 WEIGHTS = (  # the first that the folder has
     "model.safetensors",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlax
-from mlax import dtypes, zoo
+from mlax import dtypes, nn, zoo
 from tests.catalogue.row import Row
 
 
@@ -58,6 +58,18 @@ def noisy_images(classes: int, *shape: int) -> Callable[[str], Any]:
 ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
 ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, heads=2, hidden=24, padding=1)
 T5_SIZES: dict[str, Any] = {"vocabulary": 31, "width": 16, "depth": 1, "heads": 2, "head_width": 6, "hidden": 24}
+LLAMA = {"vocabulary": 31, "width": 16, "hidden": 24, "heads": 4, "kv_heads": 2}
+GEMMA = {
+    "windows": (3, None),
+    "local_rotary": nn.Rotary(base=100.0),
+    "head_width": 6,
+    "qk_norm": True,
+    "post_norms": True,
+    "norm_offset": 1.0,
+    "softcap": 2.0,
+    "logit_softcap": 3.0,
+    "scaled_embed": True,
+}
 ROWS = {
     "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
     "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
@@ -80,4 +92,7 @@ ROWS = {
     "LSTMLanguageModel tied": ModelRow(
         zoo.LSTMLanguageModel(vocabulary=31, width=8, depth=1, tied=True), tokens(31, 7, 3, 1)
     ),
+    "Llama": ModelRow(zoo.Llama(**LLAMA, depth=2, bias=True, tied=True), tokens(31, 7, 3, 1)),
+    "Llama as Gemma": ModelRow(zoo.Llama(**LLAMA, **GEMMA, depth=3), tokens(31, 7, 3, 1)),
+    "Llama as Mixtral": ModelRow(zoo.Llama(**LLAMA, depth=2, windows=(3,), experts=3), tokens(31, 7, 3, 1)),
 }
