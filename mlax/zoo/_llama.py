@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import nn, ops
-from mlax.core import Chain, Composite, Layer, Normal, Ones, Repeat, Size, Sub, Zeros, frozen
+from mlax.core import Chain, Composite, Layer, Normal, Repeat, Size, Sub, frozen
 from mlax.zoo._language import last_tokens
 from mlax.zoo._llama_config import read_fields, write_config
 from mlax.zoo._weights import Weight, WeightMap, map_embed, map_linear, map_norm
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "phi3"]
+Activation = Callable[[jax.Array], jax.Array]
+Windows = tuple[int | None, ...]
 
 
 @frozen
@@ -25,13 +27,10 @@ class Llama(Composite):
     """Llama, a language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
     The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
-    Parts: embed, blocks, norm and, unless `tied`, head. Layers are a Repeat of the pattern of `windows`, and a part
-    rest of those left over. `zoo.mistral`, `zoo.qwen3`, `zoo.gemma3`, ... are descriptions of this class.
+    Parts: embed; blocks, the layers; rest, those of an incomplete pattern of `windows`; norm; head, unless `tied`.
 
     >>> model = zoo.Llama(vocabulary=50, width=16, hidden=32, depth=2, heads=4, kv_heads=2, windows=(8, None))
-    >>> trainables, _ = model.init(jax.random.key(0), jnp.zeros((1, 5), "int32"))
-    >>> model.fwd(jnp.zeros((3, 7), "int32"), trainables)[0].shape
-    (3, 7, 50)
+    >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
     """
 
     _: KW_ONLY
@@ -44,27 +43,23 @@ class Llama(Composite):
     heads: Size = 32  # of the queries
     kv_heads: int | None = None  # of keys and values; None: heads
     head_width: int | None = None  # None: width / heads
-    windows: tuple[int | None, ...] = (None,)  # of local attention, repeated over the layers; None: full attention
+    windows: Windows = (None,)  # of local attention, repeated over the layers; None: full attention
     rotary: nn.Rotary = nn.Rotary()  # positions
     local_rotary: nn.Rotary | None = None  # of layers with a window; None: rotary
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu  # of the gate
+    activation: Activation = jax.nn.silu  # of the gate
     bias: bool = False  # of query, key and value
     out_bias: bool = False  # of the output of attention
-    mlp_bias: bool = False  # of the MLP
-    qk_norm: bool = False  # whether to normalize each head of queries and keys
+    norm: nn.RMSNorm = nn.RMSNorm(eps=1e-5)  # before attention, MLP and head
+    qk_norm: bool = False  # whether to normalize each head of queries and keys, too
     post_norms: bool = False  # whether to normalize what is added to the residual stream, too
-    norm_offset: float = 0.0  # added to the scales of norms: 1 in Gemma
-    eps: float = 1e-5  # of the norms
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_width)
     softcap: float | None = None  # c maps an attention score x to c * tanh(x / c)
     logit_softcap: float | None = None  # the same, of the logits
     scaled_embed: bool = False  # whether embeddings are multiplied by sqrt(width)
     tied: bool = False  # whether the embedding is the output layer, too
     padding: int | None = None  # the token whose embedding gets no gradient
-    experts: int | None = None  # in place of each MLP; None: no mixture
-    experts_per_token: Size = 2  # that each token is routed to
-    dropout: float = 0.0  # of attention weights
-    last_only: bool = False  # whether to compute the logits of the last token of each row alone, (b, 1, vocabulary)
+    experts: tuple[int, int] | None = None  # in place of each MLP, and of them for each token
+    last_only: bool = False  # whether to compute the logits of the last token alone
 
     def __post_init__(self):
         if not self.windows or not all(window is None or window >= 1 for window in self.windows):
@@ -81,7 +76,7 @@ class Llama(Composite):
             "embed": nn.Embed(self.vocabulary, self.width, padding=self.padding),
             "blocks": Repeat(Chain(tuple(blocks)) if len(blocks) > 1 else blocks[0], times),
             **rest,
-            "norm": self._norm(),
+            "norm": self.norm,
             **head,
         }
 
@@ -104,26 +99,21 @@ class Llama(Composite):
             window=window,
             softcap=self.softcap,
             rotary=self.rotary if window is None or self.local_rotary is None else self.local_rotary,
-            qk_norm=self._norm() if self.qk_norm else None,
+            qk_norm=self.norm if self.qk_norm else None,
             scale=self.scale,
-            dropout=self.dropout,
             bias=self.bias,
             out_bias=self.out_bias,
             kernel_init=Normal(0.02),
         )
-        mlp = LlamaMLP(self.width, self.hidden, activation=self.activation, bias=self.mlp_bias)
+        mlp = LlamaMLP(self.width, self.hidden, activation=self.activation)
         return LlamaBlock(
-            norm1=self._norm(),
+            norm1=self.norm,
             attend=attend,
-            attend_norm=self._norm() if self.post_norms else None,
-            norm2=self._norm(),
-            mlp=mlp if self.experts is None else LlamaExperts(mlp, self.experts, self.experts_per_token),
-            mlp_norm=self._norm() if self.post_norms else None,
+            attend_norm=self.norm if self.post_norms else None,
+            norm2=self.norm,
+            mlp=mlp if self.experts is None else LlamaExperts(mlp, *self.experts),
+            mlp_norm=self.norm if self.post_norms else None,
         )
-
-    def _norm(self) -> nn.RMSNorm:
-        scale_init = Zeros() if self.norm_offset else Ones()
-        return nn.RMSNorm(eps=self.eps, scale_offset=self.norm_offset, scale_init=scale_init)
 
     def example_input(self) -> Any:
         return jax.ShapeDtypeStruct((1, 1), np.int32)
@@ -132,7 +122,6 @@ class Llama(Composite):
         return _weight_map(self)
 
     def config(self) -> dict[str, Any]:
-        """The config.json of Hugging Face's transformers."""
         return write_config(self)
 
 
@@ -162,12 +151,11 @@ class LlamaMLP(Composite):
     width: Size  # of the output
     hidden: Size  # of the gated product
     _: KW_ONLY
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu  # of the gate
-    bias: bool = False  # of all three Linears
+    activation: Activation = jax.nn.silu  # of the gate
 
     def parts(self):
         sizes = {"gate": self.hidden, "up": self.hidden, "down": self.width}
-        return {name: nn.Linear(size, bias=self.bias, kernel_init=Normal(0.02)) for name, size in sizes.items()}
+        return {name: nn.Linear(size, bias=False, kernel_init=Normal(0.02)) for name, size in sizes.items()}
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (..., d)
         return sub.down(ops.glu(sub.gate(x), sub.up(x), self.activation))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from mlax import nn
-from mlax.core import fields_of
+from mlax.core import Zeros, fields_of
 from mlax.zoo._config import Config
 
 CLASSES = {  # by model_type
@@ -38,6 +38,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"llama: model_type is {str(family)[:80]!r}, but must be one of {', '.join(CLASSES)}.")
     fields = Config(family, config)
     fields.require("quantization_config", None, default=None)  # its weights have other names and layouts
+    fields.require("attention_dropout", 0.0, 0, default=0.0)
     heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = _optional(fields.size, "num_key_value_heads")
     needs_head = family == "qwen3" or family in GEMMA
@@ -54,10 +55,9 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_width": None if head * heads == width else head,
         "rotary": _read_rotary(fields, _flat_rope(fields), head),
         "activation": _read_activation(fields),
-        "eps": _positive(fields, "rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6),
+        "norm": nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6)),
         "tied": fields.flag("tie_word_embeddings", family in GEMMA),
         "padding": _read_padding(fields),
-        "dropout": fields.number("attention_dropout", 0.0),
     }
     return common | _read_variations(family, fields, head)
 
@@ -66,7 +66,8 @@ def _read_variations(family: str, fields: Config, head: int) -> dict[str, Any]:
     """The fields that not all families have."""
     match family:
         case "llama":
-            return _read_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
+            fields.require("mlp_bias", False, default=False)
+            return _read_biases(fields)
         case "mistral":
             return _read_window(fields, default=4096)
         case "qwen2":
@@ -75,11 +76,8 @@ def _read_variations(family: str, fields: Config, head: int) -> dict[str, Any]:
             return {"qk_norm": True} | _read_biases(fields) | _read_qwen_windows(fields)
         case "mixtral":
             fields.require("router_jitter_noise", 0.0, 0, default=0.0)
-            experts = fields.size("num_local_experts", 8)
-            return _read_window(fields) | {
-                "experts": experts,
-                "experts_per_token": fields.size("num_experts_per_tok", 2),
-            }
+            experts = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
+            return _read_window(fields) | {"experts": experts}
         case "phi3":
             for name in ("resid_pdrop", "embd_pdrop"):
                 fields.require(name, 0.0, 0, default=0.0)
@@ -90,7 +88,8 @@ def _read_variations(family: str, fields: Config, head: int) -> dict[str, Any]:
 
 def _read_gemma(family: str, fields: Config, head: int) -> dict[str, Any]:
     fields.require("use_bidirectional_attention", False, None, default=None)
-    gemma = {"norm_offset": 1.0, "scaled_embed": True} | _read_biases(fields)
+    norm = nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-6), scale_offset=1.0, scale_init=Zeros())
+    gemma = {"norm": norm, "scaled_embed": True} | _read_biases(fields)
     if family == "gemma":
         return gemma
     scalar = _positive(fields, "query_pre_attn_scalar", 256.0)
@@ -282,10 +281,9 @@ def write_config(model: Any) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": head,
-        "rms_norm_eps": model.eps,
+        "rms_norm_eps": model.norm.eps,
         "tie_word_embeddings": model.tied,
         "pad_token_id": model.padding,
-        "attention_dropout": model.dropout,
         act: names.get(model.activation, str(model.activation)),
         **_write_rope(model, head),
     }
@@ -298,14 +296,12 @@ def write_config(model: Any) -> dict[str, Any]:
         config |= {"use_sliding_window": any(windows), "max_window_layers": model.depth}
     if model.family in ("llama", "qwen3", *GEMMA):
         config["attention_bias"] = model.bias
-    if model.family == "llama":
-        config["mlp_bias"] = model.mlp_bias
     if model.family in ("gemma2", "gemma3_text"):
         scalar = head if model.scale is None else round(model.scale**-2, 6)
         config |= {"query_pre_attn_scalar": scalar, "final_logit_softcapping": model.logit_softcap}
         config["attn_logit_softcapping"] = model.softcap
     if model.family == "mixtral":
-        config |= {"num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+        config["num_local_experts"], config["num_experts_per_tok"] = model.experts or (None, None)
     _check_written(model, config)
     return config
 
@@ -357,7 +353,7 @@ def _settings(model: Any) -> dict[str, Any]:
         "windows": _layer_windows(model),
         "local_rotary": (model.local_rotary or model.rotary) if any(_layer_windows(model)) else None,
         "scale": round((model.scale or head**-0.5) ** -2, 6),
-        "experts_per_token": model.experts and model.experts_per_token,
+        "norm": (model.norm.eps, model.norm.scale_offset),
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from mlax import nn
+from mlax.core import Zeros
 from mlax.zoo._llama import Llama
 
 LlamaSize = Literal[
@@ -64,12 +65,14 @@ def qwen2(size: Literal["0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"] = "0.5b
         "1.5b": _shape(1536, 8960, 28, 12, 2, tied=True),
         "3b": _shape(2048, 11_008, 36, 16, 2, tied=True),
         "7b": _shape(3584, 18_944, 28, 28, 4, vocabulary=152_064),
-        "14b": _shape(5120, 13_824, 48, 40, 8, vocabulary=152_064, eps=1e-5),
-        "32b": _shape(5120, 27_648, 64, 40, 8, vocabulary=152_064, eps=1e-5),
-        "72b": _shape(8192, 29_568, 80, 64, 8, vocabulary=152_064, eps=1e-5),
+        "14b": _shape(5120, 13_824, 48, 40, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
+        "32b": _shape(5120, 27_648, 64, 40, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
+        "72b": _shape(8192, 29_568, 80, 64, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
     }
-    shared: dict[str, Any] = {"family": "qwen2", "vocabulary": 151_936, "positions": 32_768, "bias": True, "eps": 1e-6}
-    return Llama(**shared | {"rotary": nn.Rotary(base=1_000_000.0)} | _choose("qwen2", size, sizes))
+    shared: dict[str, Any] = {"family": "qwen2", "vocabulary": 151_936, "positions": 32_768, "bias": True}
+    shared["norm"] = nn.RMSNorm(eps=1e-6)
+    shared["rotary"] = nn.Rotary(base=1_000_000.0)
+    return Llama(**shared | _choose("qwen2", size, sizes))
 
 
 def qwen3(size: Literal["0.6b", "1.7b", "4b", "8b", "14b", "32b"] = "0.6b") -> Llama:
@@ -79,31 +82,31 @@ def qwen3(size: Literal["0.6b", "1.7b", "4b", "8b", "14b", "32b"] = "0.6b") -> L
     128
     """
     sizes = {
-        "0.6b": _shape(1024, 3072, 28, 16, 8, tied=True),
+        "0.6b": _shape(1024, 3072, 28, 16, 8, head_width=128, tied=True),
         "1.7b": _shape(2048, 6144, 28, 16, 8, tied=True),
-        "4b": _shape(2560, 9728, 36, 32, 8, tied=True),
+        "4b": _shape(2560, 9728, 36, 32, 8, head_width=128, tied=True),
         "8b": _shape(4096, 12_288, 36, 32, 8),
         "14b": _shape(5120, 17_408, 40, 40, 8),
-        "32b": _shape(5120, 25_600, 64, 64, 8),
+        "32b": _shape(5120, 25_600, 64, 64, 8, head_width=128),
     }
+    rotary = nn.Rotary(base=1_000_000.0)
     shape = _choose("qwen3", size, sizes)
-    head = {} if shape["width"] == 128 * shape["heads"] else {"head_width": 128}
-    shared: dict[str, Any] = {
-        "family": "qwen3",
-        "vocabulary": 151_936,
-        "positions": 40_960,
-        "qk_norm": True,
-        "eps": 1e-6,
-    }
-    return Llama(**shared | {"rotary": nn.Rotary(base=1_000_000.0)} | shape | head)
+    return Llama(
+        family="qwen3",
+        vocabulary=151_936,
+        positions=40_960,
+        rotary=rotary,
+        norm=nn.RMSNorm(eps=1e-6),
+        qk_norm=True,
+        **shape,
+    )
 
 
 GEMMA: dict[str, Any] = {  # what all generations of Gemma share
     "vocabulary": 256_000,
     "positions": 8192,
     "activation": jax.nn.gelu,
-    "norm_offset": 1.0,
-    "eps": 1e-6,
+    "norm": nn.RMSNorm(eps=1e-6, scale_offset=1.0, scale_init=Zeros()),
     "scaled_embed": True,
     "tied": True,
     "padding": 0,
@@ -131,8 +134,8 @@ def gemma2(size: Literal["2b", "9b", "27b"] = "2b") -> Llama:
         "9b": _shape(3584, 14_336, 42, 16, 8, head_width=256),
         "27b": _shape(4608, 36_864, 46, 32, 16, head_width=128, scale=144**-0.5),
     }
-    shared = GEMMA | {"post_norms": True, "windows": (4096, None), "softcap": 50.0, "logit_softcap": 30.0}
-    return Llama(family="gemma2", **shared | _choose("gemma2", size, sizes))
+    shape = GEMMA | _choose("gemma2", size, sizes)
+    return Llama(family="gemma2", windows=(4096, None), softcap=50.0, logit_softcap=30.0, post_norms=True, **shape)
 
 
 def gemma3(size: Literal["270m", "1b"] = "1b") -> Llama:
@@ -142,26 +145,33 @@ def gemma3(size: Literal["270m", "1b"] = "1b") -> Llama:
     (512, 512, 512, 512, 512, None)
     """
     sizes = {
-        "270m": _shape(640, 2048, 18, 4, 1, head_width=256),
-        "1b": _shape(1152, 6912, 26, 4, 1, head_width=256),
+        "270m": _shape(640, 2048, 18, 4, 1, head_width=256, vocabulary=262_144, positions=32_768),
+        "1b": _shape(1152, 6912, 26, 4, 1, head_width=256, vocabulary=262_144, positions=32_768),
     }
-    shared = GEMMA | {"vocabulary": 262_144, "positions": 32_768, "post_norms": True, "qk_norm": True}
-    rotary = {"rotary": nn.Rotary(base=1_000_000.0), "local_rotary": nn.Rotary(), "windows": (512,) * 5 + (None,)}
-    return Llama(family="gemma3_text", **shared | rotary | _choose("gemma3", size, sizes))
+    shape = GEMMA | _choose("gemma3", size, sizes)
+    return Llama(
+        family="gemma3_text",
+        windows=(512,) * 5 + (None,),
+        rotary=nn.Rotary(base=1_000_000.0),
+        local_rotary=nn.Rotary(),
+        qk_norm=True,
+        post_norms=True,
+        **shape,
+    )
 
 
 def mixtral(size: Literal["8x7b", "8x22b"] = "8x7b") -> Llama:
     """Mixtral in a published size: Llama with eight experts in each layer, of which two compute a token.
 
     >>> zoo.mixtral("8x7b").experts
-    8
+    (8, 2)
     """
     sizes = {
         "8x7b": _shape(4096, 14_336, 32, 32, 8, positions=32_768),
         "8x22b": _shape(6144, 16_384, 56, 48, 8, positions=65_536),
     }
-    shared: dict[str, Any] = {"family": "mixtral", "experts": 8, "rotary": nn.Rotary(base=1_000_000.0)}
-    return Llama(**shared | _choose("mixtral", size, sizes))
+    shape = _choose("mixtral", size, sizes)
+    return Llama(family="mixtral", experts=(8, 2), rotary=nn.Rotary(base=1_000_000.0), **shape)
 
 
 def phi3(size: Literal["mini", "medium"] = "mini") -> Llama:
@@ -171,8 +181,8 @@ def phi3(size: Literal["mini", "medium"] = "mini") -> Llama:
     (2047,)
     """
     sizes = {"mini": _shape(3072, 8192, 32, 32, None), "medium": _shape(5120, 17_920, 40, 40, 10)}
-    shared: dict[str, Any] = {"family": "phi3", "vocabulary": 32_064, "padding": 32_000, "windows": (2047,)}
-    return Llama(**shared | _choose("phi3", size, sizes))
+    shape = _choose("phi3", size, sizes)
+    return Llama(family="phi3", vocabulary=32_064, padding=32_000, windows=(2047,), **shape)
 
 
 def _shape(width: int, hidden: int, depth: int, heads: int, kv_heads: int | None, **more: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ GEMMA = {
     "head_width": 6,
     "qk_norm": True,
     "post_norms": True,
-    "norm_offset": 1.0,
+    "norm": nn.RMSNorm(scale_offset=1.0, scale_init=mlax.Zeros()),
     "softcap": 2.0,
     "logit_softcap": 3.0,
     "scaled_embed": True,
@@ -94,5 +94,5 @@ ROWS = {
     ),
     "Llama": ModelRow(zoo.Llama(**LLAMA, depth=2, bias=True, tied=True), tokens(31, 7, 3, 1)),
     "Llama as Gemma": ModelRow(zoo.Llama(**LLAMA, **GEMMA, depth=3), tokens(31, 7, 3, 1)),
-    "Llama as Mixtral": ModelRow(zoo.Llama(**LLAMA, depth=2, windows=(3,), experts=3), tokens(31, 7, 3, 1)),
+    "Llama as Mixtral": ModelRow(zoo.Llama(**LLAMA, depth=2, windows=(3,), experts=(3, 2)), tokens(31, 7, 3, 1)),
 }

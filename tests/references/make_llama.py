@@ -19,7 +19,6 @@ CONFIGS = {  # lengths are beyond windows, and beyond the contexts of scaled rot
         {
             "num_hidden_layers": 2,
             "attention_bias": True,
-            "mlp_bias": True,
             "max_position_embeddings": 8,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
         },
