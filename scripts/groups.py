@@ -119,7 +119,7 @@ GROUPS = {
     "zoo": {
         "Language models": "GPT2 gpt2 T5 t5 LSTMLanguageModel lstm_lm",
         "Llama and its relatives": "Llama llama mistral qwen2 qwen3 gemma gemma2 gemma3 mixtral phi3",
-        "Image classifiers": "ResNet resnet normalize_images",
+        "Image classifiers": "ResNet resnet ConvNeXt convnext ViT vit deit resize_positions normalize_images",
         "Diffusion": "UNet unet VAE vae Diffusion ddpm ddim",
         "Text generation": "Generated generate Greedy Sample decoder",
         "Text encoders": "BERT BERTMaskedLM BERTClassifier bert roberta minilm SentenceEncoder",
@@ -127,8 +127,9 @@ GROUPS = {
         "Serving": "Batcher speculative_generate Speculated",
         "Weights": "load save load_weights state_dict Loaded WeightMap Weight",
         "Weight maps": "map_linear map_conv map_norm map_batch_norm map_embed",
-        "Configurations": "bert_from_config gpt2_from_config llama_from_config resnet_from_config t5_from_config "
+        "Configurations": "bert_from_config gpt2_from_config llama_from_config t5_from_config "
         "unet_from_config vae_from_config",
+        "Configurations of image classifiers": "convnext_from_config resnet_from_config vit_from_config",
     },
     "files": {"Files": "save load load_torch metadata", "Errors": "InvalidFile NotEnoughSpace"},
 }

@@ -2,7 +2,7 @@
 
 import abc
 from dataclasses import KW_ONLY
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -78,25 +78,50 @@ class ChannelDropout(_RandomDrop):
 
 
 @frozen
-class PathDropout(_RandomDrop):
+class PathDropout(Layer):
     """Stochastic depth (drop path): set each example to 0 with probability `rate` and divide the others by `1 - rate`.
 
     (b, ...), of any rank; shape and dtype of the input. The identity in inference mode and at rate 0. As the last part
     of a residual block it is stochastic depth, https://arxiv.org/abs/1603.09382, with the factor of equation 5 moved
-    from inference to training.
+    from inference to training. With several rates, all below 1, the input is a pair of it and an index, an integer ()
+    that says which applies: that of a block in a `Repeat`.
 
     >>> layer, x = nn.PathDropout(0.1), jnp.ones((8, 20, 64))
     >>> layer.fwd(x, None, rng=jax.random.key(0))[0].shape
     (8, 20, 64)
     """
 
+    needs_floating_input: ClassVar[bool] = True
+
+    rate: float | tuple[float, ...] = 0.5  # the probability of zero, in training; several: one for each index
+
+    def __post_init__(self):
+        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
+        if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
+            raise ValueError(f"PathDropout: rate is {self.rate}, but must be a probability, from 0 to 1.")
+        if isinstance(self.rate, tuple) and max(rates) == 1.0:
+            raise ValueError(f"PathDropout: the rates are {self.rate}, but of several all must be below 1.")
+
     def init(self, rng, x):
+        x, _ = self._split_index(x)
         if x.ndim == 0:
             raise ValueError(f"{self}: the input is a scalar but needs a batch axis; reshape it to (1,).")
         return None, None
 
-    def drop(self, x, rng):
-        return ops.dropout(x, rng, self.rate, axes=(0,))
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x, index = self._split_index(x)
+        if self.rate == 0.0 or inference_mode:
+            return x, non_trainables
+        if rng is None:
+            raise ValueError(f"{self}: dropout needs a key; pass rng=, or inference_mode=True.")
+        return ops.dropout(x, rng, self.rate, axes=(0,), index=index), non_trainables
+
+    def _split_index(self, x: Any) -> tuple[Any, Any]:
+        """The input, and which of several rates applies; None: there is one rate."""
+        if isinstance(x, tuple) != isinstance(self.rate, tuple):
+            wanted = "a pair of x and an index" if isinstance(self.rate, tuple) else "an array, for one rate"
+            raise ValueError(f"{self}: the input must be {wanted}.")
+        return x if isinstance(x, tuple) else (x, None)
 
 
 @frozen

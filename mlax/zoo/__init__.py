@@ -3,6 +3,7 @@
 from mlax.core import name_types as name_types
 from mlax.zoo._batcher import Batcher
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
+from mlax.zoo._convnext import ConvNeXt, convnext, convnext_from_config
 from mlax.zoo._decoder import decoder
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
@@ -23,6 +24,7 @@ from mlax.zoo._t5 import T5, t5, t5_from_config
 from mlax.zoo._tokenizers import ByteTokenizer, EncodedPairs, Tokenizer, load_tokenizer
 from mlax.zoo._unet import UNet, unet, unet_from_config
 from mlax.zoo._vae import VAE, vae, vae_from_config
+from mlax.zoo._vit import ViT, deit, resize_positions, vit, vit_from_config
 from mlax.zoo._weights import Weight, WeightMap, map_batch_norm, map_conv, map_embed, map_linear, map_norm
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "BERTMaskedLM",
     "Batcher",
     "ByteTokenizer",
+    "ConvNeXt",
     "Diffusion",
     "EncodedPairs",
     "Generated",
@@ -47,13 +50,17 @@ __all__ = [
     "Speculated",
     "Tokenizer",
     "UNet",
+    "ViT",
     "Weight",
     "WeightMap",
     "bert",
     "bert_from_config",
+    "convnext",
+    "convnext_from_config",
     "ddim",
     "ddpm",
     "decoder",
+    "deit",
     "gemma",
     "gemma2",
     "gemma3",
@@ -78,6 +85,7 @@ __all__ = [
     "phi3",
     "qwen2",
     "qwen3",
+    "resize_positions",
     "resnet",
     "resnet_from_config",
     "roberta",
@@ -90,6 +98,8 @@ __all__ = [
     "unet_from_config",
     "vae",
     "vae_from_config",
+    "vit",
+    "vit_from_config",
 ]
 
 name_types(globals())

@@ -9,6 +9,7 @@ from mlax import files
 from mlax.core import Layer, Tree, document_tuple
 from mlax.place import Plan
 from mlax.zoo._bert import bert_from_config
+from mlax.zoo._convnext import convnext_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._llama import llama_from_config
 from mlax.zoo._load_weights import load_weights
@@ -17,15 +18,19 @@ from mlax.zoo._sentences import with_pooling
 from mlax.zoo._t5 import t5_from_config
 from mlax.zoo._unet import unet_from_config
 from mlax.zoo._vae import vae_from_config
+from mlax.zoo._vit import vit_from_config
 
 MODELS: dict[str, Callable[[Mapping[str, Any]], Layer]] = {  # by model_type, or _class_name in diffusers' config.json
     "AutoencoderKL": vae_from_config,
     "UNet2DModel": unet_from_config,
     "bert": bert_from_config,
+    "convnext": convnext_from_config,
+    "deit": vit_from_config,
     "gpt2": gpt2_from_config,
     "resnet": resnet_from_config,
     "roberta": bert_from_config,
     "t5": t5_from_config,
+    "vit": vit_from_config,
     "xlm-roberta": bert_from_config,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"), llama_from_config),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), llama_from_config),

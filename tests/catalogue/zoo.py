@@ -80,6 +80,14 @@ ROWS = {
     ),
     "VAE": ModelRow(zoo.VAE(widths=(4, 8), layers=1, groups=2, latent=2), images(3, 4, 6, 3)),
     "GPT2": ModelRow(zoo.GPT2(vocabulary=31, positions=16, width=16, depth=2, heads=2), tokens(31, 7, 3, 1)),
+    "ConvNeXt": ModelRow(zoo.ConvNeXt(depths=(1, 2), widths=(8, 12), classes=5, drop_path=0.2), images(3, 9, 13, 3)),
+    "ViT": ModelRow(
+        zoo.ViT(image_size=(9, 13), patch=4, width=16, depth=2, heads=2, hidden=24, classes=5), images(3, 9, 13, 3)
+    ),
+    "ViT distilled": ModelRow(
+        zoo.ViT(image_size=(9, 13), patch=4, width=16, depth=2, heads=2, hidden=24, classes=5, distilled=True),
+        images(3, 9, 13, 3),
+    ),
     "ResNet": ModelRow(zoo.ResNet(depths=(2,), widths=(12,), stem=8, classes=5), images(3, 17, 23, 3)),
     "ResNet basic": ModelRow(
         zoo.ResNet(depths=(1, 1), widths=(8, 12), block="basic", stem=8, classes=None), images(3, 17, 23, 3)

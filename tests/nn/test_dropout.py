@@ -118,3 +118,21 @@ def test_channel_and_path_dropout_need_enough_axes():
     ]:
         with pytest.raises(ValueError, match=words):
             layer.init(RNG, jnp.ones(shape))
+
+
+def test_of_several_rates_paths_are_dropped_at_that_of_the_index():
+    layer, x = nn.PathDropout((0.0, 0.75, 0.25)), jnp.ones((4000, 2), "bfloat16")
+    drop = jax.jit(lambda index: layer.fwd((x, index), None, rng=jax.random.key(0))[0])
+    for index, rate in enumerate(layer.rate):
+        y = drop(jnp.asarray(index, "int32"))
+        assert y.dtype == x.dtype
+        np.testing.assert_allclose(jnp.mean(y == 0, dtype="float32"), rate, atol=0.03)
+        np.testing.assert_allclose(np.unique(np.asarray(y, "float32"))[-1], 1 / (1 - rate), rtol=4e-3)
+    assert layer.fwd((x, jnp.asarray(1, "int32")), None, inference_mode=True)[0] is x
+    for wrong, message in [((), "must be a probability"), ((0.5, 1.0), "of several all must be below 1")]:
+        with pytest.raises(ValueError, match=message):
+            nn.PathDropout(wrong)
+    with pytest.raises(ValueError, match="must be a pair of x and an index"):
+        layer.fwd(x, None, rng=jax.random.key(0))
+    with pytest.raises(ValueError, match="pass index="):
+        ops.dropout(x, jax.random.key(0), (0.5, 0.5))
