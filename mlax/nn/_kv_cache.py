@@ -184,7 +184,7 @@ class SourceCache(Layer):
 
     A dict of query (b, t, h, k), key (b, s, g, k), value (b, s, g, w) and lengths (b,), which may be left out, to a
     dict of key, value and lengths; a later call passes the query alone, and gets what is stored.
-    Non-trainables: key, value and lengths, with scales as in KeyValueCache.
+    Non-trainables: key and value (b, g, s, k), with scales as in KeyValueCache, and lengths.
     """
 
     stores_activations: ClassVar[bool] = True
@@ -204,13 +204,13 @@ class SourceCache(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         state: Any = self._stored(x) if "key" in x else non_trainables
-        y = _dequantize(state, x["query"].dtype)
+        y = _swap_heads_and_time(_dequantize(state, x["query"].dtype))
         return {name: y[name] for name in ("key", "value", "lengths")}, state
 
     def _stored(self, x):
         b, s = x["key"].shape[:2]
         lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, s, np.int32)
-        new = _quantize({name: x[name] for name in ("key", "value")}, self.param_dtype)
+        new = _swap_heads_and_time(_quantize({name: x[name] for name in ("key", "value")}, self.param_dtype))
         codes = {name: new[name].astype(self.param_dtype or new[name].dtype) for name in ("key", "value")}
         return {**new, **codes, "lengths": lengths}
 
@@ -219,11 +219,11 @@ class SourceCache(Layer):
         state: Any = non_trainables
         if state is None:
             raise ValueError(f"{self}: there is no state; pass the non_trainables that init returned.")
-        rows = (x["key"].shape, x["value"].shape) if "key" in x else (x["query"].shape[:1],)
-        if any(state[name].shape[: len(shape)] != shape for name, shape in zip(("key", "value"), rows, strict=False)):
+        stored = jax.eval_shape(lambda state: _swap_heads_and_time(state)["key"], state).shape
+        wanted = x["key"].shape if "key" in x else x["query"].shape[:1]
+        if stored[: len(wanted)] != wanted:
             raise ValueError(
-                f"{self}: the stored keys are {state['key'].shape}, but the input has {rows[0]}; call init on a source "
-                "of this shape."
+                f"{self}: the stored keys are {stored} but the input has {wanted}; call init on a source of this shape."
             )
 
 

@@ -76,6 +76,8 @@ def test_targets_of_different_lengths_are_continued_as_in_one_call(case):
     following = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
     logits, state = step(following, case.trainables, state)
     np.testing.assert_allclose(logits[:, 0], wanted[np.arange(3), lengths], atol=5e-5)
+    products = str(step.trace(following, case.trainables, state).jaxpr).count("dot_general")
+    assert products == 6 + 4 + (2 if model.tied else 3) + 1  # of self-attention, cross-attention without k and v, ...
 
 
 SIZES = {
