@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mlax.core import Layer, Tree, flatten_paths, short_repr
@@ -38,7 +39,7 @@ class StateEntry(NamedTuple):
         """The array."""
         if not self.paths:
             return np.zeros((), np.int64)
-        parts = [np.asarray(leaves[path][self.index]) for path in self.paths]
+        parts = [_to_host(leaves[path], self.index) for path in self.paths]
         return self.weight.to_file(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
     def shape(self, leaves: Mapping[str, Any]) -> tuple[int, ...]:
@@ -55,6 +56,12 @@ class StateEntry(NamedTuple):
     def dtype(self, leaves: Mapping[str, Any]) -> np.dtype:
         """The dtype of the array, without computing it."""
         return np.dtype(leaves[self.paths[0]].dtype if self.paths else np.int64)
+
+
+def _to_host(leaf: Any, index: tuple[int, ...]) -> np.ndarray:
+    """One index of a leaf; of a stack on an accelerator only that is copied, since JAX keeps what NumPy gets."""
+    on_cpu = not isinstance(leaf, jax.Array) or all(device.platform == "cpu" for device in leaf.devices())
+    return np.asarray(leaf)[index] if on_cpu or not index else np.asarray(leaf[index])
 
 
 def state_entries(weight_map: WeightMap, leaves: Mapping[str, Any]) -> Iterator[StateEntry]:

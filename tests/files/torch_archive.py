@@ -1,8 +1,12 @@
 """Archives like those of torch.save, and pickles written instruction by instruction, so that any can be wrong."""
 
 import io
+import math
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
 
 
 def archive(body: bytes | None, records: Mapping[str, bytes] | None = None, *, compression=0, end=b".") -> bytes:
@@ -53,3 +57,28 @@ def tensor(*, kind="FloatStorage", record="0", count=1, offset=0, shape=(1,), st
     hooks = name("collections", "OrderedDict") + b")R"
     arguments = tuple_of(storage(kind, record, count), integer(offset), *lengths, b"\x89", hooks)
     return name("torch._utils", "_rebuild_tensor_v2") + arguments + b"R"
+
+
+STORAGES = {"float32": "FloatStorage", "int64": "LongStorage"}
+
+
+def write_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a file like that of torch.save."""
+    tensors = {
+        key: tensor(
+            kind=STORAGES[array.dtype.name],
+            record=str(at),
+            count=array.size,
+            shape=array.shape,
+            strides=strides_of(array),
+        )
+        for at, (key, array) in enumerate(arrays.items())
+    }
+    path.write_bytes(
+        archive(state(**tensors), {f"m/data/{at}": each.tobytes() for at, each in enumerate(arrays.values())})
+    )
+
+
+def strides_of(array: np.ndarray) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim))

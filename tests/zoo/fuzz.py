@@ -20,7 +20,7 @@ import numpy as np
 
 from mlax import files, zoo
 from tests.catalogue.zoo import ROWS
-from tests.files.torch_archive import archive, integer, name, state, storage, tensor, text, tuple_of
+from tests.files.torch_archive import archive, integer, name, state, storage, strides_of, tensor, text, tuple_of
 from tests.zoo.peak import memory
 
 MODEL = zoo.GPT2(vocabulary=31, positions=8, width=8, depth=2, heads=2)
@@ -195,10 +195,6 @@ def odd_tensor(rng: random.Random) -> bytes:
         shape=lengths(),
         strides=lengths(),
     )
-
-
-def strides_of(array: np.ndarray) -> tuple[int, ...]:
-    return tuple(stride // array.itemsize for stride in np.ascontiguousarray(array).strides)
 
 
 class Watch:

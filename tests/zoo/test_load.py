@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mlax
 from mlax import dtypes, files, nn, place, zoo
-from tests.files.torch_archive import archive, state, tensor
+from tests.files.torch_archive import archive, state, strides_of, tensor, write_torch
 from tests.processes import outputs_of, start_python
 
 MODEL = zoo.GPT2(vocabulary=48, positions=16, width=16, depth=2, heads=2)
@@ -36,21 +36,6 @@ def assert_equal(ours, wanted):
     for (path, one), (_, other) in zip(ours, wanted, strict=True):
         assert one.dtype == other.dtype, path
         np.testing.assert_array_equal(one, other, err_msg=str(path))
-
-
-def write_torch(path, arrays):
-    """A file like that of torch.save."""
-    records = {f"m/data/{at}": array.tobytes() for at, array in enumerate(arrays.values())}
-    tensors = {
-        name: tensor(
-            record=str(at),
-            count=array.size,
-            shape=array.shape,
-            strides=tuple(stride // array.itemsize for stride in np.ascontiguousarray(array).strides),
-        )
-        for at, (name, array) in enumerate(arrays.items())
-    }
-    path.write_bytes(archive(state(**tensors), records))
 
 
 def test_one_file_shards_and_pytorch_files_load_the_same(tmp_path, variables, names):
@@ -161,12 +146,7 @@ def test_a_pytorch_file_that_would_grow_in_memory_is_refused(tmp_path, names, mo
     monkeypatch.setitem(zoo.load_weights.__globals__, "_SHARED_BYTES", 0)
     records = {"m/data/0": np.zeros(16 * 64, np.float32).tobytes()}
     shared = {
-        name: tensor(
-            count=16 * 64,
-            shape=array.shape,
-            strides=tuple(stride // array.itemsize for stride in np.ascontiguousarray(array).strides),
-        )
-        for name, array in names.items()
+        name: tensor(count=16 * 64, shape=array.shape, strides=strides_of(array)) for name, array in names.items()
     }
     path = tmp_path / "x.bin"
     path.write_bytes(archive(state(**shared), records))

@@ -13,6 +13,7 @@ import mlax
 from mlax import dtypes, zoo
 from tests.asserts import assert_close_to_scale, compilations
 from tests.catalogue import MODELS
+from tests.files.torch_archive import write_torch
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
@@ -80,6 +81,31 @@ def test_a_state_dict_and_back_is_bitwise_the_same(row):
     back = zoo.load_weights(model, names)
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves((trainables, state)), strict=True):
         assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_pytorch_file_and_back_is_bitwise_the_same(row, tmp_path):
+    model, _, trainables, state = row.init("float32")
+    names = zoo.state_dict(model, trainables, state)
+    write_torch(tmp_path / "x.bin", names)
+    again = zoo.state_dict(model, *zoo.load_weights(model, tmp_path / "x.bin"))
+    assert again.keys() == names.keys()
+    for name, array in names.items():
+        assert again[name].dtype == array.dtype and again[name].tobytes() == array.tobytes(), name
+
+
+def test_a_saved_folder_loads_the_same_model(row, tmp_path):
+    model, _, trainables, state = row.init("float32")
+    if not hasattr(model, "config"):
+        with pytest.raises(TypeError, match="has no config"):
+            zoo.save(tmp_path, model, trainables, state)
+        return
+    zoo.save(tmp_path, model, trainables, state, max_shard_bytes=2000)
+    loaded = zoo.load(tmp_path)
+    assert type(loaded.model) is type(model) and loaded.model.config() == model.config()
+    (index,) = tmp_path.glob("*.safetensors.index.json")
+    back = zoo.load_weights(model, index)  # a configuration does not say whether a BERT has a pooler
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves((trainables, state)), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
