@@ -2,6 +2,7 @@
 
 from mlax.core import name_types as name_types
 from mlax.zoo._batcher import Batcher
+from mlax.zoo._beam_search import beam_search
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._convnext import ConvNeXt, convnext, convnext_from_config
 from mlax.zoo._decoder import decoder
@@ -53,6 +54,7 @@ __all__ = [
     "ViT",
     "Weight",
     "WeightMap",
+    "beam_search",
     "bert",
     "bert_from_config",
     "convnext",

@@ -113,3 +113,18 @@ def init_state(decoder: Layer, inputs: Any, non_trainables: Tree = None) -> Tree
     """The state of a decoder before its first token, for inputs of these shapes; `non_trainables` are kept."""
     _, state = decoder.init(jax.random.key(0), inputs)  # the weights are unused, and so not computed
     return unflatten_paths({**flatten_paths(state), **flatten_paths(non_trainables)}.items())
+
+
+def row_axes(decoder: Layer, inputs: Any) -> Any:
+    """The axis of rows of each leaf of the state, for inputs of these shapes; -1 for a leaf without rows."""
+
+    def shapes(rows: int) -> Any:
+        resized = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)
+        return jax.eval_shape(functools.partial(init_state, decoder), resized)
+
+    def differing_axis(one: Any, other: Any) -> int:
+        return next(
+            (axis for axis, sizes in enumerate(zip(one.shape, other.shape, strict=True)) if len({*sizes}) > 1), -1
+        )
+
+    return jax.tree.map(differing_axis, shapes(2), shapes(3))
