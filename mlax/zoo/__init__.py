@@ -21,6 +21,7 @@ from mlax.zoo._save import save
 from mlax.zoo._sentences import SentenceEncoder
 from mlax.zoo._speculative import Speculated, speculative_generate
 from mlax.zoo._state_dict import state_dict
+from mlax.zoo._stream import stream
 from mlax.zoo._t5 import T5, t5, t5_from_config
 from mlax.zoo._tokenizers import ByteTokenizer, EncodedPairs, Tokenizer, load_tokenizer
 from mlax.zoo._unet import UNet, unet, unet_from_config
@@ -94,6 +95,7 @@ __all__ = [
     "save",
     "speculative_generate",
     "state_dict",
+    "stream",
     "t5",
     "t5_from_config",
     "unet",

@@ -42,8 +42,6 @@ def check_beams(reference, model, trainables, chosen):
 
 
 def check_greedy(reference, model, trainables):
-    free = zoo.generate(model, trainables, **options(reference))
-    np.testing.assert_array_equal(free.tokens, reference["free"])
     result = zoo.generate(model, trainables, **options(reference), stop=reference["stop"].tolist())
     np.testing.assert_array_equal(result.tokens, reference["greedy"])
 
@@ -53,10 +51,15 @@ def test_greedy_tokens_of_gpt2_equal_those_of_transformers(gpt2):
 
 
 def test_beams_of_gpt2_equal_those_of_transformers(gpt2):
-    check_beams(*gpt2, [1, 2, 3, 4, 5])
+    check_beams(*gpt2, [1, 2, 3])
 
 
-def test_one_beam_is_greedy_and_several_texts_are_returned_by_score(gpt2):
+@pytest.mark.thorough
+def test_beams_of_gpt2_equal_those_of_transformers_for_other_numbers_and_without_early_stopping(gpt2):
+    check_beams(*gpt2, [0, 4, 5])
+
+
+def test_several_texts_are_returned_the_best_one_first(gpt2):
     reference, model, trainables = gpt2
     stop = reference["stop"].tolist()
     result = zoo.beam_search(model, trainables, **options(reference), stop=stop, beams=4, returned=3)

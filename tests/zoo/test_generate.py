@@ -43,10 +43,9 @@ def instructions_in_loops(program):
     return [each for name in found for each in program.computations[name].instructions.values()]
 
 
-@pytest.mark.parametrize("stop", [(), (3, 5)])
-def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables, stop):
+def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables):
     settings = _generate.Settings(MODEL, 40, zoo.Greedy(), "right", 0, False)
-    arguments = (trainables, None, PROMPTS.astype("int32"), LENGTHS, (), {}, np.array(stop, np.int32), None)
+    arguments = (trainables, None, PROMPTS.astype("int32"), LENGTHS, (), {}, np.array((3, 5), np.int32), None)
     program = parse_hlo(_generate._generate.lower(settings, *arguments).compile().as_text())
     instructions = instructions_in_loops(program)
     writes = [each for each in instructions if each.opcode == "scatter"]
@@ -56,33 +55,37 @@ def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables, stop):
     assert large <= {"parameter", "get-tuple-element", "tuple", "while", "call", "fusion", "bitcast", "scatter"}
 
 
-def test_greedy_text_is_that_of_a_model_without_a_cache(trainables):
-    result = zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=9, log_probs=True)
-    tokens, log_probs = continue_without_cache(MODEL, trainables, 9)
-    np.testing.assert_array_equal(result.tokens, tokens)
-    np.testing.assert_allclose(result.log_probs, log_probs, atol=1e-5)
-    assert result.lengths.tolist() == [9, 9, 9]
-
-    left = np.array([np.roll(row, 7 - length) for row, length in zip(PROMPTS, LENGTHS, strict=True)])
-    padded = zoo.generate(MODEL, trainables, left, LENGTHS, max_new_tokens=9, padding="left", log_probs=True)
-    np.testing.assert_array_equal(padded.tokens, result.tokens)
+@pytest.fixture(scope="module")
+def text(trainables):
+    return continue_without_cache(MODEL, trainables, 40)
 
 
-def test_rows_end_at_their_first_stop_token(trainables):
-    whole = np.asarray(zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40).tokens)
-    stop = (int(whole[0, 3]), int(whole[1, 20]))
+def test_greedy_text_is_that_of_a_model_without_a_cache(trainables, text):
+    result = zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40, log_probs=True)
+    np.testing.assert_array_equal(result.tokens, text[0])
+    np.testing.assert_allclose(result.log_probs, text[1], atol=1e-5)
+    assert result.lengths.tolist() == [40, 40, 40]
+
+
+def test_rows_end_at_their_first_stop_token_generated_or_streamed(trainables, text):
+    stop = (int(text[0][0, 3]), int(text[0][1, 20]))
+    options = {"lengths": LENGTHS, "max_new_tokens": 40, "pad": -7}
     with compilations() as compiled:
-        result = zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40, stop=stop, pad=-7)
-        zoo.generate(MODEL, trainables, PROMPTS, LENGTHS, max_new_tokens=40, stop=(1, 2), pad=-7)
+        result = zoo.generate(MODEL, trainables, PROMPTS, **options, stop=stop)
+        zoo.generate(MODEL, trainables, PROMPTS, **options, stop=(1, 2))
     assert len(compiled) == 1
-    for row, text, length in zip(result.tokens, whole, result.lengths.tolist(), strict=True):
-        ends = np.flatnonzero(np.isin(text, stop))
+    for row, tokens, length in zip(result.tokens, text[0], result.lengths.tolist(), strict=True):
+        ends = np.flatnonzero(np.isin(tokens, stop))
         assert length == (ends[0] + 1 if len(ends) else 40)
-        np.testing.assert_array_equal(row, [*text[:length], *[-7] * (40 - length)])
+        np.testing.assert_array_equal(row, [*tokens[:length], *[-7] * (40 - length)])
     assert len(set(result.lengths.tolist())) > 1
 
+    streamed = np.array(list(zoo.stream(MODEL, trainables, PROMPTS, **options, stop=stop, chunk=4))).T
+    longest = int(result.lengths.max())
+    np.testing.assert_array_equal(streamed, result.tokens[:, :longest])
 
-def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile(trainables):
+
+def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile_and_samples_are_streamed(trainables):
     def run(seed, temperature, top_p, min_p, penalty):
         sampler = zoo.Sample(temperature=temperature, top_k=20, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
         rng = jax.random.key(seed)
@@ -92,10 +95,12 @@ def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile(trainables)
     with compilations() as compiled:
         assert run(0, 1.0, 0.9, 0.1, 1.2) == first
         assert run(1, 1.0, 0.9, 0.1, 1.2) != first
-        run(2, 0.5, 0.8, 0.2, 1.5)
-        greedy = run(3, 1e-4, 0.9, 0.1, 1.0)
+        sampled = run(2, 0.5, 0.8, 0.2, 1.5)
     assert not compiled
-    np.testing.assert_array_equal(greedy, zoo.generate(MODEL, trainables, PROMPTS, max_new_tokens=12).tokens)
+    sampler = zoo.Sample(temperature=0.5, top_k=20, top_p=0.8, min_p=0.2, repetition_penalty=1.5)
+    rng = jax.random.key(2)
+    streamed = zoo.stream(MODEL, trainables, PROMPTS, max_new_tokens=12, sampler=sampler, rng=rng, chunk=5)
+    assert np.array(list(streamed)).T.tolist() == sampled
 
 
 @pytest.mark.parametrize(
