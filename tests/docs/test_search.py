@@ -54,6 +54,8 @@ FIRST = {
     "LoRA": "guides/fine-tuning",
     "GAN": "guides/gan",
     "VAE": "guides/vae",
+    "diffusion": "guides/diffusion",
+    "DDIM": "guides/diffusion",
     "reinforcement learning": "guides/reinforcement-learning",
     "physics-informed": "guides/physics-informed",
     "ensemble": "guides/ensembles",

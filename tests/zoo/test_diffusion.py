@@ -30,8 +30,8 @@ def output_and_gradient(model, trainables, x, reference, select=lambda y: y):
     return y, gradient
 
 
-@pytest.mark.parametrize("name", ["unet", "unet_ddpm"])
-def test_a_unet_computes_what_that_of_diffusers_computes(name):
+@pytest.mark.parametrize("name", ["unet", pytest.param("unet_ddpm", marks=pytest.mark.thorough)])
+def test_a_unet_and_its_gradients_are_those_of_diffusers(name):
     reference = Reference(name)
     model = zoo.unet_from_config(reference.config)
     trainables, _ = reference.check_round_trip(model, reference.state())
@@ -41,6 +41,15 @@ def test_a_unet_computes_what_that_of_diffusers_computes(name):
     np.testing.assert_allclose(np.moveaxis(y, -1, 1), reference["output"], atol=2e-5, rtol=1e-5)
     reference.check_gradients(model, gradient)
     assert zoo.unet_from_config(model.config()) == model
+
+
+def test_a_unet_of_the_published_checkpoints_computes_what_that_of_diffusers_computes():
+    reference = Reference("unet_ddpm")
+    model = zoo.unet_from_config(reference.config)
+    trainables, _ = zoo.load_weights(model, reference.state())
+    inputs = (random_images(2, 3, 6, 8), jnp.array([3, 987]))
+    y, _ = jax.jit(lambda trainables: model.fwd(inputs, trainables, inference_mode=True))(trainables)
+    np.testing.assert_allclose(np.moveaxis(y, -1, 1), reference["output"], atol=2e-5, rtol=1e-5)
 
 
 def test_a_vae_computes_what_that_of_diffusers_computes():
