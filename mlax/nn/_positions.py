@@ -279,8 +279,9 @@ class RelativeBias(Layer):
     Trainables: table (buckets, heads). https://arxiv.org/abs/1910.10683, section 2.1.
 
     A dict of x (b, t, d) and lengths (b,), which may be None, gives the bias for self-attention of x, (1, heads, t, t),
-    to be computed once for several layers. With `cache`, as many slots as theirs have, it is (b, heads, t, cache), and
-    each row continues after its tokens in earlier calls. Non-trainables then: count (b,), the tokens so far.
+    in the dtype of x, to be computed once for several layers. With `cache`, as many slots as theirs have, it is
+    (b, heads, t, cache), and each row continues after its tokens in earlier calls. Non-trainables then: count (b,), the
+    tokens so far.
 
     >>> layer, positions = nn.RelativeBias(heads=4), jnp.arange(20)[None]
     >>> trainables, _ = layer.init(jax.random.key(0), (positions, positions))
@@ -308,7 +309,7 @@ class RelativeBias(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         (queries, keys), non_trainables = self._positions(x, non_trainables)
-        table = trainables["table"]
+        table = cast(trainables["table"], x["x"].dtype) if isinstance(x, dict) else trainables["table"]
         y = ops.relative_bias(queries, keys, table, bidirectional=self.bidirectional, farthest=self.farthest)
         return y, non_trainables
 

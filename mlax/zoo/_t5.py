@@ -78,6 +78,15 @@ class T5(Composite):
             drop=nn.Dropout(self.dropout),
         )
 
+    def init(self, rng, x):
+        """With an encoded source, the encoder is initialized for the tokens that it may have been."""
+        if not isinstance(x, tuple) or len(x) < 3 or x[0] is None or x[2] is None:
+            raise ValueError(f"{short_repr(self)}: init needs tokens and a source: (tokens, lengths, source).")
+        tokens, lengths, source, *rest = x
+        if jnp.issubdtype(source.dtype, jnp.floating):
+            source = jax.ShapeDtypeStruct(source.shape[:2], np.int32)
+        return super().init(rng, (tokens, lengths, source, *rest))
+
     def wire(self, sub: Sub, tokens: Any, lengths: Any = None, source: Any = None, source_lengths: Any = None) -> Any:
         self._check_inputs(tokens, lengths, source)
         if source is not None and not jnp.issubdtype(source.dtype, jnp.floating):

@@ -291,5 +291,7 @@ def test_a_relative_bias_for_several_layers_counts_the_tokens_of_each_row():
     np.testing.assert_array_equal(first, jnp.repeat(whole[:, :, :3], 2, axis=0))
     np.testing.assert_array_equal(then, jnp.stack([whole[0, :, 3:4], whole[0, :, 1:2]]))
     assert state["count"].tolist() == [4, 2]
+    narrow, _ = layer.fwd({"x": x.astype("bfloat16")}, trainables)
+    assert narrow.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="must be a dict of x"):
         layer.init(RNG, {"positions": x})

@@ -50,6 +50,8 @@ def test_logits_and_gradients_equal_those_of_transformers_with_padding(case):
     last_only = dataclasses.replace(model, last_only=True)
     again, _ = jax.jit(last_only.fwd)((tokens, lengths, encoded, source_lengths), case.trainables)
     np.testing.assert_allclose(again[:, 0], logits[np.arange(3), lengths - 1], atol=1e-5)
+    shapes = [jax.eval_shape(model.init, jax.random.key(0), (tokens, None, each))[0] for each in (source, encoded)]
+    assert shapes[0] == shapes[1]
 
 
 def test_greedy_tokens_for_sources_of_different_lengths_are_those_of_transformers(case):
@@ -133,6 +135,8 @@ def test_inputs_in_another_order_are_errors(case):
         case.model.fwd((None, None), case.trainables)
     with pytest.raises(ValueError, match="with cross=True x attends to a source"):
         case.model.fwd(tokens, case.trainables)
+    with pytest.raises(ValueError, match="init needs tokens and a source"):
+        case.model.init(jax.random.key(0), tokens)
     with pytest.raises(ValueError, match="the size is 'tiny', but must be one of small"):
         zoo.t5("tiny")
 
