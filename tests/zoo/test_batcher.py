@@ -61,7 +61,9 @@ def test_a_canceled_request_frees_its_row(gpt2, texts, alone):
     batcher = zoo.Batcher(*gpt2, rows=2, capacity=48, chunk=4, stop=stop)
     ids = [batcher.submit(texts[prompt], 20) for prompt in (0, 0, 1, 2)]
     stream = iter(batcher)
+    before = batcher._slots
     assert next(stream) == (ids[0], alone[0][:1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))  # donated, to be updated in place
     for id in ids[:3]:
         batcher.cancel(id)
     assert [batcher.is_done(id) for id in ids] == [True, True, True, False]

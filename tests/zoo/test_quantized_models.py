@@ -1,0 +1,31 @@
+"""Every model of the catalogue can be quantized."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mlax import dtypes, nn
+from tests.catalogue import MODELS
+
+NAMES = ("GPT2", "T5", "Llama as Mixtral")  # the others are left to `make thorough`
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in NAMES else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS]
+)
+def test_a_model_with_int8_kernels_has_its_outputs_and_stays_in_one_dtype(name):
+    if name == "ResNet basic":
+        pytest.skip("it has no Linear")
+    model, x, trainables, state = MODELS[name].init("bfloat16")
+    small, codes = nn.quantize(model, trainables)
+    kernels = [leaf for leaf in jax.tree.leaves(codes) if leaf.dtype == jnp.int8]
+    assert kernels and len(jax.tree.leaves(codes)) == len(jax.tree.leaves(trainables)) + len(kernels)
+
+    def both(x, trainables, codes, state):
+        return [
+            each.fwd(x, given, state, inference_mode=True)[0] for each, given in ((model, trainables), (small, codes))
+        ]
+
+    wanted, found = jax.eval_shape(both, x, trainables, codes, state)
+    assert jax.tree.map(str, found) == jax.tree.map(str, wanted)
+    assert dtypes.audit(lambda *given: both(*given)[1], x, trainables, codes, state, dtype="bfloat16") == ()
