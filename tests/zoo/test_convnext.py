@@ -32,10 +32,10 @@ def test_logits_and_gradients_equal_those_of_transformers_and_torchvision(librar
 
 
 @pytest.mark.parametrize(
-    "size", ["tiny", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("base", "large"))]
+    "size", ["tiny", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("small", "base", "large"))]
 )
 def test_the_published_sizes_have_their_numbers_of_parameters(size):
-    numbers = {"tiny": 28_589_128, "base": 88_591_464, "large": 197_767_336}
+    numbers = {"tiny": 28_589_128, "small": 50_223_688, "base": 88_591_464, "large": 197_767_336}
     model = mlax.override(zoo.convnext(size), mlax.Repeat, mode="scan")  # it is traced faster
     trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
     assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == numbers[size]

@@ -8,6 +8,7 @@ import pytest
 import mlax
 from mlax import zoo
 from tests.asserts import assert_close_to_scale
+from tests.catalogue import MODELS
 from tests.references.zoo_weights import digest, draw
 from tests.zoo.reference import Reference
 
@@ -49,6 +50,14 @@ def test_the_published_sizes_have_their_numbers_of_parameters(depth):
     model = mlax.override(zoo.resnet(depth), mlax.Repeat, mode="scan")  # it is traced faster
     trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
     assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == numbers[depth]
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_nothing_is_transposed_between_layers(inference_mode):
+    model, images, trainables, state = MODELS["ResNet"].init()
+    fwd = jax.jit(model.fwd, static_argnames="inference_mode")
+    text = fwd.lower(images, trainables, state, inference_mode=inference_mode).as_text()
+    assert "stablehlo.convolution" in text and "stablehlo.transpose" not in text
 
 
 def test_a_model_without_a_head_loads_the_backbone_of_a_file_with_one():
