@@ -14,7 +14,7 @@ import numpy as np
 from mlax import nn
 from mlax.core import Composite, Constant, Repeat, Size, Sub, TruncatedNormal, frozen
 from mlax.zoo._config import Config
-from mlax.zoo._images import label_names, num_labels
+from mlax.zoo._images import label_names, num_labels, stage_depths
 from mlax.zoo._weights import Weight, WeightMap, map_conv, map_linear, map_norm
 
 EPS = 1e-6  # of all norms but the last
@@ -220,7 +220,7 @@ def convnext_from_config(config: Mapping[str, Any]) -> ConvNeXt:
     if layer_scale <= 0:
         raise ValueError(f"convnext: layer_scale_init_value is {layer_scale}, but only a layer scale is supported.")
     return ConvNeXt(
-        depths=fields.sizes("depths", (3, 3, 9, 3)),
+        depths=stage_depths(fields, (3, 3, 9, 3)),
         widths=fields.sizes("hidden_sizes", (96, 192, 384, 768)),
         classes=num_labels(fields, backbone="ConvNextModel"),
         drop_path=fields.number("drop_path_rate", 0.0),

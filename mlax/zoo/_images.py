@@ -10,6 +10,7 @@ from mlax.zoo._config import Config
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+MAX_STAGES, MAX_BLOCKS = 8, 1000
 
 
 def normalize_images(
@@ -62,6 +63,17 @@ def _cubic_matrix(old: int, new: int, a: float = -0.75) -> np.ndarray:
         column = np.clip(source, 0, old - 1).astype(int)
         np.add.at(matrix, (np.arange(new), column), np.where(x <= 1, near, far))
     return matrix
+
+
+def stage_depths(config: Config, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of blocks of each stage in a config.json, which may be untrusted: each stage takes time to trace."""
+    depths = config.sizes("depths", default)
+    if len(depths) > MAX_STAGES or sum(depths) > MAX_BLOCKS:
+        raise ValueError(
+            f"{config.family}: depths has {len(depths):,} stages with {sum(depths):,} blocks, but at most {MAX_STAGES} "
+            f"with {MAX_BLOCKS:,} are supported."
+        )
+    return depths
 
 
 def num_labels(config: Config, backbone: str) -> int | None:

@@ -15,7 +15,17 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from mlax import files
-from mlax.core import Layer, Tree, flatten_paths, replace_leaves, short_repr, variable_shapes
+from mlax.core import (
+    Layer,
+    Repeat,
+    Tree,
+    all_layers,
+    flatten_paths,
+    override,
+    replace_leaves,
+    short_repr,
+    variable_shapes,
+)
 from mlax.place import Plan
 from mlax.zoo._weights import Weight, WeightMap, find_described
 
@@ -49,7 +59,7 @@ def load_weights(
     weight_map = described.weight_map()
     _check_number(model, len(weight_map.entries) // 2, arrays)  # before tracing a model that may be huge
     x = described.example_input()
-    shapes = variable_shapes(model, x)
+    shapes = variable_shapes(_scan_stacks(model), x)
     leaves = {path: leaf for tree in shapes for path, leaf in flatten_paths(tree).items()}
     table = _choose_table(model, weight_map, leaves, arrays)
     _check_entries(model, table, leaves, arrays, dtype, weights)
@@ -85,6 +95,12 @@ def _floating_dtype(dtype: Any) -> np.dtype | None:
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"load_weights: dtype is {dtype}, but must be a floating dtype; to quantize, use nn.quantize.")
     return jnp.dtype(dtype)
+
+
+def _scan_stacks(model: Layer) -> Layer:
+    """The model with the same variables that traces each layer of a Repeat once, however many there are."""
+    has_stacks = any(isinstance(layer, Repeat) for layer in all_layers(model))
+    return override(model, Repeat, mode="scan") if has_stacks else model
 
 
 def _check_number(model: Layer, number: int, arrays: Mapping[str, Any]) -> None:
@@ -141,7 +157,7 @@ def _choose_table(model: Layer, weight_map: WeightMap, leaves: Mapping[str, Any]
         number = sum(math.prod(leaves[paths[0]].shape[: weight.stars]) for paths, weight in each.present(leaves))
         _check_number(model, number, arrays)
         tables.append(_resolve(each, leaves, arrays))
-    return min(tables, key=lambda table: sum(source.name not in arrays for source in table.sources))
+    return max(tables, key=lambda table: sum(source.name in arrays for source in table.sources))
 
 
 def _resolve(weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> _Table:

@@ -12,7 +12,7 @@ import numpy as np
 from mlax import nn
 from mlax.core import Composite, Repeat, Size, Sub, VarianceScaling, frozen, with_fields
 from mlax.zoo._config import Config
-from mlax.zoo._images import label_names, num_labels
+from mlax.zoo._images import label_names, num_labels, stage_depths
 from mlax.zoo._weights import WeightMap, map_batch_norm, map_conv, map_linear
 
 KERNEL_INIT = VarianceScaling(2.0, "out", "normal")  # He's, by the number of outputs
@@ -245,7 +245,7 @@ def resnet_from_config(config: Mapping[str, Any]) -> ResNet:
     fields.require("downsample_in_first_stage", False, default=False)
     fields.require("downsample_in_bottleneck", False, default=False)
     return ResNet(
-        depths=fields.sizes("depths", (3, 4, 6, 3)),
+        depths=stage_depths(fields, (3, 4, 6, 3)),
         widths=fields.sizes("hidden_sizes", (256, 512, 1024, 2048)),
         block=fields.choice("layer_type", {"basic": "basic", "bottleneck": "bottleneck"}, "bottleneck"),
         stem=fields.size("embedding_size", 64),

@@ -18,6 +18,7 @@ from mlax.zoo._images import label_names, num_labels, resize_grid
 from mlax.zoo._weights import Weight, WeightMap, map_conv, map_linear, map_norm
 
 KERNEL_INIT = TruncatedNormal(0.02)
+MAX_IMAGE_SIZE = 1 << 14  # in a config.json, so that positions can be counted in 32 bits
 
 
 @frozen
@@ -306,6 +307,10 @@ def vit_from_config(config: Mapping[str, Any]) -> ViT:
         fields.require("architectures", *heads, default=heads[0])
     height, width = _pair(fields, "image_size", 224)
     patch, across = _pair(fields, "patch_size", 16)
+    if max(height, width) > MAX_IMAGE_SIZE:
+        raise ValueError(
+            f"{fields.family}: image_size is {(height, width)}, but at most {MAX_IMAGE_SIZE} is supported."
+        )
     if patch != across:
         raise ValueError(f"{fields.family}: patch_size is {(patch, across)}, but only squares are supported.")
     return ViT(

@@ -90,6 +90,15 @@ def test_a_saved_folder_loads_again_and_the_configuration_is_that_of_transformer
         read("bottleneck")[1].config()
 
 
+def test_a_configuration_of_too_many_blocks_is_refused_and_many_blocks_are_traced_once():
+    for depths in ([500, 501], [1] * 9):
+        with pytest.raises(ValueError, match="but at most 8 with 1,000 are supported"):
+            zoo.resnet_from_config({"depths": depths, "hidden_sizes": [8] * len(depths)})
+    model = zoo.ResNet(depths=(900,), widths=(8,), stem=8, block="basic", classes=None)
+    with pytest.raises(ValueError, match="it has 9,005 weights, but there are 1 arrays"):
+        zoo.load_weights(model, {"resnet.weight": np.zeros(3)})
+
+
 def test_names_of_a_library_that_the_map_does_not_have_are_refused():
     with pytest.raises(ValueError, match="names is 'flax', but the weight map has 'torchvision' besides None"):
         zoo.state_dict(zoo.resnet(18), {}, names="flax")
