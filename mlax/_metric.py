@@ -1,5 +1,6 @@
 """Metric: a number that is computed from sums over all examples, such as F1, and is not the mean of one per example."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self, dataclass_transform
@@ -50,13 +51,13 @@ class Metric(metaclass=Documented):
         """What each example adds to each sum, by name: the axes of the examples first, then those of the sum."""
         raise NotImplementedError(f"{type(self).__name__} does not define contributions.")
 
+    @abc.abstractmethod
     def compute(self, **sums: Any) -> Any:
         """The value from the sums by name: a scalar, a dict of scalars, or an array, which is not logged.
 
         Only options can be read from `self`. Sums are arrays of NumPy, in float64, at the end of an evaluation, and of
         JAX otherwise, so operators and `jax.numpy` serve both.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define compute.")
 
     def reduce(self, weights: jax.Array) -> dict[str, jax.Array]:
         """The weighted sums by name; `weights` has the shape of the examples, in float32.

@@ -30,6 +30,8 @@ with install_import_hook("mlax.ops", "beartype.beartype"):
 from mlax import train  # noqa: E402  # as the next
 from tests.catalogue.row import FLOATS, Row  # noqa: E402  # after `ops` has been imported under the hook
 
+LONG = ("test_processes", "tests/faults/", "tests/examples/", "test_pages", "test_supervisor")  # files of long tests
+
 
 @pytest.fixture(params=FLOATS)
 def dtype(request):
@@ -113,6 +115,8 @@ def pytest_collection_modifyitems(config, items):
         extra = {item for item in items if item.get_closest_marker("thorough")}
         config.hook.pytest_deselected(items=list(extra))
         items[:] = [item for item in items if item not in extra]
+    # long tests first, so that no worker waits for one at the end
+    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
 
 
 def pytest_collection_finish():

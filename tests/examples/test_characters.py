@@ -1,6 +1,7 @@
 """The two language models, small and trained for a few steps."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from mlax import train
+from tests.asserts import compilations
 from tests.examples.example_modules import load_example
 
 SMALL = {"steps": 30, "batch": 8, "context": 32, "width": 32, "depth": 2, "sample": 40}
@@ -54,23 +56,27 @@ def test_the_step_and_the_evaluation_are_compiled_once_each(run):
     assert len(step.evaluation.aot.compiled) == 1
 
 
+@functools.cache
 def small(name):
     """A module, a small model of it, and its weights."""
     module = load_example(name)
     model = module.LanguageModel(16, 2, 2) if name == "characters" else module.LanguageModel(16, 2)
-    trainables, _ = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+    trainables, _ = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
     return module, model, trainables
+
+
+def fwd(model, *args):
+    return jax.jit(model.fwd, static_argnames="inference_mode")(*args, inference_mode=True)
 
 
 def test_logits_with_the_cache_equal_those_without():
     _, model, trainables = small("characters")
     x = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    whole, _ = model.fwd(x, trainables, inference_mode=True)
-    decoder = dataclasses.replace(model, cache=12)
-    _, cache = decoder.init(jax.random.key(0), x[:, :5])
-    decode, parts = jax.jit(decoder.fwd, static_argnames="inference_mode"), []
+    whole, _ = fwd(model, x, trainables)
+    decoder, parts = dataclasses.replace(model, cache=12), []
+    _, cache = jax.jit(decoder.init)(jax.random.key(0), x[:, :5])
     for part in (x[:, :5], *(x[:, i : i + 1] for i in range(5, 12))):
-        logits, cache = decode(part, trainables, cache, inference_mode=True)
+        logits, cache = fwd(decoder, part, trainables, cache)
         parts.append(logits)
     assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5)
 
@@ -78,34 +84,25 @@ def test_logits_with_the_cache_equal_those_without():
 def test_logits_with_a_carry_equal_those_without():
     _, model, trainables = small("characters_lstm")
     x = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    whole, _ = model.fwd(x, trainables, inference_mode=True)
+    whole, _ = fwd(model, x, trainables)
     reader = dataclasses.replace(model, carry=True)
-    (memories, first), _ = reader.fwd((model.start(2), x[:, :5]), trainables, inference_mode=True)
-    (_, rest), _ = reader.fwd((memories, x[:, 5:]), trainables, inference_mode=True)
+    (memories, first), _ = fwd(reader, (model.start(2), x[:, :6]), trainables)
+    (_, rest), _ = fwd(reader, (memories, x[:, 6:]), trainables)
     assert_allclose(jnp.concatenate([first, rest], axis=1), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sampling_equals_full_forward_passes(name):
+def test_sampling_equals_full_forward_passes_and_again_compiles_nothing(name):
     module, model, trainables = small(name)
     prompt = jnp.asarray([[100, 101, 102]], jnp.int32)
     written = module.generate(model, trainables, prompt, jax.random.key(2), 6, temperature=1e-4)
     text = jnp.concatenate([prompt, written], axis=1)
-    logits, _ = model.fwd(text, trainables, inference_mode=True)
+    logits, _ = fwd(model, text, trainables)
     assert_allclose(written, logits[:, 2:-1].argmax(-1))  # at temperature 0 the most likely byte is sampled
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sampling_again_compiles_nothing(name):
-    module, model, trainables = small(name)
-    prompt = jnp.asarray([[1, 2]], jnp.int32)
-    module.generate(model, trainables, prompt, jax.random.key(0), 4)
-    size = module.generate._cache_size()
-    module.generate(dataclasses.replace(model), trainables, prompt + 1, jax.random.key(1), 4, temperature=0.5)
-    assert module.generate._cache_size() - size <= 1  # a temperature as an array, instead of the default
-    size = module.generate._cache_size()
-    module.generate(dataclasses.replace(model), trainables, prompt, jax.random.key(3), 4, temperature=0.7)
-    assert module.generate._cache_size() == size
+    other, rng = prompt + 1, jax.random.key(3)
+    with compilations() as found:
+        module.generate(dataclasses.replace(model), trainables, other, rng, 6, temperature=0.7)
+    assert not found
 
 
 def test_the_corpus_is_deterministic_and_excludes_the_held_out_files():

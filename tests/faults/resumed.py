@@ -3,6 +3,7 @@
 The final weights are bitwise equal to those of an uninterrupted run, and each step has seen the same examples.
 """
 
+import functools
 import random
 import signal
 import tempfile
@@ -15,24 +16,28 @@ from tests.faults.results import Result, main
 STEPS = 60
 
 
-def run(trials=20, seed=0):
+def run(trials=20, seed=0, kills=3):
     draws, began, failures = random.Random(seed), time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="resumed-") as parent, ForkServer() as fork:
-        whole, seconds = Path(parent) / "whole", 0.0
-        for _ in range(2):  # the first one compiles
-            begun = time.monotonic()
-            assert fork("--run", whole, "--steps", STEPS).wait() == 0
-            seconds, whole = time.monotonic() - begun, Path(parent) / "again"
         whole = Path(parent) / "whole"
+        train_whole(fork, whole)  # and compile
+        seconds = functools.cache(lambda: train_whole(fork, Path(parent) / "again"))
         for trial in range(trials):
             folder = Path(parent) / f"trial-{trial}"
-            cuts = [kill_once(fork, folder, draws, seconds) for _ in range(draws.randint(1, 3))]
+            cuts = [kill_once(fork, folder, draws, seconds) for _ in range(draws.randint(1, kills))]
             child = fork("--run", folder, "--steps", STEPS)
             status = child.wait()
             faults = [f"ended with {status}: {child.lines[-5:]}"] if status else faults_in(folder, whole)
             if faults:
                 failures.append(f"trial {trial}, killed {cuts}: {faults}")
     return [Result.of("kill -9 and resume", trials, failures, began)]
+
+
+def train_whole(fork, folder):
+    """Train without interruption; returns the seconds that it took."""
+    began = time.monotonic()
+    assert fork("--run", folder, "--steps", STEPS).wait() == 0
+    return time.monotonic() - began
 
 
 def kill_once(fork, folder, draws, seconds):
@@ -42,7 +47,7 @@ def kill_once(fork, folder, draws, seconds):
         child.wait_for(f"at {draws.randrange(STEPS)} ")
         time.sleep(draws.uniform(0, 0.02))
     else:
-        time.sleep(draws.uniform(0.3, 1) * seconds)
+        time.sleep(draws.uniform(0.3, 1) * seconds())
     child.send(signal.SIGKILL)
     child.wait()
     return child.last("at ")

@@ -85,7 +85,7 @@ def test_decoding_token_by_token_after_a_prompt_equals_one_pass_and_compiles_onc
 
 
 @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_time_may_be_symbolic_in_an_export(decode):
+def test_time_may_be_symbolic_in_an_export(decode, thorough):
     layer = nn.Mamba(4, states=3, chunk=4, decode=decode)
     b, t = export.symbolic_shape("b, t")
     x = jax.ShapeDtypeStruct((b, t, 4), jnp.float32)
@@ -96,16 +96,16 @@ def test_time_may_be_symbolic_in_an_export(decode):
         return jax.grad(lambda *at: (layer.fwd(at[1], at[0], state)[0] ** 2).sum(), (0, 1))(trainables, x)
 
     exported = export.export(gradient)(trainables, jax.eval_shape(layer.init, RNG, x)[1], x)
-    for length in (1, 4, 7):
+    for length in (1, 4, 7) if thorough else (1, 7):
         given = normal(2, length, 4)
         state = layer.init(RNG, given)[1]
         assert_close(exported.call(trainables, state, given), gradient(trainables, state, given), 1e-5)
 
 
-def test_initial_rates_are_bitwise_equal_under_jit():
+def test_initial_rates_are_bitwise_equal_under_jit(thorough):
     layer = nn.Mamba(4, states=64)
     init = jax.jit(layer.init)
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16", "float16") if thorough else ("float32", "bfloat16"):
         x = jnp.ones((1, 2, 4), dtype)
         eager, jitted = layer.init(RNG, x), init(RNG, x)
         jax.tree.map(np.testing.assert_array_equal, eager, jitted)

@@ -156,6 +156,14 @@ class RSquared(train.Metric):
         return {"value": value, "percent": 100 * value} if self.percent else value
 
 
+def test_a_metric_without_compute_cannot_be_created():
+    class Incomplete(train.Metric):
+        values: jax.Array
+
+    with pytest.raises(TypeError, match=r"abstract method '?compute"):
+        Incomplete(jnp.ones(3))
+
+
 def test_a_metric_is_a_pytree_whose_options_are_static():
     metric = RSquared(jnp.ones(3), jnp.arange(3.0), percent=True)
     leaves, structure = jax.tree.flatten(metric)
