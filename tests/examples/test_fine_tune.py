@@ -32,7 +32,7 @@ def topics(monkeypatch):
 
 
 def test_a_linear_probe_and_lora_learn_to_tell_topics_apart(folder, topics, capsys):
-    config = fine_tune.Config(epochs=8, length=16, rank=2, rate=2e-2, folder=folder)
+    config = fine_tune.Config(epochs=8, length=16, rank=2, folder=folder)
     scores = fine_tune.main(config)
     printed = capsys.readouterr().out
     encoder = 64 * (30_522 + 512 + 2 + 2) + 4 * (64 * 64 + 64) + (64 * 8 + 8) + (8 * 64 + 64) + 4 * 64
