@@ -144,10 +144,16 @@ WEIGHTS = WeightMap(  # kernels are stored (in, out), since Hugging Face's GPT-2
 def gpt2_from_config(config: Mapping[str, Any]) -> GPT2:
     """The GPT-2 that a config.json of Hugging Face describes."""
     fields = Config("gpt2", config)
-    fields.require("activation_function", "gelu_new", default="gelu_new")
+    fields.require("activation_function", "gelu_new", "gelu_pytorch_tanh", default="gelu_new")  # the same function
     fields.require("tie_word_embeddings", True, default=True)
     fields.require("scale_attn_weights", True, default=True)
     fields.require("scale_attn_by_inverse_layer_idx", False, default=False)
+    fields.require("add_cross_attention", False, default=False)
+    fields.require("quantization_config", None, default=None)
+    dropout = fields.number("resid_pdrop", 0.1)
+    for name in ("embd_pdrop", "attn_pdrop"):
+        if fields.number(name, dropout) != dropout:
+            raise ValueError(f"gpt2: {name} is {config[name]}, but must be resid_pdrop, {dropout}.")
     width, inner = fields.size("n_embd", 768), config.get("n_inner")
     if inner not in (None, 4 * width):
         raise ValueError(f"gpt2: n_inner is {inner}, but only 4 * n_embd = {4 * width} is supported.")
@@ -157,6 +163,6 @@ def gpt2_from_config(config: Mapping[str, Any]) -> GPT2:
         width=width,
         depth=fields.size("n_layer", 12),
         heads=fields.size("n_head", 12),
-        dropout=fields.number("resid_pdrop", 0.1),
+        dropout=dropout,
         eps=fields.number("layer_norm_epsilon", 1e-5),
     )

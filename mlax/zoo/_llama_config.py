@@ -38,7 +38,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"llama: model_type is {str(family)[:80]!r}, but must be one of {', '.join(CLASSES)}.")
     fields = Config(family, config)
     fields.require("quantization_config", None, default=None)  # its weights have other names and layouts
-    fields.require("attention_dropout", 0.0, 0, default=0.0)
+    fields.require("attention_dropout", 0.0, 0, None, default=0.0)
     heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = _optional(fields.size, "num_key_value_heads")
     needs_head = family == "qwen3" or family in GEMMA
@@ -49,7 +49,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "positions": fields.size("max_position_embeddings"),
         "width": width,
         "hidden": fields.size("intermediate_size"),
-        "depth": fields.size("num_hidden_layers"),
+        "depth": _depth(fields),
         "heads": heads,
         "kv_heads": None if kv_heads == heads else kv_heads,
         "head_width": None if head * heads == width else head,
@@ -297,7 +297,7 @@ def write_config(model: Any) -> dict[str, Any]:
     if model.family in ("llama", "qwen3", *GEMMA):
         config["attention_bias"] = model.bias
     if model.family in ("gemma2", "gemma3_text"):
-        scalar = head if model.scale is None else round(model.scale**-2, 6)
+        scalar = head if model.scale is None else round(model.scale**-2)  # which must be an integer
         config |= {"query_pre_attn_scalar": scalar, "final_logit_softcapping": model.logit_softcap}
         config["attn_logit_softcapping"] = model.softcap
     if model.family == "mixtral":

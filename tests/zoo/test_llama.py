@@ -71,3 +71,145 @@ def test_decoding_token_by_token_gives_the_logits_of_transformers(case):
         return jax.lax.scan(step, cache, tokens.T[:, :, None])[1]
 
     np.testing.assert_allclose(decode(trainables, cache)[:, 0], reference["logits"][0], atol=5e-5)
+
+
+PARAMETERS = {  # as published; the first of each family every day, the others with `--thorough`
+    zoo.llama: {
+        "3.2-1b": 1_235_814_400,
+        "2-7b": 6_738_415_616,
+        "2-13b": 13_015_864_320,
+        "2-70b": 68_976_648_192,
+        "3-8b": 8_030_261_248,
+        "3.1-70b": 70_553_706_496,
+        "3.1-405b": 405_853_388_800,
+        "3.2-3b": 3_212_749_824,
+    },
+    zoo.mistral: {"7b": 7_241_732_096, "7b-v0.3": 7_248_023_552, "nemo-12b": 12_247_782_400},
+    zoo.qwen2: {
+        "0.5b": 494_032_768,
+        "1.5b": 1_543_714_304,
+        "3b": 3_085_938_688,
+        "7b": 7_615_616_512,
+        "14b": 14_770_033_664,
+        "32b": 32_763_876_352,
+        "72b": 72_706_203_648,
+    },
+    zoo.qwen3: {
+        "0.6b": 596_049_920,
+        "1.7b": 1_720_574_976,
+        "4b": 4_022_468_096,
+        "8b": 8_190_735_360,
+        "14b": 14_768_307_200,
+        "32b": 32_762_123_264,
+    },
+    zoo.gemma: {"7b": 8_537_680_896, "2b": 2_506_172_416},
+    zoo.gemma2: {"27b": 27_227_128_320, "2b": 2_614_341_888, "9b": 9_241_705_984},
+    zoo.gemma3: {"1b": 999_885_952, "270m": 268_098_176},
+    zoo.mixtral: {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
+    zoo.phi3: {"mini": 3_821_079_552, "medium": 13_960_238_080},
+}
+
+
+def test_the_published_sizes_have_their_numbers_of_parameters_and_their_config_json(thorough):
+    for function, sizes in PARAMETERS.items():
+        for size, number in list(sizes.items())[: None if thorough else 1]:
+            model = function(size)
+            trainables, _ = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+            assert sum(leaf.size for leaf in jax.tree.leaves(trainables)) == number, (function, size)
+            assert zoo.llama_from_config(model.config()) == model
+    with pytest.raises(ValueError, match="the size is '9b', but must be one of 2-7b"):
+        zoo.llama("9b")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "head_dim": 4,
+}
+
+
+def test_a_config_json_of_transformers_4_is_read():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = zoo.llama_from_config({**CONFIG, "rope_theta": 5e5, "rope_scaling": scaling})
+    assert model.rotary == nn.Rotary(base=5e5, scaling=nn.YaRNScaling(4.0, length=16))
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling, "sliding_window_pattern": 3}
+    model = zoo.llama_from_config({**CONFIG, **old, "model_type": "gemma3_text", "sliding_window": 5})
+    assert model.rotary == nn.Rotary(base=1e6, scaling=nn.LinearScaling(8.0)) and model.local_rotary == nn.Rotary()
+    assert model.windows == (5, 5, None) and model.tied
+    qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}
+    assert zoo.llama_from_config({**CONFIG, **qwen}).windows == (None, None, None, 5)
+    assert zoo.llama_from_config({**CONFIG, **qwen, "use_sliding_window": False}).windows == (None,)
+    assert zoo.llama_from_config({**CONFIG, "model_type": "mistral", "sliding_window": None}).windows == (None,)
+
+
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        ({"model_type": "gemma3"}, "model_type is 'gemma3', but must be one of llama"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .*, but only None is supported"),
+        ({"mlp_bias": True}, "mlp_bias is True, but only False"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but must be one of silu"),
+        ({"pad_token_id": 50}, "pad_token_id is 50, but must be a token from 0 to 49"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers is 1048576, but must be"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0, but must be above 0"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0, but must be above 1"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope', but must be one of default"),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor is -1.0, but must be above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
+        ({"rope_parameters": {"mrope_section": [1, 1]}}, "mrope_section of the rotary parameters are not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, but only 1.0"),
+        ({"rope_parameters": [1]}, "the rotary parameters are list, but must be a dict"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu', but must be one of gelu"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types is .*, but must be a list of 4"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.0, but must be above 0"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0, but only None"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "rope_type is 'su', but must be one of default"),
+    ],
+)
+def test_a_config_json_that_would_compute_something_else_is_refused_by_the_name_of_its_field(fields, match):
+    with pytest.raises(ValueError, match=match):
+        zoo.llama_from_config(CONFIG | fields)
+
+
+def test_a_field_that_the_config_json_of_the_family_does_not_have_is_not_lost():
+    model = zoo.Llama(width=16, hidden=24, depth=2, heads=4, qk_norm=True)
+    with pytest.raises(
+        ValueError, match=r"config\.json of the family 'llama' has no qk_norm=True; choose another family"
+    ):
+        model.config()
+    assert dataclasses.replace(model, family="qwen3", last_only=True).config()["model_type"] == "qwen3"
+    with pytest.raises(ValueError, match="windows is \\(\\), but must be a tuple of sizes"):
+        zoo.Llama(windows=())
+
+
+def test_the_experts_of_mixtral_are_separate_in_files_and_fused_in_modules():
+    model = zoo.Llama(vocabulary=5, width=4, hidden=3, depth=2, heads=2, experts=(2, 1))
+    trainables, _ = model.init(jax.random.key(0), model.example_input())
+    separate, fused = zoo.state_dict(model, trainables), zoo.state_dict(model, trainables, names="modules")
+    gate_up = fused["model.layers.1.mlp.experts.gate_up_proj"]
+    assert gate_up.shape == (2, 6, 4)
+    for expert in range(2):
+        names = [f"model.layers.1.block_sparse_moe.experts.{expert}.w{number}.weight" for number in (1, 3)]
+        np.testing.assert_array_equal(gate_up[expert], np.concatenate([separate[name] for name in names]))
+    router = separate["model.layers.1.block_sparse_moe.gate.weight"]
+    np.testing.assert_array_equal(router, fused["model.layers.1.mlp.gate.weight"])
+
+
+def test_a_saved_folder_loads_again(tmp_path):
+    model = dataclasses.replace(zoo.gemma2("2b"), vocabulary=31, width=16, hidden=24, depth=3, head_width=6)
+    trainables, _ = model.init(jax.random.key(0), model.example_input())
+    zoo.save(tmp_path / "gemma", model, trainables)
+    loaded = zoo.load(tmp_path / "gemma")
+    assert loaded.model == model
+    for one, other in zip(jax.tree.leaves(loaded.trainables), jax.tree.leaves(trainables), strict=True):
+        np.testing.assert_array_equal(one, other)
