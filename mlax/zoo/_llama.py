@@ -106,14 +106,9 @@ class Llama(Composite):
             kernel_init=Normal(0.02),
         )
         mlp = LlamaMLP(self.width, self.hidden, activation=self.activation)
-        return LlamaBlock(
-            norm1=self.norm,
-            attend=attend,
-            attend_norm=self.norm if self.post_norms else None,
-            norm2=self.norm,
-            mlp=mlp if self.experts is None else LlamaExperts(mlp, *self.experts),
-            mlp_norm=self.norm if self.post_norms else None,
-        )
+        mlp = mlp if self.experts is None else LlamaExperts(mlp, *self.experts)
+        post_norm = self.norm if self.post_norms else None
+        return LlamaBlock(self.norm, attend, self.norm, mlp, attend_norm=post_norm, mlp_norm=post_norm)
 
     def example_input(self) -> Any:
         return jax.ShapeDtypeStruct((1, 1), np.int32)
@@ -129,12 +124,11 @@ class Llama(Composite):
 class LlamaBlock(Composite):
     """A layer of Llama: attention and an MLP, each after a norm, and in Gemma 2 and 3 before another."""
 
-    _: KW_ONLY
     norm1: Layer  # before the attention
     attend: Layer  # to earlier tokens
-    attend_norm: Layer | None = None  # after the attention
     norm2: Layer  # before the MLP
     mlp: Layer  # or experts
+    attend_norm: Layer | None = None  # after the attention
     mlp_norm: Layer | None = None  # after the MLP
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
@@ -165,7 +159,7 @@ class LlamaMLP(Composite):
 class LlamaExperts(Composite):
     """Mixtral's mixture of experts, which drops no token: the output of nn.MoE without its losses.
 
-    For training, `mlax.capture(model, "**/mlp/moe")` returns the losses of all layers.
+    For training, `mlax.capture(model, "**/moe")` also returns the losses of all layers.
     """
 
     expert: LlamaMLP  # each of them

@@ -192,7 +192,7 @@ def test_a_field_that_the_config_json_of_the_family_does_not_have_is_not_lost():
         zoo.Llama(windows=())
 
 
-def test_the_experts_of_mixtral_are_separate_in_files_and_fused_in_modules():
+def test_the_experts_of_mixtral_are_separate_in_files_and_fused_in_modules_and_their_losses_can_be_captured():
     model = zoo.Llama(vocabulary=5, width=4, hidden=3, depth=2, heads=2, experts=(2, 1))
     trainables, _ = model.init(jax.random.key(0), model.example_input())
     separate, fused = zoo.state_dict(model, trainables), zoo.state_dict(model, trainables, names="modules")
@@ -203,6 +203,10 @@ def test_the_experts_of_mixtral_are_separate_in_files_and_fused_in_modules():
         np.testing.assert_array_equal(gate_up[expert], np.concatenate([separate[name] for name in names]))
     router = separate["model.layers.1.block_sparse_moe.gate.weight"]
     np.testing.assert_array_equal(router, fused["model.layers.1.mlp.gate.weight"])
+    tokens = jax.ShapeDtypeStruct((3, 5), np.int32)
+    outputs = jax.eval_shape(mlax.capture(model, "**/moe"), tokens, trainables)[2]
+    _, losses = outputs["blocks/stacked/mlp/moe"]
+    assert losses["balance"].shape == (2, 3)  # of each layer and row
 
 
 def test_a_saved_folder_loads_again(tmp_path):
