@@ -31,6 +31,11 @@ def case(request):
     return Case(request.param)
 
 
+def run_with(case, other):
+    """A mark: the tests that compile a program for generation run with one case, and with `--thorough` with both."""
+    return pytest.mark.parametrize("case", [case, pytest.param(other, marks=pytest.mark.thorough)], indirect=True)
+
+
 def test_logits_and_gradients_equal_those_of_transformers_with_padding(case):
     model, reference, (tokens, lengths, source, source_lengths) = case.model, case.reference, case.x
     is_token = np.float32(np.arange(tokens.shape[1]) < lengths[:, None])[:, :, None]
@@ -54,6 +59,7 @@ def test_logits_and_gradients_equal_those_of_transformers_with_padding(case):
     assert shapes[0] == shapes[1]
 
 
+@run_with("t5_v1_1", other="t5")
 def test_greedy_tokens_for_sources_of_different_lengths_are_those_of_transformers(case):
     _, _, source, source_lengths = case.x
     start, stop, wanted = jnp.zeros((3, 1), "int32"), int(case.reference["stop"]), case.reference["greedy"]
@@ -63,6 +69,16 @@ def test_greedy_tokens_for_sources_of_different_lengths_are_those_of_transformer
     assert result.lengths.tolist() == [12, 6 if case.model.tied else 2, 12]
 
 
+@run_with("t5", other="t5_v1_1")
+def test_beams_for_sources_of_different_lengths_are_those_of_transformers(case):
+    _, _, source, source_lengths = case.x
+    start, stop, wanted = jnp.zeros((3, 1), "int32"), int(case.reference["stop"]), case.reference["beams"]
+    options = {"inputs": (source, source_lengths), "max_new_tokens": 12, "stop": stop}
+    result = zoo.beam_search(case.model, case.trainables, start, beams=3, **options)
+    np.testing.assert_array_equal(result.tokens, wanted[:, 1:])
+
+
+@run_with("t5", other="t5_v1_1")
 def test_targets_of_different_lengths_are_continued_as_in_one_call(case):
     tokens, _, source, source_lengths = case.x
     model = case.model
