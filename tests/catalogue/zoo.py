@@ -57,7 +57,9 @@ def noisy_images(classes: int, *shape: int) -> Callable[[str], Any]:
 
 ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
 ROBERTA = zoo.BERT(vocabulary=31, positions=16, segments=1, width=16, depth=2, heads=2, hidden=24, padding=1)
-T5_SIZES: dict[str, Any] = {"vocabulary": 31, "width": 16, "depth": 1, "heads": 2, "head_width": 6, "hidden": 24}
+TINY_T5 = zoo.T5(
+    vocabulary=31, width=16, depth=1, decoder_depth=2, heads=2, head_width=6, hidden=24, feed_forward="gated-gelu"
+)
 LLAMA = {"vocabulary": 31, "width": 16, "hidden": 24, "heads": 4, "kv_heads": 2}
 GEMMA = {
     "windows": (3, None),
@@ -92,13 +94,9 @@ ROWS = {
     "ResNet basic": ModelRow(
         zoo.ResNet(depths=(1, 1), widths=(8, 12), block="basic", stem=8, classes=None), images(3, 17, 23, 3)
     ),
-    "T5": ModelRow(zoo.T5(**T5_SIZES, decoder_depth=2), pair_of_tokens(31, (5, 2, 1), (3, 7, 1))),
-    "T5 gated": ModelRow(
-        zoo.T5(**T5_SIZES, feed_forward="gated-gelu", tied=False), pair_of_tokens(31, (5, 2, 1), (3, 7, 1))
-    ),
-    "LSTMLanguageModel": ModelRow(zoo.LSTMLanguageModel(vocabulary=31, width=8, hidden=6), tokens(31, 7, 3, 1)),
-    "LSTMLanguageModel tied": ModelRow(
-        zoo.LSTMLanguageModel(vocabulary=31, width=8, depth=1, tied=True), tokens(31, 7, 3, 1)
+    "T5": ModelRow(TINY_T5, pair_of_tokens(31, (5, 2, 1), (3, 7, 1))),
+    "LSTMLanguageModel": ModelRow(
+        zoo.LSTMLanguageModel(vocabulary=31, width=8, dropout=0.1, tied=True), tokens(31, 7, 3, 1)
     ),
     "Llama": ModelRow(zoo.Llama(**LLAMA, depth=2, bias=True, tied=True), tokens(31, 7, 3, 1)),
     "Llama as Gemma": ModelRow(zoo.Llama(**LLAMA, **GEMMA, depth=3), tokens(31, 7, 3, 1)),

@@ -49,6 +49,7 @@ def test_greedy_tokens_after_prompts_of_different_lengths_are_those_of_pytorch(c
     np.testing.assert_array_equal(result.tokens, case.reference["greedy"])
 
 
+@pytest.mark.parametrize("case", ["lstm_lm_tied"], indirect=True)
 def test_a_stateful_model_reads_a_long_text_in_pieces(case):
     tokens, _ = case.x
     stateful = mlax.override(case.model, mlax.Recurrent, stateful=True)

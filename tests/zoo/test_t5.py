@@ -98,18 +98,15 @@ def test_targets_of_different_lengths_are_continued_as_in_one_call(case):
     assert products == 6 + 4 + (2 if model.tied else 3) + 1  # of self-attention, cross-attention without k and v, ...
 
 
-SIZES = {
-    "small": 60_506_624,
-    "11b": 11_307_321_344,
-    "v1.1-xl": 2_849_757_184,
-}
+SIZES = {"11b": 11_307_321_344, "v1.1-small": 76_961_152}
 MORE_SIZES = {
+    "small": 60_506_624,
     "base": 222_903_552,
     "large": 737_668_096,
     "3b": 2_851_598_336,
-    "v1.1-small": 76_961_152,
     "v1.1-base": 247_577_856,
     "v1.1-large": 783_150_080,
+    "v1.1-xl": 2_849_757_184,
     "v1.1-xxl": 11_135_332_352,
 }
 
