@@ -168,6 +168,7 @@ class MultiHeadAttention(Composite):
     dropout: float = 0.0  # of the weights, in training; needs a key
     return_weights: bool = False  # a dict of y and of weights (b, h, t, s), before dropout
     bias: bool = True  # of query, key and value
+    fused: bool = False  # one product, the part qkv, in place of query, key and value
     out_bias: bool | None = None  # None: like `bias`
     cache: int | None = None  # the tokens of a KV cache; any number with `cross`
     kernel_init: Initializer = lecun()  # of all four kernels
@@ -195,6 +196,10 @@ class MultiHeadAttention(Composite):
                 "MultiHeadAttention: with cross=True there is no order between queries and keys, so causal, window, "
                 "rotary and relative cannot be set."
             )
+        if self.fused and self.cross:
+            raise ValueError(
+                "MultiHeadAttention: with cross=True keys and values are of another input; leave out fused."
+            )
         if self.relative is not None and self.relative.heads != self.heads:
             raise ValueError(f"MultiHeadAttention: {self.relative} does not have the {self.heads} heads of this layer.")
         _attention_of(self)
@@ -202,10 +207,12 @@ class MultiHeadAttention(Composite):
     def parts(self):
         width = self.head_width  # None: `infer_sizes` reads it from the input
         value_width, kv_heads = self.value_width or width, self.kv_heads or self.heads
+        sizes = {"query": width and self.heads * width, "key": width and kv_heads * width}
+        sizes["value"] = value_width and kv_heads * value_width
+        if self.fused:
+            sizes = {"qkv": width and sum(size or 0 for size in sizes.values())}
         parts: dict[str, Layer] = {
-            "query": self._linear(width and self.heads * width, self.bias),
-            "key": self._linear(width and kv_heads * width, self.bias),
-            "value": self._linear(value_width and kv_heads * value_width, self.bias),
+            **{name: self._linear(size, self.bias) for name, size in sizes.items()},
             "attend": _attention_of(self),
             "out": self._linear(self.features, self.bias if self.out_bias is None else self.out_bias),
         }
@@ -237,6 +244,8 @@ class MultiHeadAttention(Composite):
 
     def tensor_parallel_axes(self, number):
         shared = (self.kv_heads or self.heads) % number == 0
+        if self.fused:  # a device would have parts of the heads of queries, keys and values
+            return {}
         names = ("query", "key", "value") if shared else ("query",) if self.heads % number == 0 else ()
         axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias", "scale")}
         return {**axes, "out/kernel": -2} if axes else {}
@@ -257,11 +266,12 @@ class MultiHeadAttention(Composite):
     def wire(self, sub: Sub, x: Any) -> Any:
         inputs = self._named_inputs(x)
         x = inputs["x"]
-        q = self._split_heads(sub.query(x), self.head_width)
+        joint = jnp.split(sub.qkv(x), self._joint_places(), axis=-1) if self.fused else (None, None, None)
+        q = self._split_heads(sub.query(x) if joint[0] is None else joint[0], self.head_width)
         q = q if self.qk_norm is None else sub.query_norm(q)
         if self.cross and self.cache is not None:
             return self._attend_to_stored(sub, q, inputs)
-        k, v = self._keys_and_values(sub, inputs)
+        k, v = self._keys_and_values(sub, inputs, *joint[1:])
         order = None if self.cache is None else sub.position((x, inputs["lengths"]) if "lengths" in inputs else x)
         query_positions = key_positions = inputs.get("positions", order)
         if "source" in inputs:
@@ -283,11 +293,18 @@ class MultiHeadAttention(Composite):
             inputs["bias"] = relative + inputs["bias"] if "bias" in inputs else relative
         return self._attend(sub, q, k, v, inputs)
 
-    def _keys_and_values(self, sub: Sub, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    def _joint_places(self) -> tuple[int, int]:
+        """Where keys and values begin in the output of the one product of `fused`."""
+        width: Any = self.head_width
+        queries = self.heads * width
+        return queries, queries + (self.kv_heads or self.heads) * width
+
+    def _keys_and_values(self, sub: Sub, inputs: dict[str, Any], k: Any = None, v: Any = None) -> tuple[Any, Any]:
         """Those of the source, or of x itself: (b, s, g, k) and (b, s, g, w)."""
         source = inputs.get("source", inputs["x"])
-        k = self._split_heads(sub.key(source), self.head_width)
-        v = self._split_heads(sub.value(inputs.get("value_source", source)), self.value_width or self.head_width)
+        k = self._split_heads(sub.key(source) if k is None else k, self.head_width)
+        v = sub.value(inputs.get("value_source", source)) if v is None else v
+        v = self._split_heads(v, self.value_width or self.head_width)
         return k if self.qk_norm is None else sub.key_norm(k), v
 
     def _attend_to_stored(self, sub: Sub, q: Any, inputs: dict[str, Any]) -> Any:
@@ -354,6 +371,8 @@ class MultiHeadAttention(Composite):
             raise ValueError(f"{name}: the input has {has} but not {lacks}; with a source pass both.")
         if "positions" in inputs and self.rotary is None:
             raise ValueError(f"{name}: positions are for rotary embeddings only; pass rotary=, or leave them out.")
+        if self.fused and inputs.keys() & {"source", "value_source"}:
+            raise ValueError(f"{name}: with fused=True x attends to itself, but the input has a source.")
         if self.cross:
             self._check_cross_inputs(inputs)
         elif self.cache is not None:

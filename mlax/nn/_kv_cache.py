@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mlax import ops
 from mlax._jax import shard_like
@@ -117,7 +118,7 @@ class KeyValueCache(Layer):
         is_full = jnp.expand_dims(ends > self.capacity, range(1, new[marked].ndim))
         new = {**new, marked: jnp.where(is_full, jnp.full_like(new[marked], jnp.nan), new[marked])}
         # what does not fit goes into the last slot, where its NaN is seen
-        stored = _write(state, new, jnp.where(is_token, jnp.minimum(positions, self.capacity - 1), self.capacity))
+        stored = _write(state, new, jnp.minimum(positions, self.capacity - 1), is_token)
         slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=np.int32)[None], (positions.shape[0], self.capacity))
         return {**stored, "positions": slots}, stored
 
@@ -126,7 +127,7 @@ class KeyValueCache(Layer):
         starts = positions[:, 0]
         # of the tokens that share a slot only the last is written
         is_kept = is_token & (positions >= (starts + lengths - self.capacity)[:, None])
-        stored = _write(state, new, jnp.where(is_kept, positions % self.capacity, self.capacity))
+        stored = _write(state, new, positions % self.capacity, is_kept)
         if positions.shape[1] == 1:
             return {**stored, "positions": self._slot_positions(starts + lengths)}, stored
         # an earlier query attends to tokens that a later one overwrites
@@ -227,15 +228,26 @@ class SourceCache(Layer):
             )
 
 
-def _write(state, new, slots):
-    """The arrays of the state with new ones in their slots (b, t); a slot past the end is not written."""
+def _write(state, new, slots, is_kept):
+    """The arrays of the state with new ones in their slots (b, t), where `is_kept` (b, t) is True."""
+    state, slots, is_kept = shard_like((state, slots, is_kept), new["key"])  # rows of an explicit mesh must agree
+    if slots.shape == (1, 1):  # in place; a scatter would check its index in another kernel
+        return {name: _write_slot(array, new[name], slots[0, 0], is_kept) for name, array in state.items()}
 
     def write_row(array: Any, new: Any, slots: Any) -> Any:
         at = array.at[slots] if array.ndim == 1 else array.at[:, slots]  # segments have no heads
         return at.set(new, mode="drop")
 
-    state, slots = shard_like((state, slots), new["key"])  # rows of an explicit mesh must agree
+    slots = jnp.where(is_kept, slots, state["key"].shape[2])  # a slot past the end is not written
     return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
+
+
+def _write_slot(array, new, slot, is_kept):
+    """The array of one row with one new token in a slot."""
+    axis = min(array.ndim - 1, 2)
+    old = lax.dynamic_slice_in_dim(array, slot, 1, axis)
+    new = jnp.where(is_kept.reshape((1,) * array.ndim), new.astype(array.dtype), old)
+    return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
 
 
 def _swap_heads_and_time(arrays):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import broadcast_like, divide, pcast_like, with_jvps
-from mlax.ops._activations import softmax_parts
+from mlax._jax import broadcast_like, divide, pcast_like, reduce_sum, with_jvps
+from mlax.ops._activations import min_value, softmax_parts
 from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
 
@@ -56,11 +56,27 @@ def dense_attention(
     rng: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of q (b, g, r, t, k), k (b, g, s, k) and v (b, g, s, w) with all scores in memory: (b, g, r, t, w)."""
+    if q.shape[3] == 1 and sinks is None and not dropout:
+        return _attend_one(q, k, v, inputs, spec)
     weights, total = _unnormalized_weights(q, k, inputs, sinks, spec)
     if dropout > 0.0 and rng is not None:
         weights = apply_dropout(weights, rng, dropout)
     # dividing after the product takes t x k divisions and not t x s, and the backward pass keeps one array less
     return divide(accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec), total).astype(q.dtype)
+
+
+def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, inputs: ScoreInputs, spec: ScoreSpec) -> jax.Array:
+    """Attention of one query, as in decoding: XLA computes a softmax of this form in one kernel on a GPU."""
+    scores = add_biases(dot_scores(q * spec.scale, k, spec), inputs, spec)
+    visible = visibility_mask(inputs, spec)
+    if visible is not None:
+        scores = jnp.where(visible, scores, min_value(scores.dtype))
+    top = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    numerator = lax.exp(scores - top)
+    total = lax.expand_dims(reduce_sum(numerator, (numerator.ndim - 1,)), (numerator.ndim - 1,))
+    weights = divide(numerator, total).astype(v.dtype)
+    y = accum_einsum("bgrts,bgsk->bgrtk", weights, v, spec).astype(q.dtype)
+    return y if visible is None else jnp.where(visible.any(axis=-1, keepdims=True), y, jnp.zeros_like(y))
 
 
 def dense_weights(

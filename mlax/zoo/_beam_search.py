@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from mlax.core import Layer, Tree, frozen
-from mlax.zoo._decoder import prepare_decoder, row_axes
+from mlax.zoo._decoder import is_on_one_device, prepare_decoder, row_axes
 from mlax.zoo._generate import (
     Generated,
     Padding,
@@ -69,7 +69,7 @@ def beam_search(
         raise ValueError(f"beam_search: returned is {returned}, but must be between 1 and the {beams} beams.")
     if early_stopping not in ("heuristic", "first", "never"):
         raise ValueError(f"beam_search: early_stopping is {early_stopping!r}, but must be heuristic, first or never.")
-    search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad)
+    search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad, is_on_one_device(trainables))
     arguments = (trainables, non_trainables, prompts, lengths, inputs, np.float32(length_penalty), check_stop(stop))
     tokens, lengths, scores = _search(search, *arguments)
     best = 0 if returned is None else slice(returned)
@@ -86,6 +86,7 @@ class BeamSearch:
     early_stopping: EarlyStopping
     padding: Padding
     pad: int
+    fuse: bool  # whether to concatenate the kernels of queries, keys and values
 
 
 class Beams(NamedTuple):
@@ -123,7 +124,7 @@ def _search(
     stop: Any,
 ) -> tuple[Any, Any, Any]:
     b, k, n = prompts.shape[0], search.beams, search.max_new_tokens
-    decoder, weights = prepare_decoder(search.model, capacity(prompts, n), trainables)
+    decoder, weights = prepare_decoder(search.model, capacity(prompts, n), trainables, fuse=search.fuse)
     prompts = shift_left(prompts, lengths) if search.padding == "left" and lengths is not None else prompts
     logits, state = prefill(decoder, weights, non_trainables, prompts, lengths, inputs)
     axes = row_axes(decoder, (prompts, lengths, *inputs) if lengths is not None or inputs else prompts)

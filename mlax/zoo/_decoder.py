@@ -1,13 +1,16 @@
 """The decoder of a language model: the same model with a KV cache, its state apart for each layer."""
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mlax import dtypes, nn
 from mlax.core import (
+    Chain,
     Composite,
     Layer,
     Tree,
@@ -23,6 +26,7 @@ from mlax.core import (
     with_fields,
 )
 
+PROJECTIONS = ("query", "key", "value")
 FLAGS = ("decode", "decoding", "stateful", "last_only")  # fields of layers that are True in a decoder
 
 
@@ -81,18 +85,73 @@ def _needs_cache(layer: Layer) -> bool:
     return isinstance(layer, nn.MultiHeadAttention) and (layer.causal or layer.cross)
 
 
-def prepare_decoder(model: Layer, length: int, trainables: Tree) -> tuple[Any, Tree]:
+def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: bool = False) -> tuple[Any, Tree]:
     """The decoder and its trainables in the form that a loop over tokens is fastest with: (decoder, trainables).
 
     No variables are stacked, so that the loop's carry has each layer's cache as a separate array, which is updated in
-    place; and casts of mixed precision are done here, once, not at each token.
+    place; casts of mixed precision are done here, once, not at each token; and with `fuse` queries, keys and values are
+    one product, which sharded kernels cannot be.
     """
     model, trainables = unstack(decoder(model, length), trainables)
     boundaries = sorted(find_layers(model, dtypes.Mixed), key=lambda each: each[0].count("/"))  # outer ones first
     for path, mixed in boundaries:
         own = _leaves_below(trainables, path)
         trainables = unflatten_paths({**flatten_paths(trainables), **dtypes.cast(own, mixed.compute)}.items())
-    return map_layers(model, "", functools.partial(_follow_dtype, trainables)), trainables
+    model = map_layers(model, "", functools.partial(_follow_dtype, trainables))
+    return _fuse_projections(model, trainables) if fuse else (model, trainables)
+
+
+def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
+    """The model with one product for queries, keys and values in each self-attention whose projections are plain."""
+    leaves = flatten_paths(trainables)
+
+    def fuse(path: str, layer: Layer) -> Layer:
+        if not isinstance(layer, nn.MultiHeadAttention) or layer.cross or layer.cache is None or layer.fused:
+            return layer
+        if {name for name, _ in layer.edits} & {*PROJECTIONS}:  # LoRA, say
+            return layer
+        for leaf in ("kernel", "bias") if layer.bias else ("kernel",):
+            names = [f"{path}/{part}/{leaf}".lstrip("/") for part in PROJECTIONS]
+            leaves[f"{path}/qkv/{leaf}".lstrip("/")] = jnp.concatenate([leaves.pop(name) for name in names], axis=-1)
+        return with_fields(layer, fused=True)
+
+    return map_layers(model, "", fuse), unflatten_paths(leaves.items())
+
+
+def is_on_one_device(tree: Tree) -> bool:
+    """Whether no array is sharded, as far as is known; tracers may be."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return False
+    return all(len(leaf.sharding.device_set) == 1 for leaf in leaves if isinstance(leaf, jax.Array))
+
+
+class Counters:
+    """The counters of a decoder's tokens, of which the layers of a Chain have one in common.
+
+    Equal layers of a Chain are called on as many tokens and the same lengths. With one counter for all of them, XLA
+    computes positions and masks once for all layers, and the carry of a loop has fewer arrays.
+    """
+
+    def __init__(self, decoder: Layer):
+        chains = [path for path, chain in find_layers(decoder, Chain) if len(set(chain.layers)) == 1]
+        self.first: dict[str, str] = {}  # the path of the counter that stands for the one at a path
+        for path, layer in find_layers(decoder, nn.MultiHeadAttention):
+            first = path if layer.cache is not None and not layer.cross else ""
+            for chain in chains:
+                head = "/".join(filter(None, (chain, "layers")))
+                first = re.sub(rf"^{re.escape(head)}/\d+/", f"{head}/0/", first)
+            if first not in (path, ""):
+                self.first[f"{path}/position/count"] = f"{first}/position/count"
+
+    def drop(self, state: Tree) -> Tree:
+        """The state with one counter for each group."""
+        return unflatten_paths((path, leaf) for path, leaf in flatten_paths(state).items() if path not in self.first)
+
+    def restore(self, state: Tree) -> Tree:
+        """The state with all counters."""
+        leaves = flatten_paths(state)
+        return unflatten_paths({**leaves, **{path: leaves[first] for path, first in self.first.items()}}.items())
 
 
 def _follow_dtype(trainables: Tree, path: str, layer: Layer) -> Layer:

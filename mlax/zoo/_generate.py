@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from mlax import nn
 from mlax.core import Layer, Tree, check_layer, document_tuple, find_layers, frozen
-from mlax.zoo._decoder import init_state, prepare_decoder
+from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
 from mlax.zoo._sampling import Greedy, Sample
 
 Padding = Literal["right", "left"]
@@ -65,7 +65,9 @@ def generate(
     (2, 4)
     """
     prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
-    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs)
+    settings = Settings(
+        model, max_new_tokens, sampler.structure(), padding, pad, log_probs, is_on_one_device(trainables)
+    )
     numbers, stop, rng = sampler.numbers(), check_stop(stop), check_rng("generate", sampler, rng)
     return _generate(settings, trainables, non_trainables, prompts, lengths, inputs, numbers, stop, rng)
 
@@ -80,6 +82,7 @@ class Settings:
     padding: Padding
     pad: int
     log_probs: bool
+    fuse: bool = False  # whether to concatenate the kernels of queries, keys and values
 
 
 class Carry(NamedTuple):
@@ -115,9 +118,11 @@ def _generate(
 ) -> Generated:
     b, n = prompts.shape[0], settings.max_new_tokens
     steps = n - 1 if not stop.size else -(-(n - 1) // CHUNK) * CHUNK
-    decoder, weights = prepare_decoder(settings.model, capacity(prompts, steps + 1), trainables)
+    slots = capacity(prompts, steps + 1)
+    decoder, weights = prepare_decoder(settings.model, slots, trainables, fuse=settings.fuse)
     source = Source(weights, numbers, stop, rng)
     carry, odds = start(settings, decoder, source, non_trainables, prompts, lengths, inputs)
+    carry = share_counters(decoder, carry)
     tokens = jnp.full((b, steps + 1), settings.pad, np.int32).at[:, 0].set(carry.token)
     scores = None if odds is None else jnp.zeros((b, steps + 1), np.float32).at[:, 0].set(odds)
 
@@ -155,10 +160,17 @@ def start(
     return carry, log_prob(logits, token) if settings.log_probs else None
 
 
+def share_counters(decoder: Any, carry: Carry) -> Carry:
+    """The carry as `next_token` takes it, with one counter of tokens for all layers of a Chain."""
+    return carry._replace(state=Counters(decoder).drop(carry.state))
+
+
 def next_token(settings: Settings, decoder: Any, source: Source, carry: Carry) -> tuple[Carry, Any, Any]:
     """The carry after one more token; the token (b,), padding in rows that have stopped; and its log-probability."""
-    logits, state = decoder.fwd(carry.token[:, None], source.trainables, carry.state, inference_mode=True)
-    logits = logits[:, -1]
+    counters = Counters(decoder)
+    state = counters.restore(carry.state)
+    logits, state = decoder.fwd(carry.token[:, None], source.trainables, state, inference_mode=True)
+    logits, state = logits[:, -1], counters.drop(state)
     token = settings.sampler.choose(_key(source.rng, carry.index), logits, carry.seen, source.numbers)
     shown = token if not source.stop.size else jnp.where(carry.has_stopped, np.int32(settings.pad), token)
     has_stopped = carry.has_stopped if not source.stop.size else carry.has_stopped | jnp.isin(token, source.stop)

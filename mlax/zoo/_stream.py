@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from mlax.core import Layer, Tree
-from mlax.zoo._decoder import prepare_decoder
+from mlax.zoo._decoder import is_on_one_device, prepare_decoder
 from mlax.zoo._generate import (
     Carry,
     Padding,
@@ -20,6 +20,7 @@ from mlax.zoo._generate import (
     check_rng,
     check_stop,
     next_token,
+    share_counters,
     start,
 )
 from mlax.zoo._sampling import Greedy, Sample
@@ -58,16 +59,16 @@ def stream(
     prompts, lengths = check_prompts("stream", model, prompts, lengths, max_new_tokens, padding)
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"stream: chunk is {chunk!r}, but must be an integer of at least 1.")
-    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False)
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, is_on_one_device(trainables))
     stop, rng = check_stop(stop), check_rng("stream", sampler, rng)
     slots = capacity(prompts, max_new_tokens + chunk)
-    decoder, weights = prepare_decoder(model, slots, trainables)  # once, not in each chunk
+    decoder, weights = prepare_decoder(model, slots, trainables, fuse=settings.fuse)  # once, not in each chunk
     source = Source(weights, sampler.numbers(), stop, rng)
     return _stream(settings, decoder, source, chunk, (non_trainables, prompts, lengths, inputs))
 
 
 def _stream(settings: Settings, decoder: Layer, source: Source, chunk: int, prompts: Any) -> Iterator[np.ndarray]:
-    carry, _ = _start(settings, decoder, source, *prompts)
+    carry = _start(settings, decoder, source, *prompts)
     shown: Any = carry.token[None]
     left, has_stopped = settings.max_new_tokens, np.zeros(shown.shape[1], bool)
     while True:
@@ -81,7 +82,9 @@ def _stream(settings: Settings, decoder: Layer, source: Source, chunk: int, prom
                 return
 
 
-_start = jax.jit(start, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(settings: Settings, decoder: Layer, source: Source, *prompts: Any) -> Carry:
+    return share_counters(decoder, start(settings, decoder, source, *prompts)[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)

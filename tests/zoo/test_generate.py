@@ -44,7 +44,7 @@ def instructions_in_loops(program):
 
 
 def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables):
-    settings = _generate.Settings(MODEL, 40, zoo.Greedy(), "right", 0, False)
+    settings = _generate.Settings(MODEL, 40, zoo.Greedy(), "right", 0, False, True)
     arguments = (trainables, None, PROMPTS.astype("int32"), LENGTHS, (), {}, np.array((3, 5), np.int32), None)
     program = parse_hlo(_generate._generate.lower(settings, *arguments).compile().as_text())
     instructions = instructions_in_loops(program)
