@@ -2,6 +2,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,6 +46,16 @@ def test_the_rates_of_stochastic_depth_grow_linearly_over_the_blocks_of_all_stag
     model = zoo.ConvNeXt(depths=(2, 1, 3), widths=(8, 8, 8), drop_path=0.5)
     rates = [layer.rate for layer in mlax.all_layers(model) if isinstance(layer, nn.PathDropout)]
     np.testing.assert_allclose(np.concatenate(rates), np.linspace(0, 0.5, 6))
+
+
+def test_each_block_is_dropped_at_its_rate():
+    model = zoo.ConvNeXt(depths=(3,), widths=(4,), classes=None, drop_path=0.8, layer_scale=1.0)
+    images = jnp.asarray(draw(0, (500, 4, 4, 3)))
+    trainables, _ = model.init(jax.random.key(0), images)
+    captured = jax.jit(mlax.capture(model, "**/drop"))(images, trainables, rng=jax.random.key(1))
+    (branches,) = jax.tree.leaves(captured[-1])
+    dropped = jnp.all(branches == 0, axis=(2, 3, 4)).mean(axis=1, dtype="float32")  # (3, b, h, w, c) to (3,)
+    np.testing.assert_allclose(dropped, [0.0, 0.4, 0.8], atol=0.07)
 
 
 def test_a_saved_folder_loads_again(tmp_path):
