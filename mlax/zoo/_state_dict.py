@@ -66,7 +66,13 @@ def _to_host(leaf: Any, index: tuple[int, ...]) -> np.ndarray:
 
 def state_entries(weight_map: WeightMap, leaves: Mapping[str, Any]) -> Iterator[StateEntry]:
     """The entries of the state dict of these leaves, in the order of the weight map."""
-    for paths, weight in weight_map.present(leaves):
+    present = list(weight_map.present(leaves))
+    if unnamed := sorted(leaves.keys() - {path for paths, _ in present for path in paths}):
+        raise ValueError(
+            f"state_dict: the weight map has no name for {', '.join(unnamed[:5])}; merge adapters, and save a "
+            "quantized model by files.save, or before it is quantized."
+        )
+    for paths, weight in present:
         for index in weight.indices(leaves[paths[0]]):
             yield StateEntry(weight.fill(index), tuple(paths), weight, index)
             if weight.counter is not None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mlax import dtypes, nn
+from mlax import dtypes, nn, zoo
 from tests.catalogue import MODELS
 
 NAMES = ("GPT2", "T5", "Llama as Mixtral")  # the others are left to `make thorough`
@@ -26,6 +26,8 @@ def test_a_model_with_int8_kernels_has_its_outputs_and_stays_in_one_dtype(name):
             each.fwd(x, given, state, inference_mode=True)[0] for each, given in ((model, trainables), (small, codes))
         ]
 
+    with pytest.raises(ValueError, match=r"the weight map has no name for .*scale"):
+        zoo.state_dict(small, codes, state)  # the codes alone would be other weights
     wanted, found = jax.eval_shape(both, x, trainables, codes, state)
     assert jax.tree.map(str, found) == jax.tree.map(str, wanted)
     assert dtypes.audit(lambda *given: both(*given)[1], x, trainables, codes, state, dtype="bfloat16") == ()
