@@ -62,16 +62,18 @@ TINY_T5 = zoo.T5(
 )
 LLAMA = {"vocabulary": 31, "width": 16, "hidden": 24, "heads": 4, "kv_heads": 2}
 GEMMA = {
+    "family": "gemma3_text",
     "windows": (3, None),
     "local_rotary": nn.Rotary(base=100.0),
     "head_width": 6,
+    "norm": nn.RMSNorm(scale_offset=1.0, scale_init=mlax.Zeros()),
     "qk_norm": True,
     "post_norms": True,
-    "norm": nn.RMSNorm(scale_offset=1.0, scale_init=mlax.Zeros()),
-    "softcap": 2.0,
     "logit_softcap": 3.0,
     "scaled_embed": True,
+    "tied": True,
 }
+MIXTRAL = {"family": "mixtral", "windows": (3,), "experts": (3, 2)}
 ROWS = {
     "BERT with a pooler": ModelRow(dataclasses.replace(ENCODER, pooler=True), tokens(31, 7, 3, 1)),
     "BERTMaskedLM": ModelRow(zoo.BERTMaskedLM(ENCODER), tokens(31, 7, 3, 1)),
@@ -98,7 +100,7 @@ ROWS = {
     "LSTMLanguageModel": ModelRow(
         zoo.LSTMLanguageModel(vocabulary=31, width=8, dropout=0.1, tied=True), tokens(31, 7, 3, 1)
     ),
-    "Llama": ModelRow(zoo.Llama(**LLAMA, depth=2, bias=True, tied=True), tokens(31, 7, 3, 1)),
+    "Llama": ModelRow(zoo.Llama(family="qwen2", bias=True, tied=True, **LLAMA, depth=2), tokens(31, 7, 3, 1)),
     "Llama as Gemma": ModelRow(zoo.Llama(**LLAMA, **GEMMA, depth=3), tokens(31, 7, 3, 1)),
-    "Llama as Mixtral": ModelRow(zoo.Llama(**LLAMA, depth=2, windows=(3,), experts=(3, 2)), tokens(31, 7, 3, 1)),
+    "Llama as Mixtral": ModelRow(zoo.Llama(**LLAMA, **MIXTRAL, depth=2), tokens(31, 7, 3, 1)),
 }
