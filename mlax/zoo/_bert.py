@@ -45,6 +45,13 @@ class BERT(Composite):
     dropout: float = 0.0  # of embeddings, attention weights and residual branches
     eps: float = 1e-12  # of the norms
 
+    def __post_init__(self):
+        if self.padding is not None and not 0 <= self.padding < self.positions - 1:
+            raise ValueError(
+                f"BERT: padding is {self.padding}, but must be a token from 0 to {self.positions - 2}, since positions "
+                f"start after it, and there are {self.positions}."
+            )
+
     def parts(self):
         hidden = 4 * self.width if self.hidden is None else self.hidden
         block = BERTBlock(width=self.width, heads=self.heads, hidden=hidden, dropout=self.dropout, eps=self.eps)

@@ -104,6 +104,11 @@ def test_texts_that_are_longer_than_the_positions_of_roberta_are_refused():
         jax.eval_shape(model.fwd, jnp.zeros((1, 23), "int32"), trainables)
 
 
+def test_a_padding_token_without_a_position_after_it_is_refused():
+    with pytest.raises(ValueError, match="padding is 23, but must be a token from 0 to 22"):
+        zoo.BERT(**TINY, padding=23)
+
+
 def test_a_pooler_inside_of_a_model_with_a_head_is_refused():
     with pytest.raises(ValueError, match="the encoder has a pooler; pass one with pooler=False"):
         zoo.BERTClassifier(zoo.BERT(**TINY, pooler=True))
