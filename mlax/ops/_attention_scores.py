@@ -74,9 +74,12 @@ def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, inputs: ScoreInputs, s
     top = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     numerator = lax.exp(scores - top)
     total = lax.expand_dims(reduce_sum(numerator, (numerator.ndim - 1,)), (numerator.ndim - 1,))
-    weights = divide(numerator, total).astype(v.dtype)
-    y = accum_einsum("bgrts,bgsk->bgrtk", weights, v, spec).astype(q.dtype)
-    return y if visible is None else jnp.where(visible.any(axis=-1, keepdims=True), y, jnp.zeros_like(y))
+    weights = divide(numerator, total)
+    if visible is not None:
+        weights = jnp.where(visible.any(axis=-1, keepdims=True), weights, 0.0)
+    if spec.accum_dtype == jnp.float32 and v.dtype.itemsize < 4:  # summed in float32 anyway, and cast by the product
+        spec = dataclasses.replace(spec, accum_dtype=None)
+    return accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec).astype(q.dtype)
 
 
 def dense_weights(
