@@ -75,7 +75,7 @@ def from_torch(
     if isinstance(state_dict, str | os.PathLike):
         raise TypeError(
             f"from_torch: the state dict is the path {os.fspath(state_dict)!r}; load the file first, by "
-            "mlax.files.load (.safetensors), np.load (.npz) or torch.load."
+            "mlax.files.load (.safetensors), mlax.files.load_torch (.pt, .pth, .bin) or np.load (.npz)."
         )
     shapes = _all_shapes(model, x)
     found: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
