@@ -65,6 +65,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "every_row: runs over the variants in the catalogue, too")
     config.addinivalue_line("markers", "gradients: of the trainables; leaves out rows whose kernels are quantized")
     config.addinivalue_line("markers", "plain_rows: in a file that is marked every_row, does not run over the variants")
+    config.addinivalue_line("markers", "one_dtype: runs in float32, and over variants in bfloat16")
     config.addinivalue_line("markers", "every_dtype: only traces, so that it runs in float16 and float64, too")
     if not config.getoption("--thorough"):
         _compile_quickly()

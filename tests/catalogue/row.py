@@ -28,6 +28,8 @@ class Row:
         is_plain_only = "every_row" not in marks or "plain_rows" in marks
         if self.thorough or (self.variant and (is_plain_only or dtype not in (None, "bfloat16"))):
             return True
+        if dtype == "bfloat16" and not self.variant and "one_dtype" in marks:
+            return True
         return dtype in ("float16", "float64") and "every_dtype" not in marks
 
 
@@ -80,6 +82,10 @@ class LayerRow(Row):
         """The layer, an input, and its trainables and state: the same arrays each time."""
         return _initialized(self, dtype)
 
+    def structs(self, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
+        """The layer, and the shapes and dtypes of an input and of its variables: what tracing needs."""
+        return _abstract(self, dtype)
+
 
 def _is_shape(node: Any) -> bool:
     return isinstance(node, tuple) and isinstance(node[0], int)
@@ -89,6 +95,13 @@ def _is_shape(node: Any) -> bool:
 def _initialized(row: LayerRow, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
     layer, x = row.layer(dtype), row.x(dtype)
     return layer, x, *layer.init(jax.random.key(0), x)
+
+
+@functools.cache
+def _abstract(row: LayerRow, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
+    layer, x = row.layer(dtype), row.x(dtype)
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+    return layer, x, *jax.eval_shape(layer.init, jax.random.key(0), x)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

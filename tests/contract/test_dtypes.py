@@ -18,7 +18,7 @@ def loss(layer, inference_mode):
 
 
 def test_every_operation_output_and_gradient_is_in_the_dtype_of_the_input(row, dtype):
-    layer, x, trainables, non_trainables = row.init(dtype)
+    layer, x, trainables, non_trainables = row.structs(dtype)
     arguments = (trainables, x, non_trainables, jax.random.key(1))
     assert dtypes.audit(loss(layer, inference_mode=True), *arguments, dtype=dtype) == ()
     over = (0,) if row.integers else (1,) if row.quantized else (0, 1)
@@ -35,7 +35,7 @@ def test_every_operation_output_and_gradient_is_in_the_dtype_of_the_input(row, d
 
 
 def test_every_operation_of_init_is_in_the_dtype_of_the_input(row, dtype):
-    layer, x, _, _ = row.init(dtype)
+    layer, x, _, _ = row.structs(dtype)
     assert dtypes.audit(layer.init, jax.random.key(0), x, dtype=dtype) == ()
 
 

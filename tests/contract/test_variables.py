@@ -17,6 +17,7 @@ def test_the_variables_have_the_paths_and_shapes_of_the_catalogue(row):
     assert (shapes(trainables), shapes(non_trainables)) == row.variables
 
 
+@pytest.mark.one_dtype  # in each dtype: test_dtypes
 def test_variables_are_plain_dicts_of_arrays_or_none(row, dtype):
     def check(tree):
         if isinstance(tree, dict):

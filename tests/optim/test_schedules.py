@@ -149,9 +149,10 @@ def test_values_are_strongly_typed_float32_for_any_dtype_of_the_step(case, x64):
     schedule = case.make()
     with jax.enable_x64(x64):
         steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
-        for value in [*map(schedule, steps), *map(jax.jit(schedule), steps[:4])]:
+        values = list(map(schedule, steps))
+        np.testing.assert_allclose(values, np.asarray(schedule(20)), rtol=1e-6)
+        for value in [*values, *(jax.eval_shape(schedule, step) for step in steps[:4])]:
             assert value.dtype == jnp.float32 and not value.weak_type and value.shape == ()
-            np.testing.assert_allclose(value, schedule(20), rtol=1e-6)
         assert schedule(np.zeros((2, 0, 3), int)).shape == (2, 0, 3)
 
 
