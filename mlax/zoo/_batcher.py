@@ -12,8 +12,8 @@ from jax import lax
 
 from mlax import nn
 from mlax.core import Documented, Layer, Tree, check_layer, check_not_donated, find_layers
-from mlax.zoo._decoder import init_state, prepare_decoder
-from mlax.zoo._generate import Settings, Source, check_rng, check_stop, start
+from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
+from mlax.zoo._generate import Settings, Source, check_rng, check_stop, share_counters, start
 from mlax.zoo._sampling import Greedy, Sample
 
 NONE = np.int32(-1)  # in place of a token of a row that is idle
@@ -66,7 +66,7 @@ class Batcher(metaclass=Documented):
         self.capacity, self.chunk = capacity, chunk
         self.buckets = _check_buckets(buckets, capacity)
         self._rng = check_rng("Batcher", sampler, rng)
-        decoder, weights = prepare_decoder(model, capacity, trainables)
+        decoder, weights = prepare_decoder(model, capacity, trainables, fuse=is_on_one_device(trainables))
         settings = Settings(model, capacity, sampler.structure(), "right", 0, False)
         self._program = Program(decoder, settings)
         self._source = Source(weights, sampler.numbers(), check_stop(stop), None)
@@ -199,7 +199,7 @@ def _empty_slots(program: Program, source: Source, rows: int, rng: Any) -> Slots
         seen = jnp.zeros((rows, logits.shape[-1]), bool)
     keys = None if rng is None else jax.random.split(rng, rows)
     token, index, remaining = (jnp.zeros(rows, np.int32) for _ in range(3))
-    return Slots(token, index, remaining, keys, seen, state)
+    return Slots(token, index, remaining, keys, seen, Counters(program.decoder).drop(state))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -208,6 +208,7 @@ def _enter(
 ) -> Slots:
     """The rows after a prompt (1, t) and its first token in one of them, whose earlier request is overwritten."""
     carry, _ = start(program.settings, program.decoder, source, None, prompt, lengths, ())
+    carry = share_counters(program.decoder, carry)
     remaining = jnp.where(carry.has_stopped, np.int32(0), jnp.asarray(max_new_tokens, np.int32)[None] - 1)
     keys = None if source.rng is None else source.rng[None]
     new = Slots(carry.token, jnp.ones(1, np.int32), remaining, keys, carry.seen, carry.state)
@@ -217,18 +218,19 @@ def _enter(
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _decode(program: Program, chunk: int, slots: Slots, source: Source) -> tuple[Slots, Any]:
     """The rows after `chunk` more tokens of each, and the tokens (chunk, rows)."""
-    sampler = program.settings.sampler
+    sampler, counters = program.settings.sampler, Counters(program.decoder)
 
     def step(slots: Slots, _: Any) -> tuple[Slots, Any]:
         is_running = slots.remaining > 0
         inputs = slots.token[:, None], is_running.astype(np.int32)  # idle rows store nothing
-        logits, state = program.decoder.fwd(inputs, source.trainables, slots.state, inference_mode=True)
+        state = counters.restore(slots.state)
+        logits, state = program.decoder.fwd(inputs, source.trainables, state, inference_mode=True)
         token = _choose_rows(sampler, slots, logits[:, -1], source.numbers)
         remaining = jnp.where(jnp.isin(token, source.stop), np.int32(0), slots.remaining - 1)
         token = jnp.where(is_running, token, slots.token)
         seen = None if slots.seen is None else slots.seen.at[jnp.arange(token.shape[0]), token].set(True)
         remaining = jnp.where(is_running, remaining, np.int32(0))
-        new = Slots(token, slots.index + 1, remaining, slots.keys, seen, state)
+        new = Slots(token, slots.index + 1, remaining, slots.keys, seen, counters.drop(state))
         return new, jnp.where(is_running, token, NONE)
 
     return lax.scan(step, slots, None, length=chunk)

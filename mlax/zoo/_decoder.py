@@ -102,18 +102,25 @@ def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: bool =
 
 
 def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
-    """The model with one product for queries, keys and values in each self-attention whose projections are plain."""
+    """The model with one product for queries, keys and values in each self-attention whose projections are alike."""
     leaves = flatten_paths(trainables)
 
     def fuse(path: str, layer: Layer) -> Layer:
         if not isinstance(layer, nn.MultiHeadAttention) or layer.cross or layer.cache is None or layer.fused:
             return layer
-        if {name for name, _ in layer.edits} & {*PROJECTIONS}:  # LoRA, say
+        edits, parts = dict(layer.edits), [parts_of(layer)[name] for name in PROJECTIONS]
+        dtypes = {part.dtype if isinstance(part, nn.QuantizedLinear) else None for part in parts}
+        is_edited = any(name in edits for name in PROJECTIONS)
+        if len(dtypes) > 1 or (is_edited and dtypes == {None}):  # LoRA, say
             return layer
-        for leaf in ("kernel", "bias") if layer.bias else ("kernel",):
+        for leaf in [leaf for leaf in ("kernel", "scale", "bias") if f"{path}/query/{leaf}".lstrip("/") in leaves]:
             names = [f"{path}/{part}/{leaf}".lstrip("/") for part in PROJECTIONS]
             leaves[f"{path}/qkv/{leaf}".lstrip("/")] = jnp.concatenate([leaves.pop(name) for name in names], axis=-1)
-        return with_fields(layer, fused=True)
+        others = tuple((name, part) for name, part in layer.edits if name not in PROJECTIONS)
+        fused: Any = with_fields(layer, fused=True, edits=others)
+        joint: Any = parts_of(fused)["qkv"]
+        (dtype,) = dtypes
+        return fused if dtype is None else fused.with_parts({"qkv": nn.QuantizedLinear(joint, dtype)})
 
     return map_layers(model, "", fuse), unflatten_paths(leaves.items())
 

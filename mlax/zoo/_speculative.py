@@ -20,7 +20,7 @@ from mlax.core import (
     map_layers,
     with_fields,
 )
-from mlax.zoo._decoder import prepare_decoder
+from mlax.zoo._decoder import is_on_one_device, prepare_decoder
 from mlax.zoo._generate import Padding, capacity, check_prompts, check_rng, check_stop, prefill, shift_left
 from mlax.zoo._sampling import Greedy, Sample
 
@@ -76,7 +76,8 @@ def speculative_generate(
         )
     if sampler.needs_seen:
         raise ValueError("speculative_generate: the sampler has a repetition_penalty; pass None, or use zoo.generate.")
-    settings = SpeculativeSettings(model, draft, max_new_tokens, draft_tokens, sampler.structure(), padding, pad)
+    fuse = is_on_one_device((trainables, draft_trainables))
+    settings = SpeculativeSettings(model, draft, max_new_tokens, draft_tokens, sampler.structure(), padding, pad, fuse)
     rng = jax.random.key(0) if check_rng("speculative_generate", sampler, rng) is None else rng  # unused by Greedy
     return _generate(
         settings, (trainables, draft_trainables), prompts, checked, sampler.numbers(), check_stop(stop), rng
@@ -94,6 +95,7 @@ class SpeculativeSettings:
     sampler: Greedy | Sample
     padding: Padding
     pad: int
+    fuse: bool  # whether to concatenate the kernels of queries, keys and values
 
 
 class Round(NamedTuple):
@@ -124,8 +126,8 @@ def _generate(
     if settings.padding == "left" and lengths is not None:
         prompts = shift_left(prompts, lengths)
     slots = capacity(prompts, n)
-    large, weights = _prepare(settings.model, slots, settings.draft_tokens, trainables[0])
-    small, small_weights = _prepare(settings.draft, slots, settings.draft_tokens, trainables[1])
+    large, weights = _prepare(settings, settings.model, slots, trainables[0])
+    small, small_weights = _prepare(settings, settings.draft, slots, trainables[1])
     logits, state = prefill(large, weights, None, prompts, lengths, ())
     draft_logits, draft_state = prefill(small, small_weights, None, prompts, lengths, ())
     for each in (state, draft_state):
@@ -236,15 +238,15 @@ def _probabilities(sampler: Greedy | Sample, logits: Any, numbers: Any) -> Any:
     return odds.reshape(logits.shape)
 
 
-def _prepare(model: Layer, length: int, draft_tokens: int, trainables: Tree) -> tuple[Any, Tree]:
+def _prepare(settings: SpeculativeSettings, model: Layer, length: int, trainables: Tree) -> tuple[Any, Tree]:
     """The decoder, whose ring buffers have slots for tokens that may be rejected, and its trainables."""
 
     def widen_ring(path: str, layer: Layer) -> Layer:
         if isinstance(layer, nn.KeyValueCache) and layer.ring:
-            return with_fields(layer, capacity=layer.capacity + draft_tokens)
+            return with_fields(layer, capacity=layer.capacity + settings.draft_tokens)
         return layer
 
-    decoder, trainables = prepare_decoder(model, length, trainables)
+    decoder, trainables = prepare_decoder(model, length, trainables, fuse=settings.fuse)
     return map_layers(decoder, "", widen_ring), trainables
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mlax import dtypes, nn, zoo
 from tests.catalogue import MODELS
+from tests.zoo.decoders import prompts, tiny_gpt2
 
 NAMES = ("GPT2", "T5", "Llama as Mixtral")  # the others are left to `make thorough`
 
@@ -31,3 +32,11 @@ def test_a_model_with_int8_kernels_has_its_outputs_and_stays_in_one_dtype(name):
     wanted, found = jax.eval_shape(both, x, trainables, codes, state)
     assert jax.tree.map(str, found) == jax.tree.map(str, wanted)
     assert dtypes.audit(lambda *given: both(*given)[1], x, trainables, codes, state, dtype="bfloat16") == ()
+
+
+def test_a_quantized_model_generates_the_tokens_of_its_uncached_logits():
+    model, trainables = nn.quantize(*tiny_gpt2(), "int8")
+    tokens, _ = prompts(50, 5, 5)
+    found = zoo.generate(model, trainables, tokens, max_new_tokens=8).tokens
+    logits, _ = model.fwd(jnp.concatenate([tokens, found[:, :-1]], axis=1), trainables)
+    assert logits[:, 4:].argmax(-1).tolist() == found.tolist()
