@@ -30,6 +30,10 @@ VALUES = (
     *(1e308, -0.5, 0.5, True, False, None, "", "a" * 10_000, "../../etc/passwd", "/etc/passwd", "\0", "\ud800", "gelu"),
     *([], {}, [1], [[[[]]]], {"a": {"b": {}}}, [0] * 1000, "F32", "F8_E4M3", "I64", "x.safetensors", "x.bin"),
 )
+MODULES = [
+    {"path": path, "type": f"sentence_transformers.models.{kind}"}
+    for path, kind in (("", "Transformer"), ("1", "Pooling"))
+]
 PROGRAM = b".()NKXGJM\x80\x85\x86\x87\x88\x89\x8a\x8c\x93\x94\x95]}abcehjqrstuQR0123oi\x81\x82"
 
 
@@ -97,7 +101,9 @@ def write_torch(rng: random.Random, folder: Path, arrays: dict[str, np.ndarray])
 
 def write_config(rng: random.Random, folder: Path, arrays: dict[str, np.ndarray]) -> None:
     models = [row.model for row in ROWS.values() if hasattr(row.model, "config")]
-    content = mutate_json(rng, rng.choice([MODEL, *models]).config())
+    content = mutate_json(rng, MODEL.config() if rng.random() < 0.3 else rng.choice(models).config())
+    if rng.random() < 0.1:  # of sentence-transformers
+        write(rng, folder / "modules.json", mutate_json(rng, MODULES))
     if rng.random() < 0.2:
         content = mutate_bytes(rng, content, near=len(content))
     files.save(folder / "model.safetensors", arrays)
@@ -126,6 +132,7 @@ def write(rng: random.Random, path: Path, content: bytes, special: bool = False)
 
 def mutate_json(rng: random.Random, value) -> bytes:
     """The value with some parts replaced, renamed, repeated or removed."""
+    value = copy.deepcopy(value)
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         node = value
         while isinstance(node, dict | list) and node:

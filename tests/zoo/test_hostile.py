@@ -32,7 +32,8 @@ def test_no_mutated_file_crashes_or_is_read_outside_of_its_folder_or_is_expensiv
     found = {case["seed"]: list(faults(case)) for _, *child in cases for case in child}
     assert not any(found.values()), {seed: fault for seed, fault in found.items() if fault}
     kinds = {(case["kind"], case["outcome"]) for _, *child in cases for case in child}
-    assert len(kinds) == 8  # each kind is refused sometimes, and sometimes loaded
+    assert {kind for kind, outcome in kinds if outcome == "refused"} == {"safetensors", "index", "torch", "config"}
+    assert {kind for kind, outcome in kinds if outcome == "loaded"} >= {"safetensors", "index", "torch"}
     assert len(found) in (80, 1000)
 
 
