@@ -91,7 +91,7 @@ FIRST = {
     "dropout": "reference/nn",
     "positional encoding": "reference/nn",
     "layer normalization": "reference/nn",
-    "LSTM": "reference/nn",
+    "LSTM": "guides/recurrent",
     "AdamW": "reference/optim",
     "ClipGlobalNorm": "reference/optim",
     "mlax plot": "reference/command",
