@@ -7,7 +7,7 @@ from tests.faults.results import Result
 
 
 @pytest.mark.parametrize(
-    "fault, trials", [(killed, 15), (readers, 20), (corrupted, 26), (full_disk, 8), (disk_errors, 12), (diverged, 1)]
+    "fault, trials", [(killed, 8), (readers, 10), (corrupted, 26), (full_disk, 8), (disk_errors, 12), (diverged, 1)]
 )
 def test_checkpoints_survive(fault, trials, request):
     results = fault.run(200 if request.config.getoption("--thorough") else trials)

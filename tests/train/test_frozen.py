@@ -39,7 +39,7 @@ big_objective = functools.partial(objective, model=BIG)
 def traced(objective, optimizer, trainables, given, **options):
     """The jaxpr of a call of the step, and its state."""
     step = train.step(objective, optimizer, **options)
-    state = step.init(jax.random.key(1), trainables)
+    state = jax.eval_shape(step.init, jax.random.key(1), trainables)
     if step.steps_per_call > 1:
         given = jax.tree.map(lambda leaf: jnp.stack([leaf] * step.steps_per_call), given)
     return jax.make_jaxpr(step.aot.function)(state, given), state
