@@ -1,4 +1,7 @@
-"""The dtype guarantee: every operation, forward and backward, is in the dtype of the input, and so is the output."""
+"""The dtype guarantee: every operation, forward and backward, is in the dtype of the input, and so is the output.
+
+And no array is silently broadcast to another rank: everything works with `jax_numpy_rank_promotion="raise"`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,12 @@ from mlax import dtypes
 pytestmark = [pytest.mark.every_row, pytest.mark.every_dtype]
 
 
+@pytest.fixture(autouse=True)
+def without_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def loss(layer, inference_mode):
     def scalar(trainables, x, non_trainables, rng):
         y, _ = layer.fwd(x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
@@ -17,7 +26,7 @@ def loss(layer, inference_mode):
     return scalar
 
 
-def test_every_operation_output_and_gradient_is_in_the_dtype_of_the_input(row, dtype):
+def test_every_operation_output_and_gradient_is_in_the_dtype_of_the_input_and_no_rank_is_promoted(row, dtype):
     layer, x, trainables, non_trainables = row.structs(dtype)
     arguments = (trainables, x, non_trainables, jax.random.key(1))
     assert dtypes.audit(loss(layer, inference_mode=True), *arguments, dtype=dtype) == ()
@@ -34,7 +43,7 @@ def test_every_operation_output_and_gradient_is_in_the_dtype_of_the_input(row, d
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} <= {dtype}
 
 
-def test_every_operation_of_init_is_in_the_dtype_of_the_input(row, dtype):
+def test_every_operation_of_init_is_in_the_dtype_of_the_input_and_no_rank_is_promoted(row, dtype):
     layer, x, _, _ = row.structs(dtype)
     assert dtypes.audit(layer.init, jax.random.key(0), x, dtype=dtype) == ()
 

@@ -16,7 +16,7 @@ from mlax import nn
 from mlax._jax import abstract_key
 
 
-@pytest.fixture(params=["auto", "manual", "explicit"])
+@pytest.fixture(params=[pytest.param("auto", marks=pytest.mark.thorough), "manual", "explicit"])  # no trace shows auto
 def over_devices(request):
     """Shards a function and its arguments over two devices: returns (jitted function, arguments, context to run in)."""
 

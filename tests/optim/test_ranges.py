@@ -68,6 +68,7 @@ def test_the_ends_of_every_range_give_finite_updates(row, thorough):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((trainables, shown, bounded))), changes
 
 
+@pytest.mark.one_dtype
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-4), ("bfloat16", 2e-2)])
 def test_a_schedule_for_every_number_gives_the_updates_of_the_numbers(row, dtype, tolerance):
     """All arithmetic is in that dtype, in which bfloat16 would round most betas to 1."""
