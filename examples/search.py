@@ -21,19 +21,21 @@ import numpy as np
 
 from mlax import zoo
 
+QUERIES = (
+    "pick a random element of a list",
+    "how do I delete a directory with everything in it?",
+    "most common elements of a sequence",
+    "run a command and read what it prints",
+    "middle value of the data",
+    "cache the results of a function",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The settings; each field is a command-line option."""
 
-    queries: tuple[str, ...] = (
-        "pick a random element of a list",
-        "how do I delete a directory with everything in it?",
-        "most common elements of a sequence",
-        "run a command and read what it prints",
-        "middle value of the data",
-        "cache the results of a function",
-    )
+    queries: tuple[str, ...] = QUERIES  # what to search for
     results: int = 3  # answers for each query
     modules: tuple[str, ...] = ()  # of the standard library; (): all
     batch: int = 64  # texts that are embedded at once
