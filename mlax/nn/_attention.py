@@ -136,12 +136,11 @@ class MultiHeadAttention(Composite):
     """Multi-head attention, to the input itself or to a source: (b, t, d) to (b, t, features).
 
     The input is x (b, t, d); a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of x,
-    source and value_source (b, s, ...), for the values; segments (b, t) and source_segments (b, s), ids of packed
-    sequences, which do not attend to each other; lengths (b,), how many tokens of each row of the source, or of x, are
-    not padding; positions (t,) or (b, t), of `rotary` alone; mask, boolean, and bias (b, h, t, s), each axis of that
-    size or 1. A name whose value is None is absent. With `cache`, each call appends its tokens to a KV cache, see
-    KeyValueCache; with `cross`, it stores a source, which later calls leave out. Variables: query, key, value, out,
-    attend, query_norm, key_norm, relative; state: position, cache. https://arxiv.org/abs/1706.03762, section 3.2.2.
+    source, value_source (b, s, ...), for the values; segments (b, t), source_segments (b, s), ids of packed sequences;
+    lengths (b,), the tokens of a row of the source, or of x, that are not padding; positions (t,) or (b, t), of
+    `rotary`; mask, boolean, and bias (b, h, t, s), each axis of that size or 1. None counts as absent. With `cache`, a
+    call appends its tokens to a KV cache (KeyValueCache); with `cross`, it stores a source, for later calls without
+    one. Variables: query, key, value, out, attend and others. https://arxiv.org/abs/1706.03762, section 3.2.2.
 
     >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
