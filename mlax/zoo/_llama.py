@@ -49,7 +49,7 @@ class Llama(Composite):
     activation: Activation = jax.nn.silu  # of the gate
     bias: bool = False  # of query, key and value
     out_bias: bool = False  # of the output of attention
-    norm: nn.RMSNorm = nn.RMSNorm(eps=1e-5)  # before attention, MLP and head
+    norms: nn.RMSNorm = nn.RMSNorm(eps=1e-5)  # each norm, before attention, MLP and head
     qk_norm: bool = False  # whether to normalize each head of queries and keys, too
     post_norms: bool = False  # whether to normalize what is added to the residual stream, too
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_width)
@@ -76,7 +76,7 @@ class Llama(Composite):
             "embed": nn.Embed(self.vocabulary, self.width, padding=self.padding),
             "blocks": Repeat(Chain(tuple(blocks)) if len(blocks) > 1 else blocks[0], times),
             **rest,
-            "norm": self.norm,
+            "norm": self.norms,
             **head,
         }
 
@@ -99,7 +99,7 @@ class Llama(Composite):
             window=window,
             softcap=self.softcap,
             rotary=self.rotary if window is None or self.local_rotary is None else self.local_rotary,
-            qk_norm=self.norm if self.qk_norm else None,
+            qk_norm=self.norms if self.qk_norm else None,
             scale=self.scale,
             bias=self.bias,
             out_bias=self.out_bias,
@@ -107,8 +107,8 @@ class Llama(Composite):
         )
         mlp = LlamaMLP(self.width, self.hidden, activation=self.activation)
         mlp = mlp if self.experts is None else LlamaExperts(mlp, *self.experts)
-        post_norm = self.norm if self.post_norms else None
-        return LlamaBlock(self.norm, attend, self.norm, mlp, attend_norm=post_norm, mlp_norm=post_norm)
+        post_norm = self.norms if self.post_norms else None
+        return LlamaBlock(self.norms, attend, self.norms, mlp, attend_norm=post_norm, mlp_norm=post_norm)
 
     def example_input(self) -> Any:
         return jax.ShapeDtypeStruct((1, 1), np.int32)

@@ -55,7 +55,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_width": None if head * heads == width else head,
         "rotary": _read_rotary(fields, _flat_rope(fields), head),
         "activation": _read_activation(fields),
-        "norm": nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6)),
+        "norms": nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6)),
         "tied": fields.flag("tie_word_embeddings", family in GEMMA),
         "padding": _read_padding(fields),
     }
@@ -88,8 +88,8 @@ def _read_variations(family: str, fields: Config, head: int) -> dict[str, Any]:
 
 def _read_gemma(family: str, fields: Config, head: int) -> dict[str, Any]:
     fields.require("use_bidirectional_attention", False, None, default=None)
-    norm = nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-6), scale_offset=1.0, scale_init=Zeros())
-    gemma = {"norm": norm, "scaled_embed": True} | _read_biases(fields)
+    norms = nn.RMSNorm(eps=_positive(fields, "rms_norm_eps", 1e-6), scale_offset=1.0, scale_init=Zeros())
+    gemma = {"norms": norms, "scaled_embed": True} | _read_biases(fields)
     if family == "gemma":
         return gemma
     scalar = _positive(fields, "query_pre_attn_scalar", 256.0)
@@ -281,7 +281,7 @@ def write_config(model: Any) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": head,
-        "rms_norm_eps": model.norm.eps,
+        "rms_norm_eps": model.norms.eps,
         "tie_word_embeddings": model.tied,
         "pad_token_id": model.padding,
         act: names.get(model.activation, str(model.activation)),
@@ -353,7 +353,7 @@ def _settings(model: Any) -> dict[str, Any]:
         "windows": _layer_windows(model),
         "local_rotary": (model.local_rotary or model.rotary) if any(_layer_windows(model)) else None,
         "scale": round((model.scale or head**-0.5) ** -2, 6),
-        "norm": (model.norm.eps, model.norm.scale_offset),
+        "norms": (model.norms.eps, model.norms.scale_offset),
     }
 
 

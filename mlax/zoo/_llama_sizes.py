@@ -65,12 +65,12 @@ def qwen2(size: Literal["0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"] = "0.5b
         "1.5b": _shape(1536, 8960, 28, 12, 2, tied=True),
         "3b": _shape(2048, 11_008, 36, 16, 2, tied=True),
         "7b": _shape(3584, 18_944, 28, 28, 4, vocabulary=152_064),
-        "14b": _shape(5120, 13_824, 48, 40, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
-        "32b": _shape(5120, 27_648, 64, 40, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
-        "72b": _shape(8192, 29_568, 80, 64, 8, vocabulary=152_064, norm=nn.RMSNorm(eps=1e-5)),
+        "14b": _shape(5120, 13_824, 48, 40, 8, vocabulary=152_064, norms=nn.RMSNorm(eps=1e-5)),
+        "32b": _shape(5120, 27_648, 64, 40, 8, vocabulary=152_064, norms=nn.RMSNorm(eps=1e-5)),
+        "72b": _shape(8192, 29_568, 80, 64, 8, vocabulary=152_064, norms=nn.RMSNorm(eps=1e-5)),
     }
     shared: dict[str, Any] = {"family": "qwen2", "vocabulary": 151_936, "positions": 32_768, "bias": True}
-    shared["norm"] = nn.RMSNorm(eps=1e-6)
+    shared["norms"] = nn.RMSNorm(eps=1e-6)
     shared["rotary"] = nn.Rotary(base=1_000_000.0)
     return Llama(**shared | _choose("qwen2", size, sizes))
 
@@ -96,7 +96,7 @@ def qwen3(size: Literal["0.6b", "1.7b", "4b", "8b", "14b", "32b"] = "0.6b") -> L
         vocabulary=151_936,
         positions=40_960,
         rotary=rotary,
-        norm=nn.RMSNorm(eps=1e-6),
+        norms=nn.RMSNorm(eps=1e-6),
         qk_norm=True,
         **shape,
     )
@@ -106,7 +106,7 @@ GEMMA: dict[str, Any] = {  # what all generations of Gemma share
     "vocabulary": 256_000,
     "positions": 8192,
     "activation": jax.nn.gelu,
-    "norm": nn.RMSNorm(eps=1e-6, scale_offset=1.0, scale_init=Zeros()),
+    "norms": nn.RMSNorm(eps=1e-6, scale_offset=1.0, scale_init=Zeros()),
     "scaled_embed": True,
     "tied": True,
     "padding": 0,

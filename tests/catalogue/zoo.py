@@ -66,7 +66,7 @@ GEMMA = {
     "windows": (3, None),
     "local_rotary": nn.Rotary(base=100.0),
     "head_width": 6,
-    "norm": nn.RMSNorm(scale_offset=1.0, scale_init=mlax.Zeros()),
+    "norms": nn.RMSNorm(scale_offset=1.0, scale_init=mlax.Zeros()),
     "qk_norm": True,
     "post_norms": True,
     "logit_softcap": 3.0,

@@ -80,8 +80,8 @@ CONFIGS = {  # lengths are beyond windows, and beyond the contexts of scaled rot
             "head_dim": 12,
             "sliding_window": 4,
             "query_pre_attn_scalar": 7,
-            "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 0.7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 6.0,
         },
     ),
     "gemma3": (
@@ -130,8 +130,16 @@ def write(name: str, model: torch.nn.Module) -> None:
         tokens=tokens,
         lengths=LENGTHS,
         logits=logits.detach().numpy() * mask[:, :, None],
+        greedy=[generate(model, row[:length]) for row, length in zip(tokens, LENGTHS, strict=True)],
         **{f"grad {key}": digest(key, each.grad.numpy()) for key, each in model.named_parameters()},
     )
+
+
+def generate(model: torch.nn.Module, prompt: np.ndarray) -> np.ndarray:
+    """The next tokens by greedy search, with transformers' cache."""
+    prompt = torch.from_numpy(prompt[None])
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}
+    return model.generate(prompt, max_new_tokens=12, **options)[0, prompt.shape[1] :].numpy()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def test_prompts_of_two_lengths_and_then_token_by_token_give_the_logits_of_trans
         np.testing.assert_allclose(logits[:, number], wanted[length - 1 : length + 4], atol=5e-5)
 
 
+@cases()
+def test_greedy_generation_gives_the_tokens_of_transformers(case):
+    reference, model, trainables = case
+    if isinstance(model.rotary.scaling, nn.DynamicNTKScaling):
+        pytest.skip("transformers scales each token by the length so far, and does not rotate cached keys again")
+    tokens, lengths = jnp.asarray(reference["tokens"], "int32"), jnp.asarray(reference["lengths"], "int32")
+    result = zoo.generate(model, trainables, tokens, lengths, max_new_tokens=12)
+    np.testing.assert_array_equal(result.tokens, reference["greedy"])
+
+
 PARAMETERS = {  # as published; the first of each family every day, the others with `--thorough`
     zoo.llama: {
         "3.2-1b": 1_235_814_400,
@@ -197,6 +207,12 @@ def test_a_field_that_the_config_json_of_the_family_does_not_have_is_not_lost():
     assert dataclasses.replace(model, family="qwen3", last_only=True).config()["model_type"] == "qwen3"
     with pytest.raises(ValueError, match="windows is \\(\\), but must be a tuple of sizes"):
         zoo.Llama(windows=())
+
+
+def test_surgery_on_the_last_norm_leaves_those_of_the_layers():
+    model = zoo.Llama(width=16, hidden=24, depth=2, heads=4)
+    edited = mlax.replace(model, "norm", nn.RMSNorm(eps=1.0))
+    assert mlax.get(edited, "norm").eps == 1.0 and mlax.get(edited, "blocks/stacked/norm1").eps == 1e-5
 
 
 def test_the_experts_of_mixtral_are_separate_in_files_and_fused_in_modules_and_their_losses_can_be_captured():
