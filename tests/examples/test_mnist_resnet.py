@@ -8,9 +8,14 @@ from tests.examples.example_modules import compilations_after_the_first_step, lo
 mnist = load_example("mnist_resnet")
 
 
-def test_two_epochs_reach_an_accuracy_of_0_7_and_compile_nothing_after_the_first_step(tmp_path, events):
-    config = mnist.Config(epochs=2, widths=(8, 16), rate=1e-2, run=str(tmp_path / "mnist"))
-    assert mnist.main(config)["accuracy"] > 0.7
+def test_two_epochs_of_half_the_images_reach_an_accuracy_of_0_65_and_compile_nothing_after_the_first_step(
+    tmp_path, events, monkeypatch
+):
+    data, test = mnist.load()
+    half = {name: array[::2] for name, array in data.items()}
+    monkeypatch.setattr(mnist, "load", lambda: (half, test))
+    config = mnist.Config(epochs=2, batch=40, widths=(8, 16), rate=1e-2, run=str(tmp_path / "mnist"))
+    assert mnist.main(config)["accuracy"] > 0.65
     assert compilations_after_the_first_step(events) == 0
 
 
