@@ -494,7 +494,7 @@ def test_a_ring_buffer_never_fills():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4, window=3)
     x = normal(1, 20, 8)
     trainables, state = layer.init(RNG, x[:, :1])
-    assert state["cache"]["key"].shape == (1, 3, 2, 4)
+    assert state["cache"]["key"].shape == (1, 2, 3, 4)
     y, state = jax.jit(layer.fwd)(x, trainables, state)
     assert np.isfinite(y).all() and state["position"]["count"].tolist() == [20]
 
