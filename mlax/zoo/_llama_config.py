@@ -76,8 +76,10 @@ def _read_variations(family: str, fields: Config, head: int) -> dict[str, Any]:
             return {"qk_norm": True} | _read_biases(fields) | _read_qwen_windows(fields)
         case "mixtral":
             fields.require("router_jitter_noise", 0.0, 0, default=0.0)
-            experts = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
-            return _read_window(fields) | {"experts": experts}
+            experts, chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
+            if not 2 <= chosen <= experts:  # the gate of a single one would be 1 there, and its probability here
+                raise ValueError(f"mixtral: num_experts_per_tok is {chosen}, but must be from 2 to {experts}.")
+            return _read_window(fields) | {"experts": (experts, chosen)}
         case "phi3":
             for name in ("resid_pdrop", "embd_pdrop"):
                 fields.require(name, 0.0, 0, default=0.0)

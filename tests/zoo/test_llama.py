@@ -189,6 +189,7 @@ def test_a_config_json_of_transformers_4_is_read():
         ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.0, but must be above 0"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0, but only None"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1, but must be from 2 to 8"),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "rope_type is 'su', but must be one of default"),
     ],
