@@ -1,7 +1,6 @@
 """The command `mlax inspect`: the summary of a model that a Python file builds, and its report."""
 
 import inspect
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,7 +45,6 @@ def _split_target(target: str) -> tuple[Path, str]:
 
 def _build(path: Path, name: str) -> Any:
     """What a function of a file returns; or the value of that name, if it is not a function."""
-    sys.path.insert(0, str(path.resolve().parent))
     module = load_script(path)
     if not hasattr(module, name):
         functions = [each for each, value in vars(module).items() if inspect.isfunction(value)]

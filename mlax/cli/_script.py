@@ -21,11 +21,11 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str]) -> None:
         raise SystemExit(f"mlax: there is no script {path}.")
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    sys.path.insert(0, str(path.resolve().parent))
     if takes_config(path):
         module = load_script(path)
         module.main(parse_config(module, f"mlax train {path}", args))
     else:
+        sys.path.insert(0, str(path.resolve().parent))
         _check_runs_main(path)
         sys.argv = [str(path), *args]
         runpy.run_path(str(path), run_name="__main__")
@@ -87,7 +87,11 @@ def _calls_of_main(tree: ast.Module) -> list[int]:
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import the script as a module, so that its `if __name__ == "__main__"` does not run."""
+    """Import the script as a module, so that its `if __name__ == "__main__"` does not run.
+
+    It can import its neighbours, as under `python script.py`.
+    """
+    sys.path.insert(0, str(path.resolve().parent))
     name = f"script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

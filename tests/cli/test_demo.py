@@ -1,6 +1,7 @@
 import ast
 import inspect
 import json
+import sys
 
 import pytest
 
@@ -102,6 +103,14 @@ def test_help_for_an_example_shows_the_command_that_was_typed(demo, capsys):
     printed = capsys.readouterr().out
     assert "usage: mlax demo digits [" in printed
     assert "    mlax demo digits [--steps 20]" in printed
+
+
+def test_an_example_may_import_its_neighbours(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "a_neighbour.py").write_text("STEPS = 7\n")
+    script = tmp_path / "digits.py"
+    script.write_text("import a_neighbour\n" + script.read_text().replace("= 20\n", "= a_neighbour.STEPS\n"))
+    assert demo("digits") == ["7 /digits"]
 
 
 def test_every_option_of_an_example_is_explained():
