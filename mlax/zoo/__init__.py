@@ -6,6 +6,8 @@ from mlax.zoo._beam_search import beam_search
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._convnext import ConvNeXt, convnext, convnext_from_config
 from mlax.zoo._decoder import decoder
+from mlax.zoo._decoder import init_state as init_state
+from mlax.zoo._decoder import prepare_decoder as prepare_decoder
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config

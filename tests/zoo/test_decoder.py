@@ -5,7 +5,7 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn, place, zoo
-from mlax.zoo._decoder import init_state, prepare_decoder
+from mlax.zoo import init_state, prepare_decoder
 
 MODEL = zoo.GPT2(vocabulary=50, positions=32, width=16, depth=2, heads=2)
 
