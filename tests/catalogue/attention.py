@@ -110,6 +110,12 @@ def multi_head(x, w, *, heads, kv_heads=None, source=None, turn=lambda x: x, nor
     return y.reshape(*y.shape[:2], -1) @ w["out/kernel"] + w.get("out/bias", 0)
 
 
+def split_projections(w, places):
+    names = ("query", "key", "value")
+    parts = {leaf: zip(names, np.split(w[f"qkv/{leaf}"], places, axis=-1), strict=True) for leaf in ("kernel", "bias")}
+    return {**w, **{f"{name}/{leaf}": each for leaf, pairs in parts.items() for name, each in pairs}}
+
+
 def linears(d, source, inner, kv, bias=True):
     shapes = {"query": (d, inner), "key": (source, kv), "value": (source, kv), "out": (inner, d)}
     kernels = {f"{name}/kernel": shape for name, shape in shapes.items()}
@@ -168,6 +174,14 @@ ROWS = {
         (linears(6, 4, 12, 6, bias=False), {}),
         lambda x, w: multi_head(x[0], w, heads=4, kv_heads=2, source=x[1]),
         needs_key=True,
+        tolerance=3e-6,
+        variant=True,
+    ),
+    "MultiHeadAttention fused": LayerRow(
+        lambda dtype: nn.MultiHeadAttention(4, kv_heads=2, value_width=3, causal=True, fused=True),
+        (3, 5, 16),
+        ({"qkv/kernel": (16, 30), "qkv/bias": (30,), "out/kernel": (12, 16), "out/bias": (16,)}, {}),
+        lambda x, w: multi_head(x, split_projections(w, (16, 24)), heads=4, kv_heads=2, causal=True),
         tolerance=3e-6,
         variant=True,
     ),

@@ -499,6 +499,14 @@ def test_a_ring_buffer_never_fills():
     assert np.isfinite(y).all() and state["position"]["count"].tolist() == [20]
 
 
+def test_one_product_for_queries_keys_and_values_has_no_source():
+    layer, x = nn.MultiHeadAttention(2, fused=True), normal(1, 3, 8)
+    with pytest.raises(ValueError, match="with fused=True x attends to itself, but the input has a source"):
+        layer.init(RNG, (x, x))
+    with pytest.raises(ValueError, match="keys and values are of another input; leave out fused"):
+        nn.MultiHeadAttention(2, fused=True, cross=True)
+
+
 def test_a_cache_of_another_batch_size_is_an_error():
     layer = nn.MultiHeadAttention(2, causal=True, cache=4)
     trainables, state = layer.init(RNG, jnp.ones((2, 1, 8)))

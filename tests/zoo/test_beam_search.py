@@ -18,6 +18,13 @@ def gpt2():
     return reference, model, zoo.load_weights(model, state)[0]
 
 
+@pytest.fixture(scope="module")
+def llama():
+    reference = Reference("generation_llama")
+    model = zoo.llama_from_config(reference.config)
+    return reference, model, zoo.load_weights(model, reference.state())[0]
+
+
 def options(reference):
     prompts, lengths = reference["prompts"], reference["lengths"]
     return {"prompts": prompts, "lengths": lengths, "padding": "left", "max_new_tokens": 20, "pad": 52}
@@ -57,6 +64,15 @@ def test_beams_of_gpt2_equal_those_of_transformers(gpt2):
 @pytest.mark.thorough
 def test_beams_of_gpt2_equal_those_of_transformers_for_other_numbers_and_without_early_stopping(gpt2):
     check_beams(*gpt2, [0, 4, 5])
+
+
+def test_greedy_tokens_of_llama_equal_those_of_transformers(llama):
+    check_greedy(*llama)
+
+
+@pytest.mark.thorough
+def test_beams_of_llama_equal_those_of_transformers(llama):
+    check_beams(*llama, [0, 1, 2, 3, 4, 5])
 
 
 def test_several_texts_are_returned_the_best_one_first(gpt2):

@@ -2,7 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from mlax import zoo
+import mlax
+from mlax import dtypes, nn, zoo
 from mlax.inspect._hlo import parse_hlo
 from mlax.zoo import _generate
 from tests.asserts import compilations
@@ -101,6 +102,35 @@ def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile_and_samples
     rng = jax.random.key(2)
     streamed = zoo.stream(MODEL, trainables, PROMPTS, max_new_tokens=12, sampler=sampler, rng=rng, chunk=5)
     assert np.array(list(streamed)).T.tolist() == sampled
+
+
+@mlax.frozen
+class Tiny(mlax.Composite):
+    """A language model as a user writes it: rotary embeddings, logits of all tokens, layers in a Series."""
+
+    def parts(self):
+        attend = nn.MultiHeadAttention(4, kv_heads=2, causal=True, rotary=nn.Rotary(), qk_norm=nn.RMSNorm())
+        return {"embed": nn.Embed(23, 16), "attend": attend, "head": nn.Linear(23)}
+
+    def wire(self, sub, tokens, lengths=None):
+        x = sub.embed(tokens)
+        return sub.head(x + sub.attend({"x": x, "lengths": lengths}))
+
+
+def test_models_of_users_are_continued_too_with_any_mixed_precision():
+    trainables, _ = Tiny().init(jax.random.key(0), PROMPTS)
+    tokens, _ = continue_without_cache(Tiny(), trainables, 9)
+    mixed = dtypes.Mixed(Tiny(), compute="float32", output="float32")
+    np.testing.assert_array_equal(zoo.generate(mixed, trainables, PROMPTS, LENGTHS, max_new_tokens=9).tokens, tokens)
+
+
+def test_a_model_with_another_state_is_continued_without_lengths():
+    model = mlax.Series(nn.Embed(23, 16), mlax.Residual(nn.Mamba(16)), nn.Linear(23))
+    trainables, _ = model.init(jax.random.key(0), PROMPTS)
+    result = zoo.generate(model, trainables, PROMPTS, max_new_tokens=5)
+    text = np.concatenate([PROMPTS, result.tokens], axis=1)
+    wanted = jax.jit(model.fwd)(text, trainables)[0][:, 6:-1].argmax(-1)
+    np.testing.assert_array_equal(result.tokens, wanted)
 
 
 @pytest.mark.parametrize(
