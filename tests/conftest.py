@@ -79,10 +79,14 @@ def _compile_quickly():
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "True"
     if jax.__version_info__ < (0, 11):  # later versions do not have these flags
+        from jax._src import xla_bridge
+
         # XLA's older loop emitters compute the same, and compile in a third of the time. Compiling a program in one
         # piece takes a fifth less time than in several, each with its own start-up.
         flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        if xla_bridge.backends_are_initialized():
+            raise pytest.UsageError("XLA has read its flags: the catalogue, which this file imports, must not compute.")
         _reuse_contexts()
 
 

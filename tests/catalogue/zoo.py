@@ -51,8 +51,8 @@ def images(*shape: int) -> Callable[[str], Any]:
 def noisy_images(classes: int, *shape: int) -> Callable[[str], Any]:
     """Images (b, height, width, channels), time steps (b,) and labels (b,)."""
     draws = np.random.default_rng(1)
-    time, label = (jnp.asarray(draws.integers(0, n, shape[0]), "int32") for n in (1000, classes))
-    return lambda dtype: (images(*shape)(dtype), time, label)
+    time, label = (draws.integers(0, n, shape[0]) for n in (1000, classes))
+    return lambda dtype: (images(*shape)(dtype), jnp.asarray(time, "int32"), jnp.asarray(label, "int32"))
 
 
 ENCODER = zoo.BERT(vocabulary=31, positions=16, width=16, depth=2, heads=2)
