@@ -4,8 +4,7 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn, zoo
-from mlax.inspect._hlo import parse_hlo
-from mlax.zoo import _generate
+from mlax.inspect import parse_hlo
 from tests.asserts import compilations
 
 MODEL = zoo.GPT2(vocabulary=23, positions=256, width=16, depth=2, heads=2)
@@ -45,9 +44,10 @@ def instructions_in_loops(program):
 
 
 def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables):
-    settings = _generate.Settings(MODEL, 40, zoo.Greedy(), "right", 0, False, True)
-    arguments = (trainables, None, PROMPTS.astype("int32"), LENGTHS, (), {}, np.array((3, 5), np.int32), None)
-    program = parse_hlo(_generate._generate.lower(settings, *arguments).compile().as_text())
+    def generate(trainables, prompts, lengths):
+        return zoo.generate(MODEL, trainables, prompts, lengths, max_new_tokens=40, stop=(3, 5))
+
+    program = parse_hlo(jax.jit(generate).lower(trainables, PROMPTS, LENGTHS).compile().as_text())
     instructions = instructions_in_loops(program)
     writes = [each for each in instructions if each.opcode == "scatter"]
     assert [each.shapes[0].dims for each in writes] == [(3, 2, 64, 8)] * 4  # keys and values of two layers
