@@ -49,11 +49,12 @@ def test_nothing_of_the_size_of_a_cache_is_copied_at_a_token(trainables):
 
     program = parse_hlo(jax.jit(generate).lower(trainables, PROMPTS, LENGTHS).compile().as_text())
     instructions = instructions_in_loops(program)
-    writes = [each for each in instructions if each.opcode == "scatter"]
-    assert [each.shapes[0].dims for each in writes] == [(3, 2, 64, 8)] * 4  # keys and values of two layers
-    size = writes[0].bytes
-    large = {each.opcode for each in instructions if any(shape.bytes >= size for shape in each.shapes)}
-    assert large <= {"parameter", "get-tuple-element", "tuple", "while", "call", "fusion", "bitcast", "scatter"}
+    shape = (3, 2, 64, 8)  # of the keys, and of the values, of each of two layers
+    writes = {"scatter", "dynamic-update-slice"}  # the same, depending on the version and the flags of XLA
+    caches = [each for each in instructions if each.shapes[0].dims == shape]
+    assert len([each for each in caches if each.opcode in writes]) >= 4
+    large = {each.opcode for each in instructions if any(other.bytes >= caches[0].bytes for other in each.shapes)}
+    assert large <= writes | {"parameter", "get-tuple-element", "tuple", "while", "call", "fusion", "bitcast"}
 
 
 @pytest.fixture(scope="module")
