@@ -50,6 +50,8 @@ FIRST = {
     "KV cache": "guides/generation",
     "sampling": "guides/generation",
     "text generation": "guides/generation",
+    "beam search": "guides/generation",
+    "nucleus sampling": "guides/generation",
     "T5": "guides/sequence-to-sequence",
     "encoder-decoder": "guides/sequence-to-sequence",
     "truncated backpropagation": "guides/recurrent",

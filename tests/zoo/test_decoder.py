@@ -5,7 +5,6 @@ import pytest
 
 import mlax
 from mlax import dtypes, nn, place, zoo
-from mlax.zoo import init_state, prepare_decoder
 
 MODEL = zoo.GPT2(vocabulary=50, positions=32, width=16, depth=2, heads=2)
 
@@ -18,8 +17,8 @@ def trainables():
 def test_a_decoder_continues_each_row_where_its_prompt_ended(trainables):
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, 50)
     lengths = jnp.array([7, 4, 1])
-    decoder, weights = prepare_decoder(MODEL, 12, trainables)
-    state = init_state(decoder, (tokens, lengths))
+    decoder, weights = mlax.unstack(zoo.decoder(MODEL, 12), trainables)
+    _, state = decoder.init(jax.random.key(0), (tokens, lengths))
     logits, state = decoder.fwd((tokens, lengths), weights, state, inference_mode=True)
     following = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
     after, _ = decoder.fwd(following, weights, state, inference_mode=True)
@@ -43,10 +42,10 @@ def test_fields_of_decoding_are_set_through_wrappers():
 def test_caches_are_in_the_dtype_of_the_computation(trainables, mixed):
     model = dtypes.mixed_bfloat16(MODEL) if mixed else MODEL
     weights = trainables if mixed else dtypes.cast(trainables, "bfloat16")
-    decoder, weights = prepare_decoder(model, 12, weights)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    state = jax.eval_shape(lambda tokens: init_state(decoder, tokens), jnp.zeros((2, 3), "int32"))
-    assert mlax.get(state, "blocks/layers/1/attend/cache/key").dtype == jnp.bfloat16
+    prompts = jnp.zeros((3, 5), "int32")
+    generate = jax.jit(lambda weights: zoo.generate(model, weights, prompts, max_new_tokens=4).tokens)
+    text = generate.lower(weights).as_text()
+    assert "tensor<3x2x64x8xbf16>" in text and "tensor<3x2x64x8xf32>" not in text
 
 
 def test_a_model_that_forgets_earlier_tokens_is_refused():
