@@ -3,8 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-MAX_SIZE = 1 << 24  # of anything that a configuration counts
-MAX_LAYERS = 1000  # each of which may be a part that has to be built and traced
+MAX_WIDTH = 1 << 16  # of anything that a configuration counts, but for what is in MOST
+MOST = {  # by a part of the name
+    "layer": 1000,  # each of which may be a part that has to be built and traced
+    "depth": 1000,
+    "vocab": 1 << 24,
+    "position": 1 << 24,
+    "window": 1 << 24,
+    "token_id": 1 << 24,
+}
 MAX_ENTRIES = 1000  # of a list
 
 
@@ -23,7 +30,7 @@ class Config:
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._get(name, default)
-        most = MAX_LAYERS if "layer" in name or "depth" in name else MAX_SIZE
+        most = next((most for part, most in MOST.items() if part in name), MAX_WIDTH)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{self.family}: {name} is {_short(value)}, but must be an integer from 1 to {most}.")
         return value

@@ -275,6 +275,9 @@ def unet(size: Literal["cifar10", "celebahq"] = "cifar10") -> UNet:
     return UNet(widths=(128, 128, 256, 256, 512, 512), attention=(False, False, False, False, True, False))
 
 
+MAX_TIMES = 1 << 22  # numbers in the table of sinusoids, which is computed while the model is traced
+
+
 def unet_from_config(config: Mapping[str, Any]) -> UNet:
     """The U-Net that a config.json of diffusers' UNet2DModel describes."""
     fields = Config("unet", config)
@@ -296,10 +299,13 @@ def unet_from_config(config: Mapping[str, Any]) -> UNet:
     attention = fields.levels("down_block_types", {"DownBlock2D": False, "AttnDownBlock2D": True})
     if fields.levels("up_block_types", {"UpBlock2D": False, "AttnUpBlock2D": True})[::-1] != attention:
         raise ValueError("unet: up_block_types is not the reverse of down_block_types; only that is supported.")
+    steps, widths = fields.optional_size("num_train_timesteps", None) or 1000, fields.sizes("block_out_channels")
+    if steps * widths[0] > MAX_TIMES:
+        raise ValueError(f"unet: the sinusoids of {steps} steps and {widths[0]} channels are more than {MAX_TIMES}.")
     return UNet(
         channels=fields.size("in_channels", 3),
         out_channels=fields.size("out_channels", 3),
-        widths=fields.sizes("block_out_channels"),
+        widths=widths,
         attention=attention,
         layers=fields.size("layers_per_block", 2),
         head_width=fields.optional_size("attention_head_dim", 8),
@@ -307,7 +313,7 @@ def unet_from_config(config: Mapping[str, Any]) -> UNet:
         dropout=fields.number("dropout", 0.0),
         eps=fields.number("norm_eps", 1e-5),
         classes=fields.optional_size("num_class_embeds", None),
-        steps=fields.optional_size("num_train_timesteps", None) or 1000,
+        steps=steps,
         sine_first=not fields.flag("flip_sin_to_cos", True),
         shift=fields.number("freq_shift", 0),
         pad=fields.choice("downsample_padding", {0: "end", 1: "both"}, 1),

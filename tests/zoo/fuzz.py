@@ -24,7 +24,7 @@ from tests.files.torch_archive import archive, integer, name, state, storage, st
 from tests.zoo.peak import memory
 
 MODEL = zoo.GPT2(vocabulary=31, positions=8, width=8, depth=2, heads=2)
-EXTREMES = (-1, 0, 1, 2, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30)
+EXTREMES = (-1, 0, 1, 2, 1000, 2**16, 2**24, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30)
 VALUES = (
     *EXTREMES,
     *(1e308, -0.5, 0.5, True, False, None, "", "a" * 10_000, "../../etc/passwd", "/etc/passwd", "\0", "\ud800", "gelu"),
