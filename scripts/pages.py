@@ -23,9 +23,12 @@ DOCS = ROOT / "docs"
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # kept in the root
 SEARCH_BOOSTS = {  # by the beginning of the path: what explains before what lists, what lists before what decides
     "guides/README": 0.3,
+    "guides/pretrained": 1.6,
+    "guides/serving": 0.6,
     "guides/": 1.2,
     "reference/nn": 1.2,
     "reference/ops": 0.7,
+    "reference/zoo": 0.7,
     "jax/index": 0.3,
     "design/": 0.3,
     "contributing": 0.3,

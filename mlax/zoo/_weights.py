@@ -17,8 +17,9 @@ class Weight(NamedTuple):
     h.1.ln_1.weight and so on. Of several leaves the array is the concatenation along their last axis. The array there
     without its `unit_axes`, transposed by `axes`, is the leaf.
 
-    >>> zoo.Weight("h.*.mlp.fc.weight", axes=(1, 0))  # the kernels of a stack of Linear layers
-    Weight(name='h.*.mlp.fc.weight', axes=(1, 0))
+    >>> weight = zoo.Weight("h.*.mlp.fc.weight", axes=(1, 0))  # the kernels of a stack of Linear layers
+    >>> weight.fill((3,))
+    'h.3.mlp.fc.weight'
     """
 
     name: str  # in the state dict, with a * for each leading axis
