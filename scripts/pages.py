@@ -24,7 +24,7 @@ ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.m
 SEARCH_BOOSTS = {  # by the beginning of the path: what explains before what lists, what lists before what decides
     "guides/README": 0.3,
     "guides/pretrained": 1.6,
-    "guides/serving": 0.6,
+    "guides/serving": 0.4,
     "guides/": 1.2,
     "reference/nn": 1.2,
     "reference/ops": 0.7,

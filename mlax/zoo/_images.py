@@ -25,7 +25,7 @@ def normalize_images(
     Pixels are bytes from 0 to 255, or floating from 0 to 1. Other means and deviations, such as (0.5, 0.5, 0.5), are in
     the preprocessor_config.json of a model on Hugging Face. Call it inside `jit`, where it is fused.
 
-    >>> zoo.normalize_images(np.zeros((8, 224, 224, 3), np.uint8)).shape
+    >>> zoo.normalize_images(jnp.zeros((8, 224, 224, 3), "uint8")).shape
     (8, 224, 224, 3)
     """
     x = jnp.asarray(images)

@@ -83,7 +83,7 @@ FIRST = {
     # extending and migrating
     "custom layer": "guides/write-a-layer",
     "custom optimizer": "guides/write-an-optimizer",
-    "PyTorch weights": "guides/from-pytorch",
+    "PyTorch weights": "guides/pretrained-models",
     "parameter count": "faq",
     # JAX
     "tracing": "jax/02_tracing",
