@@ -1,6 +1,7 @@
 """load: a model from a folder as Hugging Face's transformers write it, config.json and safetensors files."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,16 +84,39 @@ def load(
 
 
 def _read_model(folder: Path, within: Any) -> Layer:
+    config = read_config("load", folder, within)
+    kind = config.get("model_type", config.get("_class_name"))
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise ValueError(
+            f"{folder / 'config.json'}: model_type is {str(kind)[:80]!r}, but must be one of "
+            f"{', '.join(sorted(MODELS))}."
+        )
+    return MODELS[kind](config)
+
+
+def read_config(caller: str, folder: Path, within: Any) -> dict[str, Any]:
+    """The config.json of a folder; `caller` is for errors."""
+    _check_folder(caller, folder)
     path = os.fspath(folder / "config.json")
     if not os.path.lexists(path):
         raise FileNotFoundError(
-            f"load: {folder} has no config.json; describe the model yourself, and pass it to zoo.load_weights."
+            f"{caller}: {folder} has no config.json; describe the model yourself, and pass it to zoo.load_weights."
         )
     with files.safe_open(path, os.fspath(within) if within is not None else None) as (file, size):
         if size > MAX_CONFIG_BYTES:
             raise files.InvalidFile(f"{path}: it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are allowed.")
-        config = files.parse_json(file.read(size), path, depth=16, items=100_000)
-    kind = config.get("model_type", config.get("_class_name"))
-    if not isinstance(kind, str) or kind not in MODELS:
-        raise ValueError(f"{path}: model_type is {str(kind)[:80]!r}, but must be one of {', '.join(sorted(MODELS))}.")
-    return MODELS[kind](config)
+        return files.parse_json(file.read(size), path, depth=16, items=100_000)
+
+
+def _check_folder(caller: str, folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if os.path.lexists(folder):
+        raise NotADirectoryError(
+            f"{caller}: {folder} is not a folder; pass the one that has config.json, or a file of weights to "
+            "zoo.load_weights."
+        )
+    name = os.fspath(folder)
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+    hint = f"; download the model of this name: hf download {name} --local-dir {folder.name}" if is_hub_name else ""
+    raise FileNotFoundError(f"{caller}: there is no folder {name}{hint}.")

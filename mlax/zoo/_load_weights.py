@@ -54,8 +54,8 @@ def load_weights(
     >>> trainables, _ = zoo.load_weights(model, zoo.state_dict(model, trainables))
     """
     described = find_described(model)
-    arrays = _read_arrays(weights, within)
     dtype = _floating_dtype(dtype)
+    arrays = _read_arrays(weights, within)
     weight_map = described.weight_map()
     _check_number(model, len(weight_map.entries) // 2, arrays)  # before tracing a model that may be huge
     x = described.example_input()
@@ -92,9 +92,13 @@ def _as_array(name: Any, value: Any) -> Any:
 def _floating_dtype(dtype: Any) -> np.dtype | None:
     if dtype is None:
         return None
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"load_weights: dtype is {dtype}, but must be a floating dtype; to quantize, use nn.quantize.")
-    return jnp.dtype(dtype)
+    try:
+        target = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"load_weights: dtype is {dtype!r}, but must be a dtype such as 'bfloat16'.") from None
+    if not jnp.issubdtype(target, jnp.inexact):
+        raise TypeError(f"load_weights: dtype is {target}, but must be a floating dtype; to quantize, use nn.quantize.")
+    return target
 
 
 def _scan_stacks(model: Layer) -> Layer:

@@ -131,6 +131,8 @@ def test_nothing_is_cast_unless_a_dtype_is_given(names):
     zoo.load_weights(MODEL, wide, dtype="float32")
     with pytest.raises(TypeError, match="dtype is int8, but must be a floating dtype"):
         zoo.load_weights(MODEL, names, dtype="int8")
+    with pytest.raises(TypeError, match="dtype is 'float23', but must be a dtype such as 'bfloat16'"):
+        zoo.load_weights(MODEL, names, dtype="float23")
 
 
 def test_a_wrong_model_is_told_apart_before_anything_is_placed(names):
@@ -168,6 +170,17 @@ def test_a_folder_without_a_configuration_or_weights_says_what_to_do(tmp_path, v
         zoo.save(tmp_path, nn.Linear(3), {})
     with pytest.raises(ValueError, match=r"differ in norm/scale; pass those"):
         zoo.save(tmp_path, MODEL, {**variables, "norm": {"shift": variables["norm"]["shift"]}})
+
+
+def test_what_is_not_a_folder_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"load: there is no folder gpt2\.$"):
+        zoo.load("gpt2")
+    with pytest.raises(FileNotFoundError, match=r"no folder org/gpt-2.0; .*: hf download org/gpt-2.0 --local-dir gpt-"):
+        zoo.load("org/gpt-2.0")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match=r"is not a folder; pass the one that has config.json, or a file of"):
+        zoo.load("model.safetensors")
 
 
 def test_links_into_a_cache_are_followed_only_within_it(tmp_path, variables):
