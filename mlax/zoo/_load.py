@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlax import files
-from mlax.core import Layer, Tree, document_tuple
+from mlax.core import Layer, Tree, document_tuple, with_fields
 from mlax.place import Plan
 from mlax.zoo._bert import bert_from_config
 from mlax.zoo._convnext import convnext_from_config
 from mlax.zoo._gpt2 import gpt2_from_config
 from mlax.zoo._llama import llama_from_config
-from mlax.zoo._load_weights import load_weights
+from mlax.zoo._load_weights import is_equal, load_weights, read_arrays
 from mlax.zoo._resnet import resnet_from_config
 from mlax.zoo._sentences import with_pooling
-from mlax.zoo._t5 import t5_from_config
+from mlax.zoo._t5 import T5, t5_from_config
 from mlax.zoo._unet import unet_from_config
 from mlax.zoo._vae import vae_from_config
 from mlax.zoo._vit import vit_from_config
@@ -80,7 +80,18 @@ def load(
             f"load: {path} has none of {', '.join(WEIGHTS)}; if the weights have another name, pass their path to "
             "zoo.load_weights."
         )
+    model = _untie_head(model, found[0], within)
     return Loaded(model, *load_weights(model, found[0], dtype=dtype, plan=plan, within=within))
+
+
+def _untie_head(model: Layer, weights: Path, within: Any) -> Layer:
+    """A T5 with the output layer that its file has: transformers 5 write tie_word_embeddings: true in any case."""
+    if not isinstance(model, T5) or not model.tied:
+        return model
+    arrays = read_arrays(weights, within)
+    names = ("lm_head.weight", "shared.weight")
+    is_tied = any(name not in arrays for name in names) or is_equal(*map(arrays.get, names))
+    return model if is_tied else with_fields(model, tied=False)
 
 
 def _read_model(folder: Path, within: Any) -> Layer:

@@ -55,7 +55,7 @@ def load_weights(
     """
     described = find_described(model)
     dtype = _floating_dtype(dtype)
-    arrays = _read_arrays(weights, within)
+    arrays = read_arrays(weights, within)
     weight_map = described.weight_map()
     _check_number(model, len(weight_map.entries) // 2, arrays)  # before tracing a model that may be huge
     x = described.example_input()
@@ -69,7 +69,8 @@ def load_weights(
     return tuple(replace_leaves(tree, loaded) for tree in shapes)  # pyright: ignore[reportReturnType]
 
 
-def _read_arrays(weights: Any, within: Any) -> dict[str, Any]:
+def read_arrays(weights: Any, within: Any) -> dict[str, Any]:
+    """A state dict, memory-mapped if it is a file."""
     if isinstance(weights, Mapping):
         return {name: _as_array(name, value) for name, value in weights.items()}
     if os.fspath(weights).endswith(_TORCH_SUFFIXES):
@@ -209,7 +210,7 @@ def _check_entries(
         "not tied": [
             f"{name}, not equal to {other}"
             for name, other in table.tied.items()
-            if name in arrays and other in arrays and not _is_equal(arrays[name], arrays[other])
+            if name in arrays and other in arrays and not is_equal(arrays[name], arrays[other])
         ],
     }
     lines = [f"  {kind}: {_few(names)}" for kind, names in faults.items() if names]
@@ -268,7 +269,7 @@ def _few(names: Any, number: int = 12) -> str:
     return ", ".join(name if len(name) < 200 else f"{name[:197]}..." for name in names[:number]) + more
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def is_equal(a: Any, b: Any) -> bool:
     """Whether two arrays are bitwise equal, compared in pieces, whose pages are then released."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -47,6 +47,7 @@ class T5(Composite):
     hidden: Size = 2048  # the width inside of a feed-forward layer
     feed_forward: FeedForward = "relu"  # "relu", "gated-gelu" (v1.1, Flan) or "gated-silu" (UL2)
     tied: bool = True  # whether the table of embed is the output layer, too; in v1.1 and Flan it is not
+    scaled: bool = True  # whether the output layer gets vectors times width**-0.5; in v1.1 and Flan it does not
     buckets: Size = 32  # of distances between tokens
     farthest: Size = 128  # distance from which all share the last bucket
     dropout: float = 0.0  # of embeddings, attention weights, hidden features and residual branches
@@ -95,7 +96,8 @@ class T5(Composite):
             return source
         x = sub.decode(sub.embed(tokens), lengths, source, source_lengths)  # (b, t, d)
         x = last_tokens(x, lengths) if self.last_only else x
-        return sub.embed(x * self.width**-0.5) if self.tied else sub.head(x)  # (b, t, v)
+        x = x * self.width**-0.5 if self.scaled else x
+        return sub.embed(x) if self.tied else sub.head(x)  # (b, t, v)
 
     def _check_inputs(self, tokens: Any, lengths: Any, source: Any) -> None:
         wanted = "the input is (tokens, lengths, source, source_lengths), with the tokens of the target first"
@@ -140,6 +142,7 @@ class T5(Composite):
             "layer_norm_epsilon": self.eps,
             "feed_forward_proj": self.feed_forward,
             "tie_word_embeddings": self.tied,
+            "scale_decoder_outputs": self.scaled,
             "is_encoder_decoder": True,
             "decoder_start_token_id": 0,
             "pad_token_id": 0,
@@ -297,7 +300,7 @@ def t5(size: T5Size = "small") -> T5:
         raise ValueError(f"t5: the size is {size!r}, but must be one of {', '.join(sizes)}.")
     width, depth, heads, head_width, hidden = sizes[size]
     model = T5(width=width, depth=depth, heads=heads, head_width=head_width, hidden=hidden)
-    return with_fields(model, feed_forward="gated-gelu", tied=False) if size.startswith("v1.1") else model
+    return with_fields(model, feed_forward="gated-gelu", tied=False, scaled=False) if size.startswith("v1.1") else model
 
 
 DECODER_MODULES = {"attend": "layer.0.SelfAttention", "cross": "layer.1.EncDecAttention", "feed": "layer.2"}
@@ -321,8 +324,9 @@ def _map_stack(path: str, module: str, gated: bool, modules: Mapping[str, str]) 
 
 
 def t5_from_config(config: Mapping[str, Any]) -> T5:
-    """The T5 that a config.json of Hugging Face describes."""
+    """The T5 that a config.json of Hugging Face describes; `zoo.load` sees by the weights whether it is `tied`."""
     fields = Config("t5", config)
+    tied = fields.flag("tie_word_embeddings", True)
     fields.require("is_encoder_decoder", True, default=True)
     kinds: dict[str, FeedForward] = {"relu": "relu", "gated-gelu": "gated-gelu", "gated-silu": "gated-silu"}
     return T5(
@@ -334,8 +338,8 @@ def t5_from_config(config: Mapping[str, Any]) -> T5:
         head_width=fields.size("d_kv", 64),
         hidden=fields.size("d_ff", 2048),
         feed_forward=fields.choice("feed_forward_proj", kinds, "relu"),
-        # transformers 5 store the former, which is what v1.1 and Flan differ in
-        tied=fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True)),
+        tied=tied,
+        scaled=fields.flag("scale_decoder_outputs", tied),  # transformers before 5 have one field for both
         buckets=fields.size("relative_attention_num_buckets", 32),
         farthest=fields.size("relative_attention_max_distance", 128),
         dropout=fields.number("dropout_rate", 0.1),

@@ -24,17 +24,23 @@ CONFIGS = {
     "t5": {**SIZES, "feed_forward_proj": "relu"},
     "t5_v1_1": {**SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
 }
+TIED_V1_1 = {  # what transformers 5 write for a new model of version 1.1
+    **CONFIGS["t5_v1_1"],
+    "tie_word_embeddings": True,
+    "scale_decoder_outputs": False,
+}
 SOURCE_LENGTHS, LENGTHS = (13, 6, 1), (9, 1, 4)
 STOP = 29  # ends some of the rows that are generated
 
 
 def build(config: dict) -> T5ForConditionalGeneration:
     model = T5ForConditionalGeneration(T5Config(**config, dropout_rate=0.0, decoder_start_token_id=0)).eval()
-    if "tie_word_embeddings" in config:
+    is_tied = config.get("tie_word_embeddings", True)
+    if not is_tied:
         model.lm_head.weight = torch.nn.Parameter(torch.empty(53, 32))  # transformers 5 tie it until weights are loaded
     state = {name: torch.from_numpy(fill(name, tuple(each.shape))) for name, each in model.state_dict().items()}
     tied = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-    tied += [] if "tie_word_embeddings" in config else ["lm_head.weight"]
+    tied += ["lm_head.weight"] if is_tied else []
     model.load_state_dict({**state, **dict.fromkeys(tied, state["shared.weight"])})
     return model
 
@@ -43,6 +49,12 @@ def tokens_and_mask(lengths: tuple[int, ...], seed: int) -> tuple[torch.Tensor, 
     tokens = np.random.default_rng(seed).integers(0, 53, (len(lengths), max(lengths)))
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
     return torch.from_numpy(tokens), torch.from_numpy(mask).long()
+
+
+def tied_logits(inputs: dict, tokens: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
+    """The logits of version 1.1 with the output layer that transformers 5 initialize it with: tied, without a scale."""
+    logits = build(TIED_V1_1)(**inputs, decoder_input_ids=tokens, decoder_attention_mask=mask).logits
+    return logits.detach().numpy() * mask[:, :, None].numpy()
 
 
 def main() -> None:
@@ -71,6 +83,7 @@ def main() -> None:
             stop=STOP,
             greedy=greedy.numpy(),
             beams=beams.numpy(),
+            **({"tied_logits": tied_logits(inputs, tokens, mask)} if name == "t5_v1_1" else {}),
             **{f"grad {name}": digest(name, each.grad.numpy()) for name, each in model.named_parameters()},
         )
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn, zoo
+from mlax import files, nn, zoo
 from tests.zoo.reference import Reference
 
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -126,9 +127,37 @@ def test_a_saved_folder_loads_again(tmp_path, case):
     jax.tree.map(np.testing.assert_array_equal, loaded.trainables, case.trainables)
 
 
-def test_configurations_of_transformers_5_say_by_another_field_that_the_head_is_not_tied():
-    config = {**zoo.t5("v1.1-small").config(), "tie_word_embeddings": True, "scale_decoder_outputs": False}
-    assert zoo.t5_from_config(config) == dataclasses.replace(zoo.t5("v1.1-small"), decoder_depth=8)
+@pytest.mark.parametrize("case", ["t5_v1_1"], indirect=True)
+def test_the_output_layer_of_a_folder_of_transformers_5_is_tied_unless_its_file_has_another(tmp_path, case):
+    config = {**case.model.config(), "tie_word_embeddings": True, "scale_decoder_outputs": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = {name: array for name, array in case.state.items() if name not in TIED}
+    files.save(tmp_path / "model.safetensors", state)
+    loaded = zoo.load(tmp_path)
+    assert loaded.model == case.model and not loaded.model.tied and not loaded.model.scaled
+    jax.tree.map(np.testing.assert_array_equal, loaded.trainables, case.trainables)
+
+    del state["lm_head.weight"]
+    files.save(tmp_path / "model.safetensors", state)
+    model, trainables, _ = zoo.load(tmp_path)
+    assert model == dataclasses.replace(case.model, tied=True)
+    is_token = np.float32(np.arange(case.x[0].shape[1]) < case.x[1][:, None])
+    logits, _ = jax.jit(model.fwd)(case.x, trainables)
+    np.testing.assert_allclose(logits * is_token[:, :, None], case.reference["tied_logits"], atol=5e-5)
+    zoo.save(tmp_path, model, trainables)
+    assert zoo.load(tmp_path).model == model
+
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight"):
+        zoo.load(tmp_path)
+
+
+def test_configurations_before_transformers_5_have_one_field_for_tying_and_scaling():
+    for size, wanted in {"v1.1-small": False, "small": True}.items():
+        config = zoo.t5(size).config()
+        del config["scale_decoder_outputs"]
+        model = zoo.t5_from_config(config)
+        assert (model.tied, model.scaled) == (wanted, wanted)
     with pytest.raises(ValueError, match="feed_forward_proj is 'selu', but must be one of relu"):
         zoo.t5_from_config({**config, "feed_forward_proj": "selu"})
 
