@@ -10,7 +10,7 @@ from jax.lax import PrecisionLike
 
 from mlax import ops
 from mlax._jax import named_key
-from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, Zeros, frozen, lecun, with_fields
+from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, Zeros, frozen, lecun, parts_of, with_fields
 from mlax.dtypes import cast
 from mlax.nn._kv_cache import KeyValueCache, Position, SourceCache
 from mlax.nn._linear import Linear
@@ -246,8 +246,11 @@ class MultiHeadAttention(Composite):
         if self.fused:  # a device would have parts of the heads of queries, keys and values
             return {}
         names = ("query", "key", "value") if shared else ("query",) if self.heads % number == 0 else ()
-        axes = {f"{name}/{leaf}": -1 for name in names for leaf in ("kernel", "bias", "scale")}
-        return {**axes, "out/kernel": -2} if axes else {}
+        plain = {"kernel": -1, "bias": -1}  # of a Linear in a LoRA, say, which names none
+        outputs = {name: parts_of(self)[name].tensor_parallel_axes(number) or plain for name in (*names, "out")}
+        axes = {f"{name}/{leaf}": axis for name in names for leaf, axis in outputs[name].items()}
+        inputs = -3 - outputs["out"]["kernel"]  # the other axis of the kernel
+        return {**axes, "out/kernel": inputs} if axes else {}
 
     def infer_sizes(self, x: Any) -> Self:
         width = self._named_inputs(x)["x"].shape[-1]

@@ -33,13 +33,13 @@ from mlax.nn._lora import LoRA
 class QuantizedLinear(Wrapper):
     """A Linear with a quantized kernel, for inference: `x @ (kernel * scale) + bias`; `nn.quantize` makes them.
 
-    Shapes and dtype as in the Linear. Trainables: kernel (d, features) in `dtype`, scale (features,), and the Linear's
-    bias; int8 has no gradient, so the kernel cannot be trained.
-    - "int8" quantizes the weights alone: they are converted to the dtype of the input inside of the product. A step
-      that is limited by reading weights from memory, as decoding is, reads half of what bfloat16 needs.
+    Inputs and outputs as of the Linear. Trainables: kernel in `dtype`, scale (features,), and the Linear's bias; int8
+    has no gradient, so the kernel cannot be trained.
+    - "int8" quantizes the weights alone, in half the memory of bfloat16: the kernel (d, features) is converted to the
+      dtype of the input inside of the product.
     - "float8_e4m3fn" quantizes the input, too, with a scale for each token, and multiplies in float8, summed in
-      float32: for GPUs with fp8 matrix products (Ada, Hopper and newer). Other devices compute the same in a wider
-      dtype.
+      float32: for GPUs with fp8 matrix products (Ada, Hopper and newer). Their kernel is transposed, (features, d), as
+      such GPUs read it. Other devices compute the same in a wider dtype.
 
     >>> layer, x = nn.QuantizedLinear(nn.Linear(32), "int8"), jnp.ones((8, 16))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -73,7 +73,8 @@ class QuantizedLinear(Wrapper):
         return ops.quantized_linear(x, **weights, **numerics), non_trainables
 
     def tensor_parallel_axes(self, number):
-        return {"kernel": -1, "scale": -1, "bias": -1}
+        _, outputs = ops.kernel_axes(self.dtype)
+        return {"kernel": outputs, "scale": -1, "bias": -1}
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         if isinstance(trainables, dict) and "kernel" in trainables and trainables["kernel"].dtype != self.dtype:
@@ -96,8 +97,9 @@ def quantize(
 
     `patterns` select Linears by path: in attention, MLP, GLU, Repeat, the experts of MoE. Embeddings, convolutions and
     norms stay, and so does a kernel that is tied to another leaf or reparameterized, as by WeightNorm. A LoRA must be
-    merged first. The error of each weight is at most half a 127th of the largest weight of its output in int8, and a
-    sixteenth of itself in float8_e4m3fn.
+    merged first. Kernels in int8 keep their shapes; those in float8 are transposed, (features, d). The error of each
+    weight is at most half a 127th of the largest weight of its output in int8, and a sixteenth of itself in
+    float8_e4m3fn.
 
     >>> model, x = nn.MLP((64, 10)), jnp.ones((8, 16))
     >>> model, trainables = nn.quantize(model, model.init(jax.random.key(0), x)[0])
@@ -133,7 +135,9 @@ def quantize(
 @functools.partial(jax.jit, static_argnames="dtype")
 def _quantize_leaves(trainables: Any, dtype: Any) -> Tree:
     """The variables of a Linear with codes and a scale for its kernel, or for a stack of kernels (n, d, f)."""
-    kernel, scale = ops.quantize(trainables["kernel"], dtype, axis=-2)
+    inputs, outputs = ops.kernel_axes(dtype)
+    kernel = jnp.moveaxis(trainables["kernel"], (-2, -1), (inputs, outputs))
+    kernel, scale = ops.quantize(kernel, dtype, axis=inputs)
     return {**trainables, "kernel": kernel, "scale": scale}
 
 

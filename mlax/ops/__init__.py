@@ -55,7 +55,14 @@ from mlax.ops._positions import (
     sinusoids,
     yarn_frequencies,
 )
-from mlax.ops._quantize import check_quantized_dtype, dequantize, is_quantized_dtype, quantize, quantized_linear
+from mlax.ops._quantize import (
+    check_quantized_dtype,
+    dequantize,
+    is_quantized_dtype,
+    kernel_axes,
+    quantize,
+    quantized_linear,
+)
 from mlax.ops._reparam import l2_normalize, output_norms, power_iteration, spectral_norm, weight_norm
 from mlax.ops._resample import (
     Interpolation,

@@ -45,26 +45,36 @@ def quantized_linear(
     precision: lax.PrecisionLike = None,
     accum_dtype: Any = None,
 ) -> Float[Array, "... f"]:
-    """`x @ (kernel * scale) + bias`, in the dtype of `x`, with codes `kernel` (d, f) and a scale for each output.
+    """`x @ (kernel * scale) + bias`, in the dtype of `x`, with a kernel of codes and a scale for each output.
 
-    - An int8 kernel is converted to the dtype of `x` inside of the product, where XLA fuses it, and its sums are
-      multiplied by the scale: the weights are read from memory as int8, and the product is that of `x.dtype`.
-    - With a float8 kernel, `x` is quantized too, with a scale for each row (token), and the product is one of float8
-      summed in float32 (or `accum_dtype`), which Hopper and newer GPUs compute in hardware. Where a device cannot, XLA
-      converts the same codes to a wider dtype first.
+    - An int8 kernel is (d, f). It is converted to the dtype of `x` inside of the product, where XLA fuses it, and its
+      sums are multiplied by the scale: the weights are stored as int8, and the product is that of `x.dtype`.
+    - A float8 kernel is transposed, (f, d), which is how GPUs multiply float8. `x` is quantized, too, with a scale for
+      each row (token), and the product is one of float8 summed in float32 (or `accum_dtype`), which Hopper and newer
+      GPUs compute in hardware. Where a device cannot, XLA converts the same codes to a wider dtype first.
     """
+    inputs, outputs = kernel_axes(kernel.dtype)
     rows = flatten_rows(x)
     if is_integer(kernel.dtype):
         shift = 2.0**-7 if x.dtype == jnp.float16 else 1.0  # sums of products with 127 would exceed 65504
-        y = _dot(rows, kernel.astype(x.dtype) * shift, precision, accum_dtype)
+        y = _dot(rows, kernel.astype(x.dtype) * shift, inputs, precision, accum_dtype)
         y = y * expand_last(scale.astype(y.dtype) / shift, y)
     else:
         codes, row_scale = quantize(rows, kernel.dtype)
-        y = _dot(codes, kernel, None, accum_dtype or jnp.float32)
+        y = _dot(codes, kernel, inputs, None, accum_dtype or jnp.float32)
         y = y * broadcast_like(row_scale.astype(y.dtype)[..., None], y) * expand_last(scale.astype(y.dtype), y)
     if bias is not None:
         y = y + expand_last(bias.astype(y.dtype), y)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[1])
+    return y.astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[outputs])
+
+
+def kernel_axes(dtype: Any) -> tuple[int, int]:
+    """The axes of inputs and outputs of a quantized kernel: it is (in, out) in int8 and (out, in) in float8.
+
+    GPUs multiply float8 with the contracted axis last in both operands, so that XLA would transpose a kernel (in, out)
+    at every call (benchmarks/quantized.py).
+    """
+    return (-2, -1) if is_integer(dtype) else (-1, -2)
 
 
 def is_integer(dtype: Any) -> bool:
@@ -95,6 +105,6 @@ def _round_to_8_bits(scale: jax.Array) -> jax.Array:
     return lax.reduce_precision(scale, exponent_bits=jnp.finfo(scale.dtype).nexp, mantissa_bits=7)
 
 
-def _dot(x: Array, kernel: Array, precision: lax.PrecisionLike, accum_dtype: Any) -> Array:
-    dimensions = (((x.ndim - 1,), (0,)), ((), ()))
+def _dot(x: Array, kernel: Array, axis: int, precision: lax.PrecisionLike, accum_dtype: Any) -> Array:
+    dimensions = (((x.ndim - 1,), (axis % kernel.ndim,)), ((), ()))
     return lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=accum_dtype)

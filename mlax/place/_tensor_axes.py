@@ -10,6 +10,7 @@ from mlax.core import (
     Recurrent,
     Tied,
     Wrapper,
+    find_layers,
     flatten_paths,
     part_inputs,
     parts_of,
@@ -41,9 +42,10 @@ def tensor_axes(layer: Layer, x: Any, number: int) -> dict[str, int]:
     layer, inputs = layer.infer_sizes(x), part_inputs(layer, x)
     for name, part in parts_of(layer).items():
         axes, shapes = tensor_axes(part, inputs[name], number), _variable_shapes(part, inputs[name])
-        if axes.get("kernel") == -1 and shapes["kernel"] == (expanded, *shapes["kernel"][1:]):
-            axes, expanded = {"kernel": -2}, None
-        elif width := _expanded_width(axes, shapes):
+        outputs = _output_axes(part, number)
+        if _is_sharded_along_outputs("kernel", axes, outputs) and shapes["kernel"][-3 - axes["kernel"]] == expanded:
+            axes, expanded = {"kernel": -3 - axes["kernel"]}, None
+        elif width := _expanded_width(axes, shapes, outputs):
             expanded = width
         found |= {f"{name}/{path}": axis for path, axis in axes.items()}
     return found
@@ -82,11 +84,25 @@ def _tied_leaves(layer: Wrapper) -> set[str]:
     return {tie.leaf for tie in layer.ties} if isinstance(layer, Tied) else set()
 
 
-def _expanded_width(axes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> int | None:
+def _expanded_width(axes: dict[str, int], shapes: dict[str, tuple[int, ...]], outputs: dict[str, int]) -> int | None:
     """The output width of a part's linear maps, if all are sharded along their outputs and widen their inputs."""
     kernels = [path for path in axes if path.split("/")[-1] == "kernel"]
-    widths = {shapes[path][-1] for path in kernels if axes[path] == -1 and shapes[path][-1] > shapes[path][-2]}
-    return widths.pop() if len(widths) == 1 and all(axes[path] == -1 for path in kernels) else None
+    if not all(_is_sharded_along_outputs(path, axes, outputs) for path in kernels):
+        return None
+    sizes = [(shapes[path][axes[path]], shapes[path][-3 - axes[path]]) for path in kernels]
+    widths = {width for width, inputs in sizes if width > inputs}
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _output_axes(layer: Layer, number: int) -> dict[str, int]:
+    """The axis of outputs of each kernel: the one that its own layer names, whatever the layers around it name."""
+    found = [(path, each.tensor_parallel_axes(number) or {}) for path, each in find_layers(layer, Layer)]
+    return {"/".join(filter(None, (path, "kernel"))): axes["kernel"] for path, axes in found if "kernel" in axes}
+
+
+def _is_sharded_along_outputs(path: str, axes: dict[str, int], outputs: dict[str, int]) -> bool:
+    """Whether the kernel at a path is a linear map, (in, out) or (out, in), and sharded along its outputs."""
+    return axes.get(path) in (-1, -2) and axes[path] == outputs.get(path)
 
 
 def _variable_shapes(layer: Layer, x: Any) -> dict[str, tuple[int, ...]]:

@@ -113,9 +113,12 @@ def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
         is_edited = any(name in edits for name in PROJECTIONS)
         if len(dtypes) > 1 or (is_edited and dtypes == {None}):  # LoRA, say
             return layer
-        for leaf in [leaf for leaf in ("kernel", "scale", "bias") if f"{path}/query/{leaf}".lstrip("/") in leaves]:
+        outputs: Any = parts[0].tensor_parallel_axes(1)  # the axis of outputs of each leaf
+        for leaf, axis in outputs.items():
             names = [f"{path}/{part}/{leaf}".lstrip("/") for part in PROJECTIONS]
-            leaves[f"{path}/qkv/{leaf}".lstrip("/")] = jnp.concatenate([leaves.pop(name) for name in names], axis=-1)
+            if names[0] in leaves:
+                joined = jnp.concatenate([leaves.pop(name) for name in names], axis=axis)
+                leaves[f"{path}/qkv/{leaf}".lstrip("/")] = joined
         others = tuple((name, part) for name, part in layer.edits if name not in PROJECTIONS)
         fused: Any = with_fields(layer, fused=True, edits=others)
         joint: Any = parts_of(fused)["qkv"]

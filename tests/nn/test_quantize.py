@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mlax
-from mlax import dtypes, nn, ops
+from mlax import dtypes, nn, ops, place
 
 RNG = jax.random.key(0)
 ERRORS = {"int8": 0.01, "float8_e4m3fn": 0.05}  # of outputs, relative to their root mean square
@@ -54,6 +54,8 @@ def test_a_quantized_linear_computes_the_product_of_the_codes(dtype):
     trainables, _ = layer.init(RNG, x)
     kernel, scale, bias = (np.asarray(trainables[name], np.float64) for name in ("kernel", "scale", "bias"))
     inputs = x if dtype == "int8" else ops.dequantize(*ops.quantize(x, dtype))
+    assert kernel.shape == {"int8": (48, 24), "float8_e4m3fn": (24, 48)}[dtype]
+    kernel = kernel if dtype == "int8" else kernel.T
     want = np.asarray(inputs, np.float64) @ (kernel * scale) + bias
     np.testing.assert_allclose(jax.jit(layer.fwd)(x, trainables)[0], want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jax.jit(jax.vmap(lambda x: layer.fwd(x, trainables)[0]))(x), want, rtol=1e-5, atol=1e-5)
@@ -64,7 +66,8 @@ def test_a_quantized_linear_computes_the_product_of_the_codes(dtype):
 def test_a_linear_of_4096_inputs_has_the_stated_error(dtype, compute):
     x, kernel = normal(16, 4096, dtype=compute), normal(4096, 64, dtype=compute, seed=1)
     want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    found = ops.quantized_linear(x, *ops.quantize(kernel, dtype, axis=-2))
+    codes, scale = ops.quantize(kernel, dtype, axis=-2)
+    found = ops.quantized_linear(x, codes if dtype == "int8" else codes.T, scale)
     assert found.dtype == compute
     assert 0.1 * ERRORS[dtype] < rms(np.asarray(found, np.float64) - want) / rms(want) < ERRORS[dtype]
 
@@ -98,9 +101,11 @@ def test_every_linear_of_a_model_is_quantized_and_its_output_has_the_stated_erro
     model, trainables, tokens = decoder
     small, codes = nn.quantize(model, trainables, dtype)
     kernels = {path: mlax.get(codes, path) for path in mlax.paths(codes) if path.endswith("/kernel")}
-    assert {path: leaf.shape for path, leaf in kernels.items()} == {
-        path: mlax.get(trainables, path).shape for path in mlax.paths(trainables) if path.endswith("/kernel")
-    }
+    assert kernels.keys() == {path for path in mlax.paths(trainables) if path.endswith("/kernel")}
+    for path, leaf in kernels.items():
+        *stack, inputs, outputs = mlax.get(trainables, path).shape
+        is_transposed = dtype == "float8_e4m3fn" and "router" not in path
+        assert leaf.shape == (*stack, *((outputs, inputs) if is_transposed else (inputs, outputs)))
     assert {str(leaf.dtype) for path, leaf in kernels.items() if "router" not in path} == {dtype}
     assert mlax.get(codes, "blocks/stacked/attend/layer/query/scale").shape == (2, 16)
     assert mlax.get(codes, "experts/experts/stacked/linear_0/scale").shape == (2, 24)
@@ -150,6 +155,32 @@ def test_a_quantized_model_is_exported_with_a_symbolic_batch_size(dtype):
         (b,) = export.symbolic_shape("b")
         exported = export.export(function)(trainables, jax.ShapeDtypeStruct((b, 5, 16), "float32"))
     np.testing.assert_allclose(exported.call(trainables, x), function(trainables, x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_float8_kernel_is_multiplied_as_it_is_stored_and_not_transposed():
+    layer, x = nn.QuantizedLinear(nn.Linear(24), "float8_e4m3fn"), normal(3, 48, dtype="bfloat16")
+    trainables, _ = layer.init(RNG, x)
+    text = str(jax.make_jaxpr(layer.fwd)(x, trainables))
+    assert "f8_e4m3fn[24,48]" in text and "[48,24]" not in text
+
+
+@quantized
+def test_tensor_parallelism_shards_the_same_features_of_a_quantized_model(decoder, dtype):
+    model, trainables, tokens = decoder
+    small, _ = nn.quantize(model, trainables, dtype)
+
+    def spec(of, path):
+        shardings, _ = place.tensor(of, tokens, 2).variable_shardings(of, tokens)
+        return mlax.get(shardings, path).spec
+
+    block, experts = "blocks/stacked/attend/layer", "experts/experts/stacked"
+    for name in (f"{block}/query", f"{block}/out", f"{experts}/linear_0", f"{experts}/linear_1"):
+        *stack, inputs, outputs = spec(model, f"{name}/kernel")
+        assert {inputs, outputs} == {None, "model"}
+        wanted = (inputs, outputs) if dtype == "int8" else (outputs, inputs)
+        assert tuple(spec(small, f"{name}/kernel")) == (*stack, *wanted)
+        assert spec(small, f"{name}/bias") == spec(model, f"{name}/bias")
+    assert spec(small, f"{block}/query/scale") == P(None, "model") and "model" not in spec(small, f"{block}/out/scale")
 
 
 @quantized

@@ -34,8 +34,9 @@ def test_a_model_with_int8_kernels_has_its_outputs_and_stays_in_one_dtype(name):
     assert dtypes.audit(lambda *given: both(*given)[1], x, trainables, codes, state, dtype="bfloat16") == ()
 
 
-def test_a_quantized_model_generates_the_tokens_of_its_uncached_logits():
-    model, trainables = nn.quantize(*tiny_gpt2(), "int8")
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantized_model_generates_the_tokens_of_its_uncached_logits(dtype):
+    model, trainables = nn.quantize(*tiny_gpt2(), dtype)
     tokens, _ = prompts(50, 5, 5)
     found = zoo.generate(model, trainables, tokens, max_new_tokens=8).tokens
     logits, _ = model.fwd(jnp.concatenate([tokens, found[:, :-1]], axis=1), trainables)
