@@ -111,7 +111,8 @@ def read_config(caller: str, folder: Path, within: Any) -> dict[str, Any]:
     path = os.fspath(folder / "config.json")
     if not os.path.lexists(path):
         raise FileNotFoundError(
-            f"{caller}: {folder} has no config.json; describe the model yourself, and pass it to zoo.load_weights."
+            f"{caller}: {folder} has no config.json; to load weights alone, describe the model yourself, and pass it "
+            "to zoo.load_weights."
         )
     with files.safe_open(path, os.fspath(within) if within is not None else None) as (file, size):
         if size > MAX_CONFIG_BYTES:
@@ -124,8 +125,8 @@ def _check_folder(caller: str, folder: Path) -> None:
         return
     if os.path.lexists(folder):
         raise NotADirectoryError(
-            f"{caller}: {folder} is not a folder; pass the one that has config.json, or a file of weights to "
-            "zoo.load_weights."
+            f"{caller}: {folder} is not a folder; pass the one that has config.json (zoo.load_weights takes a file "
+            "of weights)."
         )
     name = os.fspath(folder)
     is_hub_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None

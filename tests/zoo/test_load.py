@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,39 @@ def test_a_saved_folder_is_what_transformers_write(tmp_path, variables, names):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
+def test_a_model_saved_like_its_folder_keeps_the_stop_token_and_the_tokenizer(tmp_path, variables):
+    zoo.save(tmp_path / "original", MODEL, variables)
+    entries = {"eos_token_id": 47, "architectures": ["GPT2Model"], "dtype": "bfloat16", "n_layer": 9, "note": 1}
+    entries |= {"task_specific_params": {"text-generation": {"do_sample": True}}, "scale_attn_weights": False}
+    (tmp_path / "original" / "config.json").write_text(json.dumps({**MODEL.config(), **entries}))
+    texts = {"generation_config.json": '{"eos_token_id": 47}', "tokenizer.json": "{}", "vocab.json": "{}"}
+    for name, text in {**texts, "training_args.bin": "x"}.items():
+        (tmp_path / "original" / name).write_text(text)
+    zoo.save(tmp_path / "tuned", MODEL, variables, like=tmp_path / "original")
+    kept = {name: entries[name] for name in ("eos_token_id", "task_specific_params", "note")}
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == {**MODEL.config(), **kept}
+    assert sorted(os.listdir(tmp_path / "tuned")) == sorted([*texts, "config.json", "model.safetensors"])
+    assert all((tmp_path / "tuned" / name).read_text() == text for name, text in texts.items())
+    assert zoo.load(tmp_path / "tuned").model == MODEL
+
+
+def test_what_is_not_the_folder_of_the_model_cannot_be_saved_like(tmp_path, variables):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ValueError, match=r"has a model_type of 'bert', but the model is 'gpt2'; pass the folder that"):
+        zoo.save(tmp_path / "new", MODEL, variables, like=tmp_path / "bert")
+    with pytest.raises(FileNotFoundError, match=r"save: there is no folder"):
+        zoo.save(tmp_path / "new", MODEL, variables, like=tmp_path / "missing")
+    (tmp_path / "secret").write_text("secret")
+    zoo.save(tmp_path / "original", MODEL, variables)
+    (tmp_path / "original" / "vocab.json").symlink_to("../secret")
+    with pytest.raises(files.InvalidFile, match="leads out of"):
+        zoo.save(tmp_path / "new", MODEL, variables, like=tmp_path / "original")
+    assert not (tmp_path / "new").exists()
+    zoo.save(tmp_path / "new", MODEL, variables, like=tmp_path / "original", within=tmp_path)
+    assert (tmp_path / "new" / "vocab.json").read_text() == "secret"
+
+
 def test_an_interrupted_save_leaves_the_old_model(tmp_path, variables, monkeypatch):
     zoo.save(tmp_path, MODEL, variables)
     other = jax.tree.map(jnp.zeros_like, variables)
@@ -135,6 +169,14 @@ def test_nothing_is_cast_unless_a_dtype_is_given(names):
         zoo.load_weights(MODEL, names, dtype="float23")
 
 
+def test_statistics_of_a_mixed_model_with_bfloat16_weights_are_float32(names):
+    trainables, _ = zoo.load_weights(MODEL, names, dtype="bfloat16")
+    tokens = jnp.zeros((1, 5), "int32")
+    for model, wanted in {MODEL: "bf16", dtypes.mixed_bfloat16(MODEL): "f32"}.items():
+        program = str(jax.make_jaxpr(model.fwd)(tokens, trainables))
+        assert set(re.findall(r":(\w+)\[[^]]*\] = (rsqrt|exp)\b", program)) == {(wanted, "rsqrt"), (wanted, "exp")}
+
+
 def test_a_wrong_model_is_told_apart_before_anything_is_placed(names):
     deep = dataclasses.replace(MODEL, depth=100_000)
     with pytest.raises(ValueError, match="weights, but there are"):
@@ -158,7 +200,7 @@ def test_a_pytorch_file_that_would_grow_in_memory_is_refused(tmp_path, names, mo
 
 
 def test_a_folder_without_a_configuration_or_weights_says_what_to_do(tmp_path, variables):
-    with pytest.raises(FileNotFoundError, match=r"has no config.json; describe the model yourself"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json; .*describe the model yourself"):
         zoo.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9"}))
     with pytest.raises(ValueError, match="model_type is 'gpt9', but must be one of"):
@@ -179,7 +221,7 @@ def test_what_is_not_a_folder_is_told_apart(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no folder org/gpt-2.0; .*: hf download org/gpt-2.0 --local-dir gpt-"):
         zoo.load("org/gpt-2.0")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match=r"is not a folder; pass the one that has config.json, or a file of"):
+    with pytest.raises(NotADirectoryError, match=r"is not a folder; pass the one that has config.json"):
         zoo.load("model.safetensors")
 
 
