@@ -107,7 +107,7 @@ def _read_model(folder: Path, within: Any) -> Layer:
 
 def read_config(caller: str, folder: Path, within: Any) -> dict[str, Any]:
     """The config.json of a folder; `caller` is for errors."""
-    _check_folder(caller, folder)
+    check_folder(caller, folder)
     path = os.fspath(folder / "config.json")
     if not os.path.lexists(path):
         raise FileNotFoundError(
@@ -120,7 +120,8 @@ def read_config(caller: str, folder: Path, within: Any) -> dict[str, Any]:
         return files.parse_json(file.read(size), path, depth=16, items=100_000)
 
 
-def _check_folder(caller: str, folder: Path) -> None:
+def check_folder(caller: str, folder: Path) -> None:
+    """Raise unless there is such a folder; `caller` is for errors."""
     if folder.is_dir():
         return
     if os.path.lexists(folder):

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlax import files
 from mlax.core import Documented, document_tuple, frozen
+from mlax.zoo._load import check_folder
 
 MAX_TOKENIZER_BYTES = 1 << 27  # the largest vocabularies, of 256,000 tokens, take a quarter of that
 MAX_CONFIG_BYTES = 1 << 22
@@ -156,6 +157,7 @@ def load_tokenizer(folder: str | os.PathLike[str], *, within: str | os.PathLike[
     `tokens, lengths = zoo.load_tokenizer("folder").encode(["a text", "another"])`
     """
     path = Path(folder)
+    check_folder("load_tokenizer", path)
     if not os.path.lexists(path / "tokenizer.json"):
         raise FileNotFoundError(
             f"load_tokenizer: {path} has no tokenizer.json; transformers write one by "

@@ -220,6 +220,8 @@ def test_what_is_not_a_folder_is_told_apart(tmp_path, monkeypatch):
         zoo.load("gpt2")
     with pytest.raises(FileNotFoundError, match=r"no folder org/gpt-2.0; .*: hf download org/gpt-2.0 --local-dir gpt-"):
         zoo.load("org/gpt-2.0")
+    with pytest.raises(FileNotFoundError, match=r"load_tokenizer: there is no folder org/gpt-2.0; .*: hf download"):
+        zoo.load_tokenizer("org/gpt-2.0")
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(NotADirectoryError, match=r"is not a folder; pass the one that has config.json"):
         zoo.load("model.safetensors")
