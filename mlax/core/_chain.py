@@ -85,6 +85,11 @@ def _unstack_variables(tree: Tree, repeats: dict[str, int]) -> Tree:
         stack, axis = f"{_join(path, STACKED)}/", stacked_axes(path)
         for name in [name for name in leaves if name.startswith(stack)]:
             leaf, rest = leaves.pop(name), name.removeprefix(stack)
+            if leaf.shape[axis : axis + 1] != (times,):
+                raise ValueError(
+                    f"unstack: {name} has the shape {leaf.shape}, but the Repeat has {times} layers; pass the "
+                    "variables of this model."
+                )
             for index in range(times):
                 leaves[f"{_join(path, 'layers')}/{index}/{rest}"] = _take(leaf, index, axis)
     return unflatten_paths(leaves.items())

@@ -119,6 +119,8 @@ def quantize(
     own = leaves.keys() - tied
     found = [path for path, layer in find_layers(model, Linear) if _has_kernel(path, layer, own)]
     chosen = set(match_paths(as_patterns(patterns), found)) if found else set()
+    if not found and find_layers(model, QuantizedLinear):
+        raise ValueError(f"quantize: {short_repr(model)} is quantized already; pass the model and weights from before.")
     if not chosen:
         raise ValueError(f"quantize: there is no Linear with a kernel in {short_repr(model)}; nothing was quantized.")
     for path in chosen:

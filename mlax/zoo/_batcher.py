@@ -10,13 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax import nn
-from mlax.core import Documented, Layer, Tree, check_layer, check_not_donated, find_layers
+from mlax.core import Documented, Layer, Tree, check_layer, check_not_donated
+from mlax.zoo._arguments import (
+    check_max_new_tokens,
+    check_positions,
+    check_sampler,
+    check_stop,
+    check_vocabulary,
+    explain_errors,
+)
 from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
-from mlax.zoo._generate import Settings, Source, check_rng, check_stop, share_counters, start
+from mlax.zoo._generate import Settings, Source, ends_row, share_counters, start
 from mlax.zoo._sampling import Greedy, Sample
 
-NONE = np.int32(-1)  # in place of a token of a row that is idle
+NONE = np.int32(-2)  # in place of a token of a row that is idle; -1 stands for NaN
 SMALLEST_BUCKET = 16
 
 
@@ -62,15 +69,17 @@ class Batcher(metaclass=Documented):
         for name, size in (("rows", rows), ("capacity", capacity), ("chunk", chunk)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"Batcher: {name} is {size!r}, but must be an integer of at least 1.")
-        _check_positions(model, capacity)
+        check_positions("Batcher", model, capacity, f"the capacity is {capacity}", "pass at most that")
         self.capacity, self.chunk = capacity, chunk
         self.buckets = _check_buckets(buckets, capacity)
-        self._rng = check_rng("Batcher", sampler, rng)
+        self._rng, stop = check_sampler("Batcher", sampler, rng), check_stop("Batcher", stop)
         decoder, weights = prepare_decoder(model, capacity, trainables, fuse=is_on_one_device(trainables))
         settings = Settings(model, capacity, sampler.structure(), "right", 0, False)
         self._program = Program(decoder, settings)
-        self._source = Source(weights, sampler.numbers(), check_stop(stop), None)
-        self._slots = _empty_slots(self._program, self._source, rows, self._rng)
+        self._source = Source(weights, sampler.numbers(), stop, None)
+        tokens, lengths = jnp.zeros((rows, 1), np.int32), jnp.ones(rows, np.int32)
+        with explain_errors("Batcher", model, tokens, lengths, ()):
+            self._slots = _empty_slots(self._program, self._source, (tokens, lengths), self._rng)
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, int] = {}  # the request of each row
         self._ready: collections.deque[tuple[int, list[int]]] = collections.deque()  # tokens to yield
@@ -82,10 +91,10 @@ class Batcher(metaclass=Documented):
         if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu":
             raise ValueError(
                 f"Batcher: the prompt is {prompt.dtype}{list(prompt.shape)}, but must be integers (t,), the tokens of "
-                "one text, at least one."
+                "one text, at least one; a tokenizer makes them: tokenizer.encode([text])[0][0]."
             )
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"Batcher: max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1.")
+        check_max_new_tokens("Batcher", max_new_tokens)
+        check_vocabulary("Batcher", self._program.settings.model, prompt)
         needed = prompt.size + max_new_tokens - 1  # the last token is not stored
         if needed > self.capacity or prompt.size > self.buckets[-1]:
             raise ValueError(
@@ -99,7 +108,10 @@ class Batcher(metaclass=Documented):
         return id
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """(id, tokens) as they come, until no request is left; a stop token is the last one of its request."""
+        """(id, tokens) as they come, until no request is left; a stop token is the last one of its request, or -1.
+
+        -1 stands for logits that are NaN.
+        """
         while self._ready or self._waiting or self._running:
             if not self._ready:
                 self._enter_requests()
@@ -188,8 +200,8 @@ class Program(NamedTuple):
     settings: Settings
 
 
-def _empty_slots(program: Program, source: Source, rows: int, rng: Any) -> Slots:
-    inputs = jnp.zeros((rows, 1), np.int32), jnp.ones(rows, np.int32)
+def _empty_slots(program: Program, source: Source, inputs: tuple[Any, Any], rng: Any) -> Slots:
+    rows = inputs[1].size
     state = init_state(program.decoder, inputs)
     seen = None
     if program.settings.sampler.needs_seen:
@@ -226,7 +238,7 @@ def _decode(program: Program, chunk: int, slots: Slots, source: Source) -> tuple
         state = counters.restore(slots.state)
         logits, state = program.decoder.fwd(inputs, source.trainables, state, inference_mode=True)
         token = _choose_rows(sampler, slots, logits[:, -1], source.numbers)
-        remaining = jnp.where(jnp.isin(token, source.stop), np.int32(0), slots.remaining - 1)
+        remaining = jnp.where(ends_row(token, source.stop), np.int32(0), slots.remaining - 1)
         token = jnp.where(is_running, token, slots.token)
         seen = None if slots.seen is None else slots.seen.at[jnp.arange(token.shape[0]), token].set(True)
         remaining = jnp.where(is_running, remaining, np.int32(0))
@@ -265,11 +277,3 @@ def _check_buckets(buckets: Sequence[int] | None, capacity: int) -> tuple[int, .
     if not buckets or any(not isinstance(size, int) or not 1 <= size <= capacity for size in buckets):
         raise ValueError(f"Batcher: buckets are {buckets!r}, but must be lengths from 1 to the capacity, {capacity}.")
     return tuple(sorted(set(buckets)))
-
-
-def _check_positions(model: Layer, capacity: int) -> None:
-    for path, layer in find_layers(model, nn.LearnedPositions):
-        if layer.length < capacity:
-            raise ValueError(
-                f"Batcher: the capacity is {capacity}, but {path} has {layer.length} positions; pass at most that."
-            )

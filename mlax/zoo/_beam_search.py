@@ -10,17 +10,9 @@ import numpy as np
 from jax import lax
 
 from mlax.core import Layer, Tree, frozen
+from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_stop, explain_errors
 from mlax.zoo._decoder import is_on_one_device, prepare_decoder, row_axes
-from mlax.zoo._generate import (
-    Generated,
-    Padding,
-    capacity,
-    check_prompts,
-    check_stop,
-    count_tokens,
-    prefill,
-    shift_left,
-)
+from mlax.zoo._generate import Generated, capacity, count_tokens, ends_row, prefill, shift_left
 
 EarlyStopping = Literal["heuristic", "first", "never"]
 WORST = np.float32(-1e9)  # the score of what does not exist
@@ -69,9 +61,11 @@ def beam_search(
         raise ValueError(f"beam_search: returned is {returned}, but must be between 1 and the {beams} beams.")
     if early_stopping not in ("heuristic", "first", "never"):
         raise ValueError(f"beam_search: early_stopping is {early_stopping!r}, but must be heuristic, first or never.")
+    stop, inputs = check_stop("beam_search", stop), check_inputs("beam_search", inputs)
     search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad, is_on_one_device(trainables))
-    arguments = (trainables, non_trainables, prompts, lengths, inputs, np.float32(length_penalty), check_stop(stop))
-    tokens, lengths, scores = _search(search, *arguments)
+    arguments = (trainables, non_trainables, prompts, lengths, inputs, np.float32(length_penalty), stop)
+    with explain_errors("beam_search", model, prompts, lengths, inputs):
+        tokens, lengths, scores = _search(search, *arguments)
     best = 0 if returned is None else slice(returned)
     return Generated(tokens[:, best], lengths[:, best], scores[:, best])
 
@@ -164,10 +158,11 @@ def _select(search: BeamSearch, axes: Tree, length_penalty: Any, stop: Any, logi
     number = min(max(2, 1 + stop.size) * k, k * logits.shape[-1])
     scores, places = lax.top_k(odds.reshape(b, -1), number)
     origin, token = (each.astype(np.int32) for each in jnp.divmod(places, logits.shape[-1]))  # (b, number)
+    token = jnp.where(jnp.isnan(scores), np.int32(-1), token)
     tokens = _take_beams(carry.running.tokens, origin)
     tokens = lax.dynamic_update_slice_in_dim(tokens, token[..., None], carry.index, axis=2)
     index = carry.index + 1
-    ends = jnp.isin(token, stop) | (index == search.max_new_tokens)
+    ends = ends_row(token, stop) | (index == search.max_new_tokens)
 
     running, chosen = _best(Beams(tokens, scores + jnp.where(ends, WORST, 0.0)), k)
     rows = (jnp.arange(b, dtype=np.int32)[:, None] * k + jnp.take_along_axis(origin, chosen, axis=1)).reshape(-1)

@@ -49,7 +49,7 @@ def decoder(model: Layer, length: int) -> Any:
     """
     check_layer("decoder", "the model", model)
     found = _set_fields(model, length)
-    if found == model and not has_state(model):
+    if not any(_has_state(layer) for _, layer in find_layers(found, Layer)):
         raise ValueError(
             f"decoder: {type(model).__name__} has no causal nn.MultiHeadAttention, and no layer with a field decode, "
             "so that it would forget the tokens of earlier calls; a language model attends with causal=True."
@@ -57,10 +57,11 @@ def decoder(model: Layer, length: int) -> Any:
     return found
 
 
-def has_state(model: Layer) -> bool:
-    """Whether a model is a decoder already: it keeps the tokens of earlier calls."""
-    fields = [fields_of(layer) for _, layer in find_layers(model, Layer)]
-    return any(each.get(name) for each in fields for name in ("cache", "decode", "decoding", "stateful"))
+def _has_state(layer: Layer) -> bool:
+    """Whether a layer of a decoder keeps the tokens of earlier calls; a counter of positions does not."""
+    fields = fields_of(layer)
+    is_counter = isinstance(layer, nn.LearnedPositions | nn.SinusoidalPositions)
+    return not is_counter and any(fields.get(name) for name in ("cache", "decode", "decoding", "stateful"))
 
 
 def _set_fields(layer: Layer, length: int) -> Any:

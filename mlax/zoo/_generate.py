@@ -2,20 +2,18 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from mlax import nn
-from mlax.core import Layer, Tree, check_layer, document_tuple, find_layers, frozen
+from mlax.core import Layer, Tree, document_tuple, frozen
+from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_sampler, check_stop, explain_errors
 from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
 from mlax.zoo._sampling import Greedy, Sample
 
-Padding = Literal["right", "left"]
 CHUNK = 16  # tokens between two checks whether all rows have stopped, each of which costs a GPU a pause
 
 
@@ -23,8 +21,8 @@ CHUNK = 16  # tokens between two checks whether all rows have stopped, each of w
 class Generated(NamedTuple):
     """What `zoo.generate` and `zoo.beam_search` return."""
 
-    tokens: jax.Array  # (b, n) int32: those after the prompt, the stop token included, then `pad`
-    lengths: jax.Array  # (b,) int32: how many of them are not padding
+    tokens: jax.Array  # (b, n) int32: those after the prompt, the stop token included, then `pad`; -1: logits were NaN
+    lengths: jax.Array  # (b,) int32: how many of them are not padding; -1 ends a row
     log_probs: jax.Array | None = None  # (b, n) float32, of each token; of beams (b,), the score
 
 
@@ -54,9 +52,10 @@ def generate(
     ended. Prompts of different lengths are padded on the side `padding`. `inputs` follow the lengths in the first call,
     for the encoder of an encoder-decoder.
 
-    It compiles once for each model, shape of prompts, `max_new_tokens` and kind of sampler, whose numbers may change.
-    Weights of a Repeat are copied once at each call, unless `mlax.unstack` did that before. With `log_probs` the
-    log-probability of each token is returned, that of the model before any filter.
+    It compiles once for each model, shape of prompts, `max_new_tokens`, number of stop tokens and kind of sampler, not
+    for other stop tokens, keys or numbers of a sampler. Weights of a Repeat are copied once at each call, unless
+    `mlax.unstack` did that before. With `log_probs` the log-probability of each token is returned, that of the model
+    before any filter.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
@@ -65,11 +64,13 @@ def generate(
     (2, 4)
     """
     prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
+    stop, inputs = check_stop("generate", stop), check_inputs("generate", inputs)
+    rng = check_sampler("generate", sampler, rng)
     settings = Settings(
         model, max_new_tokens, sampler.structure(), padding, pad, log_probs, is_on_one_device(trainables)
     )
-    numbers, stop, rng = sampler.numbers(), check_stop(stop), check_rng("generate", sampler, rng)
-    return _generate(settings, trainables, non_trainables, prompts, lengths, inputs, numbers, stop, rng)
+    with explain_errors("generate", model, prompts, lengths, inputs):
+        return _generate(settings, trainables, non_trainables, prompts, lengths, inputs, sampler.numbers(), stop, rng)
 
 
 @frozen
@@ -156,7 +157,7 @@ def start(
     logits, state = prefill(decoder, source.trainables, non_trainables, prompts, lengths, inputs)
     seen = _seen_tokens(prompts, lengths, logits.shape[-1]) if settings.sampler.needs_seen else None
     token = settings.sampler.choose(_key(source.rng, 0), logits, seen, source.numbers)
-    carry = Carry(np.int32(1), token, jnp.isin(token, source.stop), state, _mark(seen, token))
+    carry = Carry(np.int32(1), token, ends_row(token, source.stop), state, _mark(seen, token))
     return carry, log_prob(logits, token) if settings.log_probs else None
 
 
@@ -172,8 +173,8 @@ def next_token(settings: Settings, decoder: Any, source: Source, carry: Carry) -
     logits, state = decoder.fwd(carry.token[:, None], source.trainables, state, inference_mode=True)
     logits, state = logits[:, -1], counters.drop(state)
     token = settings.sampler.choose(_key(source.rng, carry.index), logits, carry.seen, source.numbers)
-    shown = token if not source.stop.size else jnp.where(carry.has_stopped, np.int32(settings.pad), token)
-    has_stopped = carry.has_stopped if not source.stop.size else carry.has_stopped | jnp.isin(token, source.stop)
+    shown = jnp.where(carry.has_stopped, np.int32(settings.pad), token)
+    has_stopped = carry.has_stopped | ends_row(token, source.stop)
     odds = jnp.where(carry.has_stopped, 0.0, log_prob(logits, token)) if settings.log_probs else None
     return Carry(carry.index + 1, token, has_stopped, state, _mark(carry.seen, token)), shown, odds
 
@@ -202,10 +203,15 @@ def shift_left(prompts: Any, lengths: Any) -> Any:
 
 
 def count_tokens(tokens: Any, stop: Any) -> Any:
-    """How many tokens (b, n) there are in each row, up to and with its first stop token."""
-    is_stop = jnp.isin(tokens, stop)
-    first = jnp.argmax(is_stop, axis=1) + 1
-    return jnp.where(is_stop.any(axis=1), first, tokens.shape[1]).astype(np.int32)
+    """How many tokens (b, n) there are in each row, up to and with the one that ends it."""
+    is_end = ends_row(tokens, stop)
+    first = jnp.argmax(is_end, axis=1) + 1
+    return jnp.where(is_end.any(axis=1), first, tokens.shape[1]).astype(np.int32)
+
+
+def ends_row(tokens: Any, stop: Any) -> Any:
+    """Whether each token is a stop token, or -1, which stands for NaN."""
+    return (tokens < 0) | jnp.isin(tokens, stop) if stop.size else tokens < 0
 
 
 def log_prob(logits: Any, token: Any) -> Any:
@@ -227,50 +233,3 @@ def _seen_tokens(prompts: Any, lengths: Any, vocabulary: int) -> Any:
 
 def _mark(seen: Any, token: Any) -> Any:
     return None if seen is None else seen.at[jnp.arange(token.shape[0]), token].set(True)
-
-
-def check_prompts(
-    name: str, model: Layer, prompts: Any, lengths: Any, max_new_tokens: int, padding: Padding
-) -> tuple[Any, Any]:
-    """The prompts and lengths as arrays of int32, or an error that says what is wrong with them."""
-    check_layer(name, "the model", model)
-    prompts = jnp.asarray(prompts)
-    if prompts.ndim != 2 or prompts.dtype.kind not in "iu" or 0 in prompts.shape:
-        raise ValueError(
-            f"{name}: prompts are {prompts.dtype}{list(prompts.shape)}, but must be integers (b, t): pad texts of "
-            "different lengths, and pass their lengths."
-        )
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"{name}: max_new_tokens is {max_new_tokens!r}, but must be an integer of at least 1.")
-    if padding not in ("right", "left"):
-        raise ValueError(f"{name}: padding is {padding!r}, but must be 'right' or 'left'.")
-    longest = prompts.shape[1] + max_new_tokens - 1
-    for path, layer in find_layers(model, nn.LearnedPositions):
-        if layer.length < longest:
-            raise ValueError(
-                f"{name}: prompts of {prompts.shape[1]} tokens and {max_new_tokens} new ones need {longest} positions, "
-                f"but {path} has {layer.length}; pass fewer max_new_tokens, or shorter prompts."
-            )
-    return prompts.astype(np.int32), None if lengths is None else _check_lengths(name, prompts, lengths)
-
-
-def _check_lengths(name: str, prompts: Any, lengths: Any) -> Any:
-    b, t = prompts.shape
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (b,) or lengths.dtype.kind not in "iu":
-        raise ValueError(f"{name}: lengths are {lengths.dtype}{list(lengths.shape)}, but must be integers ({b},).")
-    if not isinstance(lengths, Tracer) and not (lengths.min() > 0 and lengths.max() <= t):
-        raise ValueError(f"{name}: lengths are {lengths.min()} to {lengths.max()}, but must be between 1 and {t}.")
-    return lengths.astype(np.int32)
-
-
-def check_stop(stop: int | Sequence[int]) -> Any:
-    """The stop tokens (k,), int32."""
-    return np.atleast_1d(np.asarray(stop, np.int32))
-
-
-def check_rng(name: str, sampler: Any, rng: Any) -> Any:
-    """The key, or an error if there is none to sample with."""
-    if rng is None and isinstance(sampler, Sample):
-        raise ValueError(f"{name}: Sample needs a key; pass rng=jax.random.key(0), another one for another text.")
-    return rng

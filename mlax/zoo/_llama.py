@@ -36,7 +36,7 @@ class Llama(Composite):
     _: KW_ONLY
     family: Family = "llama"  # whose names and config.json its weights have: the model_type
     vocabulary: Size = 32_000  # the number of tokens
-    positions: Size = 4096  # the longest sequence in training; for config.json alone
+    positions: Size = 4096  # the longest sequence in training, and in generation
     width: Size = 4096  # of the residual stream
     hidden: Size = 11_008  # of an MLP, or of an expert
     depth: Size = 32  # the number of layers

@@ -24,8 +24,8 @@ class Greedy(metaclass=Documented):
     """
 
     def choose(self, rng: Any, logits: Any, seen: Any = None, numbers: Mapping[str, Any] | None = None) -> Any:
-        """The next token (b,) of each row of logits (b, v)."""
-        return jnp.argmax(logits, axis=-1).astype(np.int32)
+        """The next token (b,) of each row of logits (b, v), -1 if they are NaN."""
+        return mark_invalid(logits, jnp.argmax(logits, axis=-1).astype(np.int32))
 
     def numbers(self) -> dict[str, Any]:
         """The numbers that may change without another compilation."""
@@ -78,10 +78,15 @@ class Sample(metaclass=Documented):
             raise ValueError(f"Sample: repetition_penalty is {self.repetition_penalty}, but must be above 0.")
 
     def choose(self, rng: Any, logits: Any, seen: Any = None, numbers: Mapping[str, Any] | None = None) -> Any:
-        """The next token (b,) of each row of logits (b, v); `seen` (b, v) says which tokens a row has already."""
+        """The next token (b,) of each row of logits (b, v), -1 if they are NaN.
+
+        `seen` (b, v) says which tokens a row has already.
+        """
         values, tokens = self.filter(logits, seen, numbers)
-        choice = jax.random.categorical(rng, values).astype(np.int32)
-        return choice if tokens is None else jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0]
+        choice = mark_invalid(values, jax.random.categorical(rng, values).astype(np.int32))
+        if tokens is None:
+            return choice
+        return jnp.where(choice < 0, choice, jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0])
 
     def filter(self, logits: Any, seen: Any = None, numbers: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         """The logits to sample from, -inf for what is filtered out, and their tokens (b, k) if they are sorted."""
@@ -113,6 +118,15 @@ class Sample(metaclass=Documented):
     def needs_seen(self) -> bool:
         """Whether `choose` reads which tokens are in a row already."""
         return self.repetition_penalty is not None
+
+
+def mark_invalid(logits: Any, token: Any) -> Any:
+    """The token (b,), or -1 if its logit is NaN, which a maximum is if any is, or -inf, if all are.
+
+    It reads one logit of each row, so that a loop over tokens has no further pass over all of them.
+    """
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return jnp.where(chosen > -jnp.inf, token, np.int32(-1))
 
 
 def _keep_nucleus(values: Any, top_p: Any, *, is_sorted: bool) -> Any:

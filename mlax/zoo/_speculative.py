@@ -1,5 +1,6 @@
 """Speculative decoding: a small model drafts tokens, and the large one verifies several of them in one call."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,17 +21,18 @@ from mlax.core import (
     map_layers,
     with_fields,
 )
+from mlax.zoo._arguments import Padding, check_prompts, check_sampler, check_stop, explain_errors
 from mlax.zoo._decoder import is_on_one_device, prepare_decoder
-from mlax.zoo._generate import Padding, capacity, check_prompts, check_rng, check_stop, prefill, shift_left
-from mlax.zoo._sampling import Greedy, Sample
+from mlax.zoo._generate import capacity, ends_row, prefill, shift_left
+from mlax.zoo._sampling import Greedy, Sample, mark_invalid
 
 
 @document_tuple
 class Speculated(NamedTuple):
     """What `zoo.speculative_generate` returns."""
 
-    tokens: jax.Array  # (b, n) int32: those after the prompt, the stop token included, then `pad`
-    lengths: jax.Array  # (b,) int32: how many of them are not padding
+    tokens: jax.Array  # (b, n) int32: those after the prompt, the stop token included, then `pad`; -1: logits were NaN
+    lengths: jax.Array  # (b,) int32: how many of them are not padding; -1 ends a row
     acceptance: jax.Array  # (b,) float32: the share of drafted tokens that were accepted
 
 
@@ -74,14 +76,17 @@ def speculative_generate(
         raise ValueError(
             f"speculative_generate: draft_tokens is {draft_tokens!r}, but must be an integer of at least 1."
         )
+    stop, rng = check_stop("speculative_generate", stop), check_sampler("speculative_generate", sampler, rng)
     if sampler.needs_seen:
         raise ValueError("speculative_generate: the sampler has a repetition_penalty; pass None, or use zoo.generate.")
     fuse = is_on_one_device((trainables, draft_trainables))
     settings = SpeculativeSettings(model, draft, max_new_tokens, draft_tokens, sampler.structure(), padding, pad, fuse)
-    rng = jax.random.key(0) if check_rng("speculative_generate", sampler, rng) is None else rng  # unused by Greedy
-    return _generate(
-        settings, (trainables, draft_trainables), prompts, checked, sampler.numbers(), check_stop(stop), rng
-    )
+    rng = jax.random.key(0) if rng is None else rng  # of no influence on Greedy
+    weights = trainables, draft_trainables
+    with contextlib.ExitStack() as stack:
+        for each in (draft, model):
+            stack.enter_context(explain_errors("speculative_generate", each, prompts, checked, ()))
+        return _generate(settings, weights, prompts, checked, sampler.numbers(), stop, rng)
 
 
 @frozen
@@ -140,7 +145,7 @@ def _generate(
     first = _draw(jax.random.fold_in(rng, 0), _probabilities(settings.sampler, logits, numbers))
     zeros = jnp.zeros(b, np.int32)
     tokens = jnp.full((b, n), settings.pad, np.int32).at[:, 0].set(first)
-    start = Round(np.int32(1), tokens, zeros + 1, jnp.isin(first, stop), first, state, draft_state, zeros, zeros)
+    start = Round(np.int32(1), tokens, zeros + 1, ends_row(first, stop), first, state, draft_state, zeros, zeros)
     verify = map_layers(large, "", _with_all_logits)
 
     def draft(rng: Any, token: Any, state: Tree, size: Any) -> tuple[Any, Any, Tree]:
@@ -151,7 +156,7 @@ def _generate(
             inputs = token[:, None], (place < size).astype(np.int32)
             logits, state = small.fwd(inputs, small_weights, state, inference_mode=True)
             odds = _probabilities(settings.sampler, logits[:, -1], numbers)
-            token = _draw(jax.random.fold_in(rng, place), odds)
+            token = jnp.maximum(_draw(jax.random.fold_in(rng, place), odds), 0)  # any, if they are NaN
             return (token, state), (token, odds)
 
         # once more than there are drafts: if all are accepted, the cache must have the last one, too
@@ -170,7 +175,7 @@ def _generate(
         accepted, token = accept(rngs[1], drafts, draft_odds, odds, jnp.maximum(size - 1, 0))
         places = jnp.arange(settings.draft_tokens + 1, dtype=np.int32)[None]
         new = jnp.where(places < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token[:, None])
-        is_stop = jnp.isin(new, stop) & (places <= accepted[:, None])
+        is_stop = ends_row(new, stop) & (places <= accepted[:, None])
         added = jnp.where(is_stop.any(1), jnp.argmax(is_stop, axis=1).astype(np.int32), accepted) + 1
         added = jnp.where(remaining > 0, added, 0)
         where = jnp.where(places < added[:, None], carry.count[:, None] + places, n)
@@ -222,8 +227,9 @@ def _take(odds: Any, place: Any) -> Any:
 
 
 def _draw(rng: Any, odds: Any) -> Any:
-    """A token (b,) of each distribution (b, v), which need not sum to 1."""
-    return jax.random.categorical(rng, jnp.log(odds)).astype(np.int32)
+    """A token (b,) of each distribution (b, v), which need not sum to 1; -1 if it is zero or NaN."""
+    logits = jnp.log(odds)
+    return mark_invalid(logits, jax.random.categorical(rng, logits).astype(np.int32))
 
 
 def _probabilities(sampler: Greedy | Sample, logits: Any, numbers: Any) -> Any:

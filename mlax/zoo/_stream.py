@@ -9,20 +9,9 @@ import numpy as np
 from jax import lax
 
 from mlax.core import Layer, Tree
+from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_sampler, check_stop, explain_errors
 from mlax.zoo._decoder import is_on_one_device, prepare_decoder
-from mlax.zoo._generate import (
-    Carry,
-    Padding,
-    Settings,
-    Source,
-    capacity,
-    check_prompts,
-    check_rng,
-    check_stop,
-    next_token,
-    share_counters,
-    start,
-)
+from mlax.zoo._generate import Carry, Settings, Source, capacity, next_token, share_counters, start
 from mlax.zoo._sampling import Greedy, Sample
 
 
@@ -44,8 +33,12 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """Stream generated text: yield the next token (b,) of each row, int32, as they come; those of `zoo.generate`.
 
-        for token in zoo.stream(model, trainables, prompts, max_new_tokens=64, stop=50256):
-            print(tokenizer.decode(token), end="", flush=True)
+        tokens, text = [], ""
+        for token in zoo.stream(model, trainables, prompts, max_new_tokens=64, stop=tokenizer.stop):
+            tokens.append(token[0])
+            new = tokenizer.decode([tokens])[0].rstrip("\\ufffd")  # the first bytes of a character wait for the rest
+            print(new[len(text) :], end="", flush=True)
+            text = new
 
     Tokens are computed in chunks of `chunk`, each a call of one compiled program whose state is donated: the next chunk
     is computed while the tokens of the last one are consumed. A row that has ended yields `pad`, and the iteration ends
@@ -59,8 +52,9 @@ def stream(
     prompts, lengths = check_prompts("stream", model, prompts, lengths, max_new_tokens, padding)
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"stream: chunk is {chunk!r}, but must be an integer of at least 1.")
+    stop, inputs = check_stop("stream", stop), check_inputs("stream", inputs)
+    rng = check_sampler("stream", sampler, rng)
     settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, is_on_one_device(trainables))
-    stop, rng = check_stop(stop), check_rng("stream", sampler, rng)
     slots = capacity(prompts, max_new_tokens + chunk)
     decoder, weights = prepare_decoder(model, slots, trainables, fuse=settings.fuse)  # once, not in each chunk
     source = Source(weights, sampler.numbers(), stop, rng)
@@ -68,7 +62,8 @@ def stream(
 
 
 def _stream(settings: Settings, decoder: Layer, source: Source, chunk: int, prompts: Any) -> Iterator[np.ndarray]:
-    carry = _start(settings, decoder, source, *prompts)
+    with explain_errors("stream", settings.model, *prompts[1:]):
+        carry = _start(settings, decoder, source, *prompts)
     shown: Any = carry.token[None]
     left, has_stopped = settings.max_new_tokens, np.zeros(shown.shape[1], bool)
     while True:
@@ -77,7 +72,7 @@ def _stream(settings: Settings, decoder: Layer, source: Source, chunk: int, prom
             carry, shown = _next_chunk(settings, decoder, chunk, source, carry)
         for token in tokens:
             yield token
-            left, has_stopped = left - 1, has_stopped | np.isin(token, source.stop)
+            left, has_stopped = left - 1, has_stopped | (token < 0) | np.isin(token, source.stop)
             if left == 0 or has_stopped.all():
                 return
 

@@ -56,14 +56,22 @@ class ByteTokenizer(metaclass=Documented):
         return 1 + max(255, self.padding, *(token for token in (self.start, self.stop) if token is not None))
 
     def encode(
-        self, texts: Iterable[str], *, max_length: int | None = None, pad_to: PadTo = None
+        self,
+        texts: Iterable[str],
+        *,
+        max_length: int | None = None,
+        pad_to: PadTo = None,
+        add_special_tokens: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Texts to tokens (b, t) int32, padded on the right, and lengths (b,) int32.
 
-        Longer texts are truncated to `max_length` tokens. `pad_to` is the length t, or several of which t is the
-        smallest that is long enough, so that a compiled function sees few shapes; None: that of the longest text.
+        Longer texts are truncated to `max_length` tokens, with `start` and `stop`, unless these are left out by
+        `add_special_tokens=False`. A prompt has no `stop`: `dataclasses.replace(tokenizer, stop=None).encode(prompts)`.
+        `pad_to` is the length t, or several of which t is the smallest that is long enough, so that a compiled function
+        sees few shapes; None: that of the longest text.
         """
-        before, after = ([] if token is None else [token] for token in (self.start, self.stop))
+        special = (self.start, self.stop) if add_special_tokens else (None, None)
+        before, after = ([] if token is None else [token] for token in special)
         room = None if max_length is None else _check_room(max_length, len(before) + len(after))
         rows = [[*before, *text.encode("utf-8", "surrogatepass")[:room], *after] for text in _check_texts(texts)]
         return _pad(rows, self.padding, pad_to)

@@ -225,6 +225,7 @@ MLP = nn.MLP((8,))
     [
         (lambda: nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0], "int4"), "must be one of int8, float8_e4m3fn"),
         (lambda: nn.quantize(nn.LayerNorm(), {"scale": jnp.ones(3)}), "there is no Linear with a kernel in LayerNorm"),
+        (lambda: nn.quantize(*nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0])), "is quantized already"),
         (lambda: nn.QuantizedLinear(nn.Conv(3, 3)), "is not a Linear"),
         (
             lambda: nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0])[0].fwd(

@@ -55,3 +55,8 @@ def prompts(vocabulary, *lengths):
     """Tokens (b, t), padded on the right with a token that would show, and lengths (b,)."""
     rows = np.random.default_rng(0).integers(0, vocabulary, (len(lengths), max(lengths)))
     return jnp.asarray(rows, "int32"), jnp.asarray(lengths, "int32")
+
+
+def with_nan(trainables):
+    """Trainables whose final norm is NaN, and so are all logits."""
+    return {**trainables, "norm": jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), trainables["norm"])}

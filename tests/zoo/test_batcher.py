@@ -6,7 +6,7 @@ import pytest
 
 from mlax import nn, zoo
 from tests.asserts import compilations
-from tests.zoo.decoders import Windowed, prompts, tiny_gpt2
+from tests.zoo.decoders import Windowed, prompts, tiny_gpt2, with_nan
 
 REQUESTS = ((0, 20), (1, 3), (2, 11), (0, 1), (1, 20))  # (prompt, max_new_tokens)
 
@@ -70,6 +70,12 @@ def test_a_canceled_request_frees_its_row(gpt2, texts, alone):
     assert batcher.run() == {ids[3]: cut(alone[2], stop)}
 
 
+def test_a_request_whose_logits_are_nan_ends_with_minus_one(gpt2, texts):
+    model, trainables = gpt2
+    batcher = zoo.Batcher(model, with_nan(trainables), rows=2, capacity=48, chunk=4, stop=1)
+    assert {batcher.submit(texts[0], 20): [-1]} == batcher.run()
+
+
 def test_a_sampled_request_does_not_depend_on_the_other_rows(texts):
     sampler, rng, gpt2 = (
         zoo.Sample(temperature=0.7, top_k=9, repetition_penalty=1.3),
@@ -106,6 +112,7 @@ def test_a_quantized_model_with_a_sliding_window_and_an_int8_cache_is_batched_to
         (lambda batcher: batcher.submit([], 4), "must be integers"),
         (lambda batcher: batcher.submit([[1, 2]], 4), "must be integers"),
         (lambda batcher: batcher.submit([1], 0), "max_new_tokens is 0"),
+        (lambda batcher: batcher.submit([1, 50], 4), "the tokens of the prompts are 1 to 50, but the model has 50"),
         (lambda batcher: batcher.is_done(7), "there is no request 7"),
         (lambda batcher: zoo.Batcher(*tiny_gpt2(), capacity=100), "positions has 64 positions"),
         (lambda batcher: zoo.Batcher(*tiny_gpt2(), capacity=32, rows=0), "rows is 0"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mlax import zoo
+from tests.zoo.decoders import with_nan
 from tests.zoo.reference import Reference
 
 STOPPING = {False: "heuristic", True: "first", "never": "never"}
@@ -82,6 +83,8 @@ def test_several_texts_are_returned_the_best_one_first(gpt2):
     assert result.tokens.shape == (3, 3, 20) and result.lengths.shape == (3, 3)
     np.testing.assert_array_equal(result.tokens[:, 0], reference["beams 1"])
     assert (np.diff(result.log_probs, axis=1) <= 0).all()
+    invalid = zoo.beam_search(model, with_nan(trainables), **options(reference), stop=stop, beams=4)
+    assert invalid.tokens[:, :2].tolist() == [[-1, 52]] * 3 and invalid.lengths.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import mlax
 from mlax import dtypes, nn, zoo
 from mlax.inspect import parse_hlo
 from tests.asserts import compilations
+from tests.zoo.decoders import with_nan
 
 MODEL = zoo.GPT2(vocabulary=23, positions=256, width=16, depth=2, heads=2)
 LENGTHS = np.array([7, 4, 1])
@@ -72,10 +75,13 @@ def test_greedy_text_is_that_of_a_model_without_a_cache(trainables, text):
 def test_rows_end_at_their_first_stop_token_generated_or_streamed(trainables, text):
     stop = (int(text[0][0, 3]), int(text[0][1, 20]))
     options = {"lengths": LENGTHS, "max_new_tokens": 40, "pad": -7}
+    rng, broken = jax.random.key(0), with_nan(trainables)
     with compilations() as compiled:
         result = zoo.generate(MODEL, trainables, PROMPTS, **options, stop=stop)
-        zoo.generate(MODEL, trainables, PROMPTS, **options, stop=(1, 2))
+        zoo.generate(MODEL, trainables, PROMPTS, **options, stop=(1, 2), rng=rng)  # a key that Greedy ignores
+        invalid = zoo.generate(MODEL, broken, PROMPTS, **options, stop=stop)
     assert len(compiled) == 1
+    assert invalid.tokens.tolist() == [[-1] + 39 * [-7]] * 3 and invalid.lengths.tolist() == [1, 1, 1]
     for row, tokens, length in zip(result.tokens, text[0], result.lengths.tolist(), strict=True):
         ends = np.flatnonzero(np.isin(tokens, stop))
         assert length == (ends[0] + 1 if len(ends) else 40)
@@ -85,6 +91,8 @@ def test_rows_end_at_their_first_stop_token_generated_or_streamed(trainables, te
     streamed = np.array(list(zoo.stream(MODEL, trainables, PROMPTS, **options, stop=stop, chunk=4))).T
     longest = int(result.lengths.max())
     np.testing.assert_array_equal(streamed, result.tokens[:, :longest])
+    streamed = zoo.stream(MODEL, broken, PROMPTS, **options, stop=stop, chunk=4)
+    assert [token.tolist() for token in streamed] == [[-1, -1, -1]]
 
 
 def test_other_numbers_of_a_sampler_and_other_seeds_do_not_recompile_and_samples_are_streamed(trainables):
@@ -144,9 +152,58 @@ def test_a_model_with_another_state_is_continued_without_lengths():
         ({"lengths": [1, 2]}, r"lengths are int32\[2\], but must be integers \(3,\)"),
         ({"prompts": np.zeros(3)}, r"prompts are float32\[3\], but must be integers \(b, t\)"),
         ({"sampler": zoo.Sample()}, "Sample needs a key; pass rng="),
+        ({"sampler": zoo.Sample(), "rng": 0}, r"rng is 0, but must be a key: jax\.random\.key\(0\)"),
+        ({"sampler": "greedy"}, r"sampler is 'greedy', but must be zoo\.Greedy\(\)"),
+        ({"stop": "."}, r"stop is '\.', but must be a token or a sequence of them"),
+        ({"inputs": PROMPTS}, r"inputs is a ndarray, but must be a tuple: inputs=\(source, source_lengths\)"),
+        ({"prompts": [[1, 2], [3]]}, r"rows of different lengths; pad them, .* tokenizer\.encode\(texts\)"),
+        ({"prompts": ["a text"]}, r"prompts are texts, but must be tokens \(b, t\): .* tokenizer\.encode"),
+        ({"prompts": PROMPTS + 17}, "the tokens of the prompts are 17 to 39, but the model has 23"),
+        ({"prompts": PROMPTS - 1, "lengths": LENGTHS}, "the tokens of the prompts are -1 to"),
     ],
 )
 def test_wrong_arguments_are_refused(trainables, options, message):
     arguments = {"prompts": PROMPTS, "max_new_tokens": 4, **options}
     with pytest.raises(ValueError, match=message):
         zoo.generate(MODEL, trainables, **arguments)
+
+
+def shapes_of(model):
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_input())[0])
+
+
+def trace(model, prompts, lengths, **options):
+    """The shape of the tokens, without a compilation."""
+    return jax.eval_shape(
+        lambda trainables: zoo.generate(model, trainables, prompts, lengths, **options), shapes_of(model)
+    ).tokens.shape
+
+
+@pytest.mark.parametrize(("padding", "prompts"), [("right", [[5, -100], [5, 6]]), ("left", [[-100, 5], [5, 6]])])
+def test_padding_may_be_any_number(padding, prompts):
+    assert trace(MODEL, prompts, [1, 2], max_new_tokens=4, padding=padding) == (2, 4)
+    with pytest.raises(ValueError, match="are -100 to 6, but the model has 23"):
+        trace(MODEL, prompts, None, max_new_tokens=4, padding=padding)
+
+
+def test_a_model_that_cannot_take_such_inputs_is_refused_with_what_it_needs(trainables):
+    def refuse(message, model, weights, lengths=None, **options):
+        with pytest.raises(ValueError, match=message):
+            zoo.generate(model, weights, PROMPTS, lengths, **{"max_new_tokens": 4, **options})
+
+    bert = zoo.BERTMaskedLM(zoo.BERT(vocabulary=50, positions=16, width=8, depth=2, heads=2))
+    refuse("a language model attends with causal=True", bert, {}, LENGTHS)
+    llama = zoo.Llama(vocabulary=23, positions=64, width=16, hidden=32, depth=1, heads=2)
+    refuse(r"106 positions, but Llama has 64 .*replace\(model, positions=106\)", llama, {}, max_new_tokens=100)
+    t5 = zoo.T5(vocabulary=50, width=8, hidden=16, depth=1, heads=2)
+    refuse(r"there is no source; pass inputs=\(source, source_lengths\)", t5, shapes_of(t5))
+    series = mlax.Series(nn.Embed(23, 16), nn.MultiHeadAttention(2, causal=True), nn.Linear(23))
+    refuse(r"Series takes tokens, but no lengths: write wire\(self, sub, tokens, lengths=None\)", series, {}, LENGTHS)
+    deeper = zoo.GPT2(vocabulary=23, positions=256, width=16, depth=3, heads=2)
+    refuse(r"the shape \(2, .* but the Repeat has 3 layers; pass the variables of this model", deeper, trainables)
+
+
+def test_rotary_embeddings_with_a_scaling_go_beyond_the_positions_of_training():
+    llama = zoo.Llama(vocabulary=23, positions=8, width=16, hidden=32, depth=1, heads=2)
+    scaled = dataclasses.replace(llama, rotary=nn.Rotary(scaling=nn.LinearScaling(4.0)))
+    assert trace(scaled, PROMPTS, LENGTHS, max_new_tokens=20) == (3, 20)

@@ -50,3 +50,9 @@ def test_one_token_more_or_fewer_is_another_distribution():
         ):
             values, _ = sampler.filter(jnp.asarray(ARRAYS["logits"]))
             assert np.isfinite(values).sum() == number, sampler
+
+
+@pytest.mark.parametrize("sampler", [zoo.Greedy(), zoo.Sample(top_k=2, top_p=0.9), zoo.Sample(top_p=0.9, min_p=0.1)])
+def test_logits_that_are_nan_give_no_token(sampler):
+    logits = jnp.array([[0.1, jnp.nan, 0.3], [jnp.nan] * 3, [-jnp.inf] * 3, [-jnp.inf, 1.0, -jnp.inf]])
+    assert sampler.choose(jax.random.key(0), logits).tolist() == [-1, -1, -1, 1]

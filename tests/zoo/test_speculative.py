@@ -10,7 +10,7 @@ from scipy import stats
 
 import mlax
 from mlax import nn, zoo
-from tests.zoo.decoders import Windowed, prompts, tiny_gpt2
+from tests.zoo.decoders import Windowed, prompts, tiny_gpt2, with_nan
 
 
 def perturb(trainables, size):
@@ -43,6 +43,10 @@ def test_greedy_tokens_are_those_of_the_large_model_alone_in_each_row():
         np.testing.assert_array_equal(found.lengths, ends)
         rates.append(float(found.acceptance.mean()))
     assert 1.0 > rates[0] > 0.1 and rates[1] < rates[0]
+    invalid = with_nan(trainables)
+    np.testing.assert_array_equal(run(invalid, stop).tokens, want)  # whatever the draft model computes
+    trainables = invalid
+    assert run(invalid, stop).lengths.tolist() == [1, 1, 1]
 
 
 def likeliest(model, trainables, tokens, lengths, text):

@@ -54,6 +54,7 @@ def test_bytes_start_and_stop_with_the_special_tokens_that_are_given_also_if_tru
     assert zoo.ByteTokenizer().vocabulary == 256 and tokenizer.vocabulary == 301
     tokens, lengths = tokenizer.encode(["abc", ""], max_length=4)
     assert tokens.tolist() == [[256, 97, 98, 300], [256, 300, 0, 0]] and lengths.tolist() == [4, 2]
+    assert tokenizer.encode(["abc"], max_length=2, add_special_tokens=False)[0].tolist() == [[97, 98]]
     assert zoo.ByteTokenizer().decode([[0xE9, 65]]) == ["\ufffdA"]
     with pytest.raises(ValueError, match="stop is 10, which is a byte; pass 256 or more"):
         zoo.ByteTokenizer(stop=10)
