@@ -83,10 +83,10 @@ class Sample(metaclass=Documented):
         `seen` (b, v) says which tokens a row has already.
         """
         values, tokens = self.filter(logits, seen, numbers)
-        choice = mark_invalid(values, jax.random.categorical(rng, values).astype(np.int32))
-        if tokens is None:
-            return choice
-        return jnp.where(choice < 0, choice, jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0])
+        token = jax.random.categorical(rng, values).astype(np.int32)
+        if tokens is not None:
+            token = jnp.take_along_axis(tokens, token[:, None], axis=-1)[:, 0]
+        return mark_invalid(logits, token)
 
     def filter(self, logits: Any, seen: Any = None, numbers: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         """The logits to sample from, -inf for what is filtered out, and their tokens (b, k) if they are sorted."""
