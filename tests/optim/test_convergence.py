@@ -90,7 +90,15 @@ def loss(trainables):
     return sum(values(trainables).values())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough)
+        if name in ("SGD", "SGD nesterov", "RMSProp centred", "AdamW")  # with other numbers in other rows
+        else name
+        for name in OPTIMIZERS
+    ],
+)
 def test_every_optimizer_reaches_the_minimum(name):
     optimizer, tolerance = OPTIMIZERS[name]
     steps = 200 if isinstance(optimizer, optim.LBFGS) else STEPS

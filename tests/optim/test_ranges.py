@@ -37,7 +37,7 @@ def variants(optimizer, thorough):
     if optimizer.elementwise or thorough:
         return each
     hyperparams = {name: ends(number) for name, number in numbers.items() if Schedule in number.types}
-    return [{name: some[index % len(some)] for name, some in hyperparams.items()} for index in range(4)]
+    return [{name: some[index % len(some)] for name, some in hyperparams.items()} for index in range(2)]
 
 
 def steps(optimizer, row, dtype="float32", scales=(0.0, 1.0)):
@@ -92,12 +92,21 @@ def test_a_schedule_for_every_number_gives_the_updates_of_the_numbers(row, dtype
         assert_close(found, wanted, tolerance, tolerance / 10)
 
 
+def test_a_frozen_leaf_has_empty_slots(row):
+    trainables = tree("float32")
+    optimizer = train_only(row.optimizer, (f"!{FIXED}",))
+    state = optimizer.init(trainables)
+    _, after = jax.eval_shape(functools.partial(optimizer.update, **row.arguments), trainables, state, trainables)
+    structure = jax.tree.structure(trainables)
+    slots = [field for field in (*state, *after) if jax.tree.structure(field) == structure]
+    assert all(slot["dense"]["bias"].size == 0 for slot in slots)
+
+
+@pytest.mark.plain_rows
 def test_a_frozen_leaf_is_as_one_in_a_group_that_does_not_move(row):
     frozen, state = steps(train_only(row.optimizer, (f"!{FIXED}",)), row)
     np.testing.assert_array_equal(frozen["dense"]["bias"], tree("float32")["dense"]["bias"])
-    structure = jax.tree.structure(frozen)
-    slots = [field for field in state if jax.tree.structure(field) == structure]
-    assert state.step == 2 and all(slot["dense"]["bias"].size == 0 for slot in slots)
+    assert state.step == 2
     if not row.no_slot_declarations:
         grouped, _ = steps(optim.Groups((FIXED, optim.SGD(0.0)), ("**", row.optimizer)), row)
         assert_close(frozen, grouped, 1e-5, 1e-6)

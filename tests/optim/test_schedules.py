@@ -124,11 +124,12 @@ def test_all_steps_are_one_compilation(case):
 
     values = [value(jnp.int32(step)) for step in (0, 5, 60, 1000)]
     _, scanned = jax.lax.scan(lambda step, _: (step + 1, case.make()(step)), jnp.int32(0), length=101)
-    mapped = jax.jit(jax.vmap(case.make()))(jnp.arange(101, dtype=jnp.int32))
-    assert len(traces) == 1
-    atol = 1e-7 * float(abs(mapped).max())
-    np.testing.assert_allclose(values[:3], mapped[np.asarray([0, 5, 60])], 1e-6, atol)
-    np.testing.assert_allclose(scanned, mapped, 1e-6, atol)
+    mapped = jax.eval_shape(jax.vmap(case.make()), jax.ShapeDtypeStruct((101,), "int32"))
+    assert len(traces) == 1 and mapped.shape == (101,)
+    wanted = case.make().values(101)
+    atol = 1e-7 * float(abs(wanted).max())
+    np.testing.assert_allclose(values[:3], wanted[np.asarray([0, 5, 60])], 1e-6, atol)
+    np.testing.assert_allclose(scanned, wanted, 1e-6, atol)
 
 
 @each_case
@@ -148,11 +149,20 @@ def test_a_schedule_is_constant_after_its_length(case):
 def test_values_are_strongly_typed_float32_for_any_dtype_of_the_step(case, x64):
     schedule = case.make()
     with jax.enable_x64(x64):
-        steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
-        values = list(map(schedule, steps))
-        np.testing.assert_allclose(values, np.asarray(schedule(20)), rtol=1e-6)
-        for value in [*values, *(jax.eval_shape(schedule, step) for step in steps[:4])]:
+        shapes = [jax.eval_shape(schedule, step) for step in (20, np.int64(20), np.uint8(20), jnp.int32(20))]
+        for value in (*shapes, schedule(20), schedule(jnp.uint32(20))):
             assert value.dtype == jnp.float32 and not value.weak_type and value.shape == ()
+        assert jax.eval_shape(schedule, jax.ShapeDtypeStruct((2, 0, 3), int)).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("cosine", "warmup cosine", "joined") else RARELY(name) for name in CASES]
+)
+def test_values_do_not_depend_on_the_dtype_of_the_step(name):
+    schedule = CASES[name].make()
+    with jax.enable_x64(True):
+        steps = [20, np.int64(20), np.uint8(20), jnp.int32(20), jnp.int16(20), jnp.uint32(20), jnp.asarray(20)]
+        np.testing.assert_allclose(list(map(schedule, steps)), np.asarray(schedule(20)), rtol=1e-6)
         assert schedule(np.zeros((2, 0, 3), int)).shape == (2, 0, 3)
 
 
