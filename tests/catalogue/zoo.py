@@ -28,8 +28,17 @@ class ModelRow(Row):
 
 @functools.cache
 def _initialized(row: ModelRow, dtype: str) -> tuple[mlax.Layer, Any, Any, Any]:
-    trainables, state = row.model.init(jax.random.key(0), row.x("float32"))
-    return row.model, row.x(dtype), dtypes.cast(trainables, dtype), dtypes.cast(state, dtype)
+    trainables, state = jax.eval_shape(row.model.init, jax.random.key(0), row.x("float32"))
+    draws = np.random.default_rng(0)
+
+    def draw(leaf):  # `init` would compile a program for each shape
+        scale = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 else 1.0
+        return jnp.asarray(draws.normal(0.0, scale, leaf.shape), dtype)
+
+    def draw_positive(leaf):  # variances
+        return jnp.asarray(draws.uniform(0.5, 1.5, leaf.shape), dtypes.cast(leaf, dtype).dtype)
+
+    return row.model, row.x(dtype), jax.tree.map(draw, trainables), jax.tree.map(draw_positive, state)
 
 
 def tokens(vocabulary: int, *lengths: int) -> Callable[[str], Any]:
