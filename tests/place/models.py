@@ -85,6 +85,13 @@ def gpt(**fields: Any) -> Task:
     return Task(GPT(**fields), jax.ShapeDtypeStruct((16, 16), jnp.int32), {"x": tokens[:, :-1], "y": tokens[:, 1:]})
 
 
+def perceptron() -> Task:
+    """Like `gpt`, without attention, which takes long to compile."""
+    blocks = mlax.Repeat(mlax.Residual(nn.MLP((64, 16))), 4)
+    model = mlax.Series(embed=nn.Embed(64, 16), blocks=blocks, norm=nn.RMSNorm(), head=nn.Linear(64, bias=False))
+    return gpt()._replace(model=model)
+
+
 def cnn(**options: Any) -> Task:
     draws = np.random.default_rng(0)
     images = draws.normal(size=(64, 8, 4, 3)).astype(np.float32)

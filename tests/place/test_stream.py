@@ -34,8 +34,14 @@ def gradients(layer):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("inputs_in_host", [False, True])
-@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("times", "inputs_in_host"),
+    [
+        (1, False),
+        (5, True),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, True), (2, False), (2, True), (5, False))),
+    ],
+)
 def test_a_streamed_repeat_computes_what_the_repeat_does(times, inputs_in_host):
     repeat, _, x = both(times)
     stream = place.Stream(repeat, inputs_in_host)

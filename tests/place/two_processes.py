@@ -22,9 +22,9 @@ PLANS = {
 def observe(name, folder):
     """What one process observes of three steps by a plan and of a checkpoint."""
     from mlax import train  # both after `place.initialize_distributed`
-    from tests.place.models import OPTIMIZER, gpt, objective_of
+    from tests.place.models import OPTIMIZER, objective_of, perceptron
 
-    task = gpt()
+    task = perceptron()
     plan = PLANS[name](task)
     step = train.step(objective_of(plan.parallelize(task.model, task.x)), OPTIMIZER, plan=plan)
     trainables, non_trainables = plan.init(task.model, jax.random.key(1), task.x)
