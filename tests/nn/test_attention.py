@@ -218,7 +218,7 @@ def form(primals, consts, spec):
     )
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_the_fused_form_takes_odd_times_and_has_every_derivative_and_vmap(fused, has_bias):
     t, s = (4, 6) if has_bias else (5, 7)
     q, k, v, bias = normals((2, t, 4, 2), (2, s, 2, 2), (2, s, 2, 2), (1, 4, t, s))
@@ -345,7 +345,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.thorough), *list(VARIANTS)[1:]])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name if name in ("rotary", "ring with all", "relative") else pytest.param(name, marks=pytest.mark.thorough)
+        for name in VARIANTS
+    ],
+)
 def test_decoding_equals_the_uncached_pass(variant):
     plain = nn.MultiHeadAttention(4, causal=True, **VARIANTS[variant])
     cached = nn.MultiHeadAttention(4, causal=True, cache=24, **VARIANTS[variant])
@@ -368,7 +374,9 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.thorough), *list(RAGGED)[1:]])
+@pytest.mark.parametrize(
+    "variant", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("plain", "rotary")), "ring", "relative"]
+)
 def test_prompts_of_different_lengths_decode_in_one_batch_as_if_alone(variant):
     plain = nn.MultiHeadAttention(4, causal=True, **RAGGED[variant])
     cached = nn.MultiHeadAttention(4, causal=True, cache=16, **RAGGED[variant])

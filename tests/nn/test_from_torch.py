@@ -96,7 +96,8 @@ def test_every_case_is_compared():
 def test_a_layer_with_the_weights_of_pytorch_computes_the_same(name):
     layer, x, state, y, names = case(name)
     trainables, non_trainables = nn.from_torch(layer, state, x, names=names)
-    found, _ = layer.fwd(x, trainables, non_trainables, inference_mode=True)
+    fwd = jax.jit(layer.fwd, static_argnames="inference_mode")
+    found, _ = fwd(x, trainables, non_trainables, inference_mode=True)
     found = found[1] if name == "gru_cell" else found
     np.testing.assert_allclose(found, y, rtol=2e-5, atol=2e-5)
 
