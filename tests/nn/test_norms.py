@@ -462,7 +462,7 @@ def test_a_wrapped_layer_can_be_repeated(wrapper):
     assert_close_to_scale(y, x)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("layer", [nn.BatchNorm(axis=1, corrected=True), nn.BatchNorm(momentum=None)])
 def test_training_with_a_symbolic_batch_size_can_be_exported(layer, dtype):
     x = normal(6, 3, 3, dtype=dtype)
@@ -500,10 +500,10 @@ def test_without_momentum_statistics_are_the_average_over_all_batches():
     [
         (nn.Linear(4), 1),
         (nn.Conv(4, 3), 0),
-        (nn.Conv(4, 3, layout="channel_first"), 0),
+        pytest.param(nn.Conv(4, 3, layout="channel_first"), 0, marks=pytest.mark.thorough),
         (nn.Conv(4, 3, layout="NWHC/HWIO"), 3),
         (nn.ConvTranspose(4, 3), 0),
-        (mlax.Series(nn.Conv(4, 3)), 0),
+        pytest.param(mlax.Series(nn.Conv(4, 3)), 0, marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_are_normalized_over_all_axes_but_their_outputs(wrapper, layer, axis):
