@@ -23,8 +23,8 @@ class BERT(Composite):
 
     The input may also be a tuple with lengths (b,), how many tokens of each row are not padding, which is on the right,
     and segments (b, t), integers: the token types, 0 and 1 for the two texts of a pair. With `padding`, it is RoBERTa.
-    With `pooler`, the output is a dict of hidden, (b, t, width), and pooled, (b, width), from the first token.
-    Parts: embed, segments, positions, norm, drop, blocks; pooler.
+    With `pooler`, the output is a dict of hidden, (b, t, width), and pooled, (b, width), from the first token;
+    a model of `zoo.load` has none. Parts: embed, segments, positions, norm, drop, blocks; pooler.
 
     >>> model = zoo.BERT(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), jnp.zeros((1, 5), "int32"))

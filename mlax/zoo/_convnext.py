@@ -14,7 +14,7 @@ import numpy as np
 from mlax import nn
 from mlax.core import Composite, Constant, Repeat, Size, Sub, TruncatedNormal, frozen
 from mlax.zoo._config import Config
-from mlax.zoo._images import label_names, num_labels, stage_depths
+from mlax.zoo._images import check_images, label_names, num_labels, stage_depths
 from mlax.zoo._weights import Weight, WeightMap, map_conv, map_linear, map_norm
 
 EPS = 1e-6  # of all norms but the last
@@ -67,6 +67,7 @@ class ConvNeXt(Composite):
         return parts if self.classes is None else parts | {"head": nn.Linear(self.classes, kernel_init=KERNEL_INIT)}
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, h, w, 3)
+        check_images("ConvNeXt", x)
         x = sub.stem_norm(sub.stem(x))  # (b, h / 4, w / 4, c)
         for stage in sub.stages:
             x = stage(x)  # (b, h / 4, w / 4, c), then h / 8 and so on

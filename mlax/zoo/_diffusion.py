@@ -50,14 +50,15 @@ class Diffusion(metaclass=Documented):
                 raise ValueError(f"Diffusion: {name} is {getattr(self, name)!r}, but must be {' or '.join(choices)}.")
 
     def add_noise(self, image: Any, noise: Any, time: Any) -> Any:
-        """The noisy images at time steps (b,), integers from 0 to `steps - 1`."""
+        """The noisy images at time steps (b,), integers from 0 to `steps - 1`; any other gives NaN."""
         signal, deviation = self._levels(image, time)
         return signal * image + deviation * noise
 
     def target(self, image: Any, noise: Any, time: Any) -> Any:
         """What the model should predict for the noisy images: the noise, the image, or the velocity."""
         signal, deviation = self._levels(image, time)
-        return {"noise": noise, "image": image, "velocity": signal * noise - deviation * image}[self.predicts]
+        wanted = {"noise": noise, "image": image, "velocity": signal * noise - deviation * image}[self.predicts]
+        return jnp.where(jnp.isnan(signal), jnp.nan, wanted)
 
     def ddpm_step(self, x: Any, predicted: Any, time: Any, noise: Any) -> Any:
         """The images (b, ...) one time step earlier, by DDPM: equations 7 and 11; no noise is added in the last."""
@@ -73,7 +74,7 @@ class Diffusion(metaclass=Documented):
         """
         image, direction = self._image_and_noise(x, predicted, time)
         signal, deviation = self._levels(x, time)
-        signal_before, deviation_before = self._levels(x, earlier)
+        signal_before, deviation_before = self._levels(x, earlier, ends=True)
         if noise is None:
             return signal_before * image + deviation_before * direction
         ratio = signal / signal_before
@@ -81,10 +82,10 @@ class Diffusion(metaclass=Documented):
         along = jnp.sqrt(jnp.maximum(deviation_before * deviation_before - sigma * sigma, 0))
         return signal_before * image + along * direction + sigma * noise
 
-    def _levels(self, x: Any, time: Any) -> tuple[Any, Any]:
-        """The factors of image and noise at each time step, broadcast to the images; 1 and 0 at time step -1."""
+    def _levels(self, x: Any, time: Any, *, ends: bool = False) -> tuple[Any, Any]:
+        """The factors of image and noise at each time step, broadcast to the images; if `ends`, 1 and 0 at -1."""
         table = _tables(self)
-        return _at(table.signal, time, x), _at(table.noise, time, x)
+        return _at(table.signal, time, x, ends=ends), _at(table.noise, time, x, ends=ends)
 
     def _image_and_noise(self, x: Any, predicted: Any, time: Any) -> tuple[Any, Any]:
         """The image and the noise that a prediction stands for."""
@@ -111,11 +112,12 @@ def ddpm(predict: Predict, x: Any, rng: jax.Array, *, process: Diffusion = DEFAU
 
     https://arxiv.org/abs/2006.11239
     """
+    _check_noise("ddpm", x)
 
     def step(x: Any, time: Any) -> tuple[Any, None]:
         noise = jax.random.normal(jax.random.fold_in(rng, time), x.shape, x.dtype)
         times = jnp.full(x.shape[0], time, np.int32)
-        return process.ddpm_step(x, predict(x, times), times, noise), None
+        return process.ddpm_step(x, _predict("ddpm", predict, x, times), times, noise), None
 
     return lax.scan(step, x, jnp.arange(process.steps - 1, -1, -1, dtype=np.int32))[0]
 
@@ -133,6 +135,7 @@ def ddim(
 
     `predict` is as in `zoo.ddpm`. With `eta=0`, the same noise gives the same image. https://arxiv.org/abs/2010.02502
     """
+    _check_noise("ddim", x)
     if not 1 <= steps <= process.steps:
         raise ValueError(f"ddim: steps is {steps}, but must be from 1 to {process.steps}, the steps of the process.")
     if eta and rng is None:
@@ -145,9 +148,30 @@ def ddim(
         if eta and rng is not None:
             noise = jax.random.normal(jax.random.fold_in(rng, time), x.shape, x.dtype)
         earlier = jnp.maximum(times - stride, -1)
-        return process.ddim_step(x, predict(x, times), times, earlier, noise, eta), None
+        return process.ddim_step(x, _predict("ddim", predict, x, times), times, earlier, noise, eta), None
 
     return lax.scan(step, x, jnp.asarray(np.arange(steps, dtype=np.int32)[::-1] * stride))[0]
+
+
+def _check_noise(sampler: str, x: Any) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{sampler}: x is {x.dtype}{x.shape}, but must be noise: jax.random.normal(rng, {x.shape}).")
+
+
+def _predict(sampler: str, predict: Predict, x: Any, times: Any) -> Any:
+    """The model's prediction, which must look like x."""
+    predicted = predict(x, times)
+    if not hasattr(predicted, "shape"):
+        raise TypeError(
+            f"{sampler}: predict returned a {type(predicted).__name__}, but must return an array; of the pair that fwd "
+            "returns, that is the first."
+        )
+    if predicted.shape != x.shape or predicted.dtype != x.dtype:
+        raise ValueError(
+            f"{sampler}: predict returned {predicted.dtype}{predicted.shape}, but must return the shape and dtype of "
+            f"x, {x.dtype}{x.shape}."
+        )
+    return predicted
 
 
 class _Tables(NamedTuple):
@@ -188,8 +212,17 @@ def _betas(process: Diffusion) -> np.ndarray:
     return np.minimum(1 - product[1:] / product[:-1], 0.999)
 
 
-def _at(table: np.ndarray, time: Any, x: Any) -> Any:
-    """The entries (b, 1, ...) of a table for time steps (b,), in the dtype of x; one that it does not have is NaN."""
-    time = jnp.where(time == -1, len(table) - 1, jnp.where((time < 0) | (time >= len(table) - 1), len(table), time))
-    values = ops.embedding(time, jnp.asarray(table[:, None], x.dtype))  # (b, 1)
+def _at(table: np.ndarray, time: Any, x: Any, *, ends: bool = False) -> Any:
+    """The entries (b, 1, ...) of a table for time steps (b,), in the dtype of x: NaN for those that it does not have.
+
+    The last entry is that of time step -1, which it has only if `ends`.
+    """
+    time, steps = jnp.asarray(time), len(table) - 1
+    if time.shape not in ((), (x.shape[0],)):
+        raise ValueError(
+            f"Diffusion: time is {time.shape}, but must be {x.shape[:1]}: one for each image of {x.shape}."
+        )
+    row = jnp.where((time < 0) | (time >= steps), steps + 1, time)  # outside of the table
+    row = jnp.where(time == -1, steps, row) if ends else row
+    values = ops.embedding(row, jnp.asarray(table[:, None], x.dtype))  # (b, 1)
     return values.reshape(-1, *[1] * (x.ndim - 1))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mlax.zoo._config import Config
 
@@ -22,7 +23,7 @@ def normalize_images(
 ) -> jax.Array:
     """Normalize the pixels of images (b, h, w, 3) by ImageNet's mean and standard deviation, as pretrained models want.
 
-    Pixels are bytes from 0 to 255, or floating from 0 to 1. Other means and deviations, such as (0.5, 0.5, 0.5), are in
+    Pixels are uint8 from 0 to 255, or floating from 0 to 1. Other means and deviations, such as (0.5, 0.5, 0.5), are in
     the preprocessor_config.json of a model on Hugging Face. Call it inside `jit`, where it is fused.
 
     >>> zoo.normalize_images(jnp.zeros((8, 224, 224, 3), "uint8")).shape
@@ -34,10 +35,44 @@ def normalize_images(
             f"normalize_images: the images are {x.shape}, with {len(mean)} means and {len(std)} deviations, but must "
             "have as many channels, on the last axis."
         )
+    _check_pixels(x)
     largest = 1.0 if jnp.issubdtype(x.dtype, jnp.floating) else 255.0
     scale = np.asarray(1 / (largest * np.asarray(std)), dtype)
     shift = np.asarray(-np.asarray(mean) / np.asarray(std), dtype)
     return x.astype(dtype) * scale + shift
+
+
+def _check_pixels(x: jax.Array) -> None:
+    """Raise for pixels of unknown range and, unless they are traced, for floating ones from 0 to 255."""
+    if x.dtype != np.uint8 and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"normalize_images: the images are {x.dtype}, but must be uint8, from 0 to 255, or floating, from 0 to 1; "
+            "cast them by images.astype('uint8'), or divide them by their largest value."
+        )
+    if x.dtype == np.uint8 or isinstance(x, Tracer) or not x.is_fully_addressable or not x.size:
+        return
+    if x.max() > 2:  # not 1, which bicubic interpolation exceeds
+        raise ValueError(
+            f"normalize_images: the images are {x.dtype} up to {x.max():g}, but must be from 0 to 1; divide them by "
+            "255, or pass uint8."
+        )
+
+
+def check_images(model: str, images: Any, channels: int | None = None) -> None:
+    """Raise for images that are not (b, h, w, channels), such as PyTorch's (b, c, h, w); None: any channels."""
+    shape, usual = images.shape, (1, 3) if channels is None else (channels,)
+    if len(shape) == 4 and (shape[3] in usual or (channels is None and shape[1] not in usual)):
+        return
+    hint = ""
+    if len(shape) == 4 and shape[1] in usual:
+        hint = "; channels come last: images.transpose(0, 2, 3, 1)"
+    elif len(shape) == 3 and shape[2] in usual:
+        hint = "; add a batch axis: images[None]"
+    elif len(shape) == 3 and shape[0] in usual:
+        hint = "; channels come last, after a batch axis: images.transpose(1, 2, 0)[None]"
+    elif len(shape) == 3 and 1 in usual:
+        hint = "; add an axis of channels: images[..., None]"
+    raise ValueError(f"{model}: the images are {shape}, but must be (b, h, w, {channels or 'channels'}){hint}.")
 
 
 def resize_grid(table: Any, size: tuple[int, int], new_size: tuple[int, int]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from mlax import nn
 from mlax.core import Composite, Repeat, Size, Sub, VarianceScaling, frozen, with_fields
 from mlax.zoo._config import Config
-from mlax.zoo._images import label_names, num_labels, stage_depths
+from mlax.zoo._images import check_images, label_names, num_labels, stage_depths
 from mlax.zoo._weights import WeightMap, map_batch_norm, map_conv, map_linear
 
 KERNEL_INIT = VarianceScaling(2.0, "out", "normal")  # He's, by the number of outputs
@@ -63,6 +63,7 @@ class ResNet(Composite):
         return parts if self.classes is None else parts | {"head": nn.Linear(self.classes)}
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, h, w, 3)
+        check_images("ResNet", x)
         x = sub.pool(jax.nn.relu(sub.norm(sub.conv(x))))  # (b, h / 4, w / 4, c)
         for stage in sub.stages:
             x = stage(x)  # (b, h / 4, w / 4, c), then h / 8 and so on

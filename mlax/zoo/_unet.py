@@ -13,6 +13,7 @@ import numpy as np
 from mlax import nn, ops
 from mlax.core import Composite, Series, Size, Sub, frozen
 from mlax.zoo._config import Config
+from mlax.zoo._images import check_images
 from mlax.zoo._weights import Weight, WeightMap, map_conv, map_embed, map_linear, map_norm
 
 Names = dict[Any, Weight]
@@ -74,6 +75,13 @@ class UNet(Composite):
                 "no labels; set classes=, or leave them out" if self.classes is None else "labels, (x, time, label)"
             )
             raise ValueError(f"UNet(classes={self.classes}): the input must have {wanted}.")
+        check_images("UNet", x, self.channels)
+        check_size("UNet", x, len(self.widths))
+        for name, each in {"time": time, **({} if label is None else {"label": label})}.items():
+            if jnp.shape(each) != x.shape[:1]:
+                raise ValueError(
+                    f"UNet: {name} is {jnp.shape(each)}, but must be (b,), one for each image: {x.shape[:1]}."
+                )
         t = sub.time(_embed_time(time, self.widths[0], self.steps, self.sine_first, self.shift, x.dtype))
         t = jax.nn.silu(t if label is None else t + sub.label(label))  # (b, 4 d)
         x = sub.conv_in(x)
@@ -356,6 +364,16 @@ def map_level(path: str, module: str, layers: int, resize: str, resizers: str) -
         entries |= map_residual_block(f"{path}/blocks/{index}", f"{module}.resnets.{index}")
         entries |= map_attention(f"{path}/attend/{index}", f"{module}.attentions.{index}")
     return entries
+
+
+def check_size(model: str, images: Any, levels: int) -> None:
+    """Raise for images that cannot be halved from each level to the next."""
+    size, divisor = images.shape[1:3], 2 ** (levels - 1)
+    if any(isinstance(each, int) and each % divisor for each in size):  # one may be symbolic
+        raise ValueError(
+            f"{model}: h and w are {size}, but must be divisible by 2 for each level but the last, here by {divisor}; "
+            "pad or resize them."
+        )
 
 
 def _halve(width: int, pad: Literal["end", "both"]) -> nn.Conv:

@@ -11,7 +11,8 @@ import numpy as np
 from mlax import nn, ops
 from mlax.core import Composite, Size, Sub, frozen
 from mlax.zoo._config import Config
-from mlax.zoo._unet import MiddleBlock, ResidualBlock, SpatialAttention, map_level, map_middle
+from mlax.zoo._images import check_images
+from mlax.zoo._unet import MiddleBlock, ResidualBlock, SpatialAttention, check_size, map_level, map_middle
 from mlax.zoo._weights import WeightMap, map_conv, map_norm
 
 LOG_VARIANCE = (-30.0, 20.0)  # its range
@@ -21,10 +22,10 @@ LOG_VARIANCE = (-30.0, 20.0)  # its range
 class VAE(Composite):
     """A variational autoencoder of images (b, h, w, c): a dict of reconstruction, mean and log_variance.
 
-    The latent codes are (b, h / n, w / n, latent), where n is 2 for each level but the last. In training the decoder
-    gets a sample, which needs a key, and in inference mode the mean. Parts: encode and decode, which are layers by
-    themselves: encode gives the pair of mean and log-variance. The names of weights are those of diffusers'
-    AutoencoderKL, whose latent codes are multiplied by `scale` before diffusion.
+    The latent codes are (b, h / n, w / n, latent), where n is 2 for each level but the last; it must divide h and w. In
+    training the decoder gets a sample, which needs a key, and in inference mode the mean. Parts: encode and decode,
+    which are layers by themselves: encode gives the pair of mean and log-variance. The names of weights are those of
+    diffusers' AutoencoderKL, whose latent codes are multiplied by `scale` before diffusion.
 
     >>> model = zoo.VAE(widths=(8, 16), groups=4)
     >>> trainables, _ = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
@@ -50,6 +51,8 @@ class VAE(Composite):
         }
 
     def wire(self, sub: Sub, x: Any) -> dict[str, Any]:
+        check_images("VAE", x, self.channels)
+        check_size("VAE", x, len(self.widths))
         mean, log_variance = sub.encode(x)
         latent = mean
         if not sub.inference_mode:

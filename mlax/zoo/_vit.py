@@ -14,7 +14,7 @@ from jax import lax
 from mlax import nn
 from mlax.core import Composite, Normal, Repeat, Size, Sub, Tree, TruncatedNormal, frozen, short_repr, with_fields
 from mlax.zoo._config import Config
-from mlax.zoo._images import label_names, num_labels, resize_grid
+from mlax.zoo._images import check_images, label_names, num_labels, resize_grid
 from mlax.zoo._weights import Weight, WeightMap, map_conv, map_linear, map_norm
 
 KERNEL_INIT = TruncatedNormal(0.02)
@@ -27,7 +27,8 @@ class ViT(Composite):
 
     The images have the size `image_size`; `resize_positions` changes it. With `distilled`, it is DeiT, which has a
     second token and a second head, for the answers of a teacher: training returns the logits of both, and inference
-    their mean. Parts: patches, class_token, distillation_token, positions, drop, blocks, norm, head, distillation_head.
+    their mean. The pooler of transformers' ViTModel is not read: `classes=None` gives the class token before it.
+    Parts: patches, class_token, distillation_token, positions, drop, blocks, norm, head, distillation_head.
 
     >>> model = zoo.ViT(image_size=(32, 24), patch=8, width=8, depth=2, heads=2, hidden=16, classes=10)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
@@ -80,6 +81,7 @@ class ViT(Composite):
         return parts | dict.fromkeys(heads, nn.Linear(self.classes, kernel_init=KERNEL_INIT))
 
     def wire(self, sub: Sub, images: Any) -> Any:  # (b, h, w, 3)
+        check_images("ViT", images)
         if images.shape[1:3] != self.image_size:
             raise ValueError(
                 f"ViT: the images are {images.shape}, but it has positions for {self.image_size}; resize the images, "
@@ -216,7 +218,8 @@ def deit(
 def resize_positions(model: ViT, trainables: Tree, image_size: int | tuple[int, int]) -> tuple[ViT, Tree]:
     """A ViT for images of another size: the model and its trainables, whose position embeddings are interpolated.
 
-    The interpolation is bicubic, as that of transformers' `interpolate_pos_encoding`.
+    The interpolation is bicubic, as that of transformers' `interpolate_pos_encoding`. Pixels at the end of an axis that
+    do not fill a patch are not read, as in any ViT: choose multiples of `model.patch`.
 
     >>> model = zoo.ViT(image_size=(32, 32), patch=8, width=8, depth=2, heads=2, hidden=16, classes=10)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())

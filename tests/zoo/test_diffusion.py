@@ -126,8 +126,19 @@ def test_samplers_draw_from_the_distribution_that_an_exact_model_predicts():
 
 def test_a_time_step_that_the_process_does_not_have_gives_nan():
     process, x = zoo.Diffusion(steps=10), jnp.ones((3, 2))
-    noisy = process.add_noise(x, x, jnp.array([9, 10, -2]))
-    np.testing.assert_array_equal(jnp.isnan(noisy).all(-1), [False, True, True])
+    time = jnp.array([9, 10, -1])
+    found = {
+        "add_noise": process.add_noise(x, x, time),
+        "target": process.target(x, x, time),
+        "ddpm_step": process.ddpm_step(x, x, time, x),
+        "ddim_step": process.ddim_step(x, x, time, jnp.zeros(3, int)),
+        "earlier": process.ddim_step(x, x, jnp.full(3, 9), jnp.array([-1, 10, -2])),  # -1 is the end
+    }
+    for name, each in found.items():
+        np.testing.assert_array_equal(jnp.isnan(each).all(-1), [False, True, True], err_msg=name)
+        assert not jnp.isnan(each[0]).any()
+    with pytest.raises(ValueError, match=r"time is \(2,\), but must be \(3,\)"):
+        process.add_noise(x, x, jnp.array([1, 2]))
     with pytest.raises(ValueError, match="steps is 11, but must be from 1 to 10"):
         zoo.ddim(lambda x, time: x, x, process=process, steps=11)
     with pytest.raises(ValueError, match="betas is 'quadratic', but must be linear or scaled_linear or cosine"):
@@ -139,3 +150,46 @@ def test_labels_are_required_where_the_unet_has_classes():
     model = zoo.UNet(widths=(4, 4), attention=(False, False), groups=2, classes=3)
     with pytest.raises(ValueError, match="must have labels"):
         model.init(jax.random.key(0), (x, time))
+
+
+@pytest.mark.parametrize(
+    ("x", "time", "message"),
+    [
+        ((2, 8, 8, 3), (), r"time is \(\), but must be \(b,\), one for each image: \(2,\)"),
+        ((2, 8, 8, 3), (3,), r"time is \(3,\), but must be \(b,\)"),
+        (
+            (2, 7, 8, 3),
+            (2,),
+            r"h and w are \(7, 8\), but must be divisible by 2 for each level but the last, here by 2",
+        ),
+        ((2, 3, 8, 8), (2,), r"channels come last: images.transpose\(0, 2, 3, 1\)"),
+        ((8, 8, 3), (8,), r"add a batch axis: images\[None\]"),
+        ((2, 8, 8, 4), (2,), r"must be \(b, h, w, 3\)\."),
+    ],
+)
+def test_a_unet_names_the_input_that_does_not_fit(x, time, message):
+    model = zoo.UNet(widths=(4, 4), attention=(False, False), groups=2)
+    with pytest.raises(ValueError, match=message):
+        model.init(jax.random.key(0), (jnp.ones(x), jnp.zeros(time, int)))
+
+
+def test_a_vae_refuses_images_that_it_would_crop():
+    with pytest.raises(ValueError, match=r"VAE: h and w are \(15, 15\), but must be divisible by 2"):
+        zoo.VAE(widths=(4, 4), groups=2).init(jax.random.key(0), jnp.ones((1, 15, 15, 3)))
+
+
+def test_samplers_refuse_noise_and_predictions_that_do_not_fit():
+    x, rng = jnp.ones((2, 4)), jax.random.key(0)
+    samplers = {
+        "ddpm": lambda predict, x: zoo.ddpm(predict, x, rng),
+        "ddim": lambda predict, x: zoo.ddim(predict, x),
+    }
+    for name, sample in samplers.items():
+        with pytest.raises(TypeError, match=rf"{name}: x is uint8\(2, 4\), but must be noise: jax.random.normal"):
+            sample(lambda x, time: x, x.astype("uint8"))
+        with pytest.raises(ValueError, match=rf"{name}: predict returned float32\(2, 3\), but must return the shape"):
+            sample(lambda x, time: x[:, :3], x)
+        with pytest.raises(ValueError, match=rf"{name}: predict returned float32\(2, 4\).*bfloat16\(2, 4\)"):
+            sample(lambda x, time: x.astype("float32"), x.astype("bfloat16"))
+        with pytest.raises(TypeError, match="of the pair that fwd returns, that is the first"):
+            sample(lambda x, time: (x, None), x)

@@ -111,3 +111,31 @@ def test_bytes_are_normalized_as_torchvision_normalizes_them():
     np.testing.assert_allclose(zoo.normalize_images(np.float32(pixels) / 255), wanted, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="as many channels"):
         zoo.normalize_images(np.zeros((2, 3, 8, 8), np.uint8))
+
+
+def test_pixels_of_an_unknown_range_are_refused():
+    for dtype in ("uint16", "int8", "int32", "bool"):
+        with pytest.raises(TypeError, match=f"the images are {dtype}, but must be uint8, from 0 to 255, or floating"):
+            zoo.normalize_images(np.zeros((2, 3), dtype))
+    with pytest.raises(ValueError, match="are float32 up to 255, but must be from 0 to 1; divide them by 255"):
+        zoo.normalize_images(np.full((2, 3), 255, np.float32))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        zoo.ResNet(depths=(1,), widths=(8,), stem=8),
+        zoo.ConvNeXt(depths=(1,), widths=(8,)),
+        zoo.ViT(image_size=(32, 32), width=8, depth=1, heads=2, hidden=8),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_images_in_another_layout_are_refused_with_the_transposition(model):
+    for shape, hint in {
+        (2, 3, 32, 32): r"channels come last: images.transpose\(0, 2, 3, 1\)",
+        (32, 32, 3): r"add a batch axis: images\[None\]",
+        (3, 32, 32): r"images.transpose\(1, 2, 0\)\[None\]",
+        (32, 32): r"\(32, 32\), but must be \(b, h, w, channels\)\.",
+    }.items():
+        with pytest.raises(ValueError, match=rf"{type(model).__name__}: the images are .*{hint}"):
+            model.init(jax.random.key(0), jnp.ones(shape))
