@@ -118,3 +118,14 @@ def test_a_padding_token_without_a_position_after_it_is_refused():
 def test_a_pooler_inside_of_a_model_with_a_head_is_refused():
     with pytest.raises(ValueError, match="the encoder has a pooler; pass one with pooler=False"):
         zoo.BERTClassifier(zoo.BERT(**TINY, pooler=True))
+
+
+def test_a_saved_pooler_is_read_only_by_a_model_that_has_one(tmp_path):
+    model = zoo.BERT(**TINY, pooler=True)
+    trainables, _ = model.init(jax.random.key(0), model.example_input())
+    zoo.save(tmp_path / "bert", model, trainables)
+    loaded = zoo.load(tmp_path / "bert")
+    assert not loaded.model.pooler and "pooler" not in loaded.trainables
+    pooled = dataclasses.replace(loaded.model, pooler=True)
+    again, _ = zoo.load_weights(pooled, tmp_path / "bert/model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, again, trainables)
