@@ -34,6 +34,7 @@ _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # A string, terminated or not; possessive quantifiers, so that no input makes it backtrack.
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _UNFINISHED = re.compile(r"\..{1,100}\.[0-9a-f]{16}")  # the temporary names of `atomic_write`
+_Path = str | os.PathLike[str]
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -55,14 +56,20 @@ class NotEnoughSpace(OSError, metaclass=Documented):
 
 
 @contextlib.contextmanager
-def safe_open(path: str, within: str | None = None) -> Iterator[tuple[BinaryIO, int]]:
+def safe_open(path: str, within: _Path | None = None, folder: _Path | None = None) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file for reading: yields the file and its size.
 
-    A symbolic link must lead to a file inside `within`, by default the folder of the link.
+    A symbolic link must lead to a file inside `folder`, by default that of the link, or inside `within`. For a path
+    with parts that are not the caller's, pass `folder`: they may be links, too.
     """
-    real, home = os.path.realpath(path), os.path.realpath(within or os.path.dirname(os.path.abspath(path)))
-    if os.path.commonpath([real, home]) != home:
-        raise InvalidFile(f"{path}: it is a link that leads out of {home}, to {real}; pass that path if you trust it.")
+    homes = [os.path.realpath(folder or os.path.dirname(os.path.abspath(path)))]
+    homes += [os.path.realpath(within)] if within else []
+    real = os.path.realpath(path)
+    if all(os.path.commonpath([real, home]) != home for home in homes):
+        raise InvalidFile(
+            f"{path}: it is a link that leads out of {' and '.join(dict.fromkeys(homes))}, to {real}; if you trust it, "
+            f"pass that path, or within={os.path.dirname(real)!r}."
+        )
     with open(open_regular(real, os.O_RDONLY, name=path), "rb") as file:
         yield file, os.fstat(file.fileno()).st_size
 

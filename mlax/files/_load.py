@@ -131,6 +131,10 @@ def read_index(path: str, within: str | None, suffix: str) -> dict[str, str]:
         if not _is_file_name(file) or not file.endswith(suffix):
             raise InvalidFile(f"{path}: {name!r} is in {str(file)[:100]!r}, but must be in a file beside the index.")
     check_total_parts(weight_map, path)
+    folder = os.path.dirname(os.path.abspath(path))
+    for file in sorted(set(weight_map.values())):
+        if not os.path.lexists(os.path.join(folder, file)):
+            raise FileNotFoundError(f"{path}: it lists {file}, which is not beside it; download all its files.")
     return weight_map
 
 

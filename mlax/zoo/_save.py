@@ -114,7 +114,7 @@ def _read_copies(folder: Path, within: Any) -> dict[str, bytes]:
     for name in COPIED:
         path = os.fspath(folder / name)
         if os.path.lexists(path):
-            with files.safe_open(path, os.fspath(within or folder)) as (file, size):
+            with files.safe_open(path, within) as (file, size):
                 if size > MAX_COPIED_BYTES:
                     raise files.InvalidFile(
                         f"{path}: it has {size:,} bytes, and at most {MAX_COPIED_BYTES:,} are allowed."

@@ -154,7 +154,7 @@ def _read_mode(folder: Path, module: dict[str, Any], within: Any) -> Pooling:
 
 def _read_json(folder: Path, name: str, within: Any, template: bytes = b"%s") -> dict[str, Any]:
     path = os.fspath(folder / name)
-    with files.safe_open(path, os.fspath(within or folder)) as (file, size):
+    with files.safe_open(path, within, folder) as (file, size):
         if size > MAX_BYTES:
             raise files.InvalidFile(f"{path}: it has {size:,} bytes, and at most {MAX_BYTES:,} are allowed.")
         return files.parse_json(template % file.read(size), path, depth=8, items=1000)

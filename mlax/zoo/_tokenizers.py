@@ -214,7 +214,7 @@ def _read_special(folder: Path, within: Any, backend: Any) -> dict[str, int]:
 
 def _read_bounded(folder: Path, name: str, within: Any, most: int) -> bytes:
     path = os.fspath(folder / name)
-    with files.safe_open(path, os.fspath(within or folder)) as (file, size):
+    with files.safe_open(path, within) as (file, size):
         if size > most:
             raise files.InvalidFile(f"{path}: it has {size:,} bytes, and at most {most:,} are allowed.")
         return file.read(size)

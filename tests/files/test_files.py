@@ -1,5 +1,6 @@
 """files.save and files.load round-trip bitwise, also through the reference implementation."""
 
+import json
 import os
 
 import jax
@@ -137,9 +138,35 @@ def test_links_may_lead_into_the_folder_that_the_caller_allows(tmp_path):
     (tmp_path / "snapshot").mkdir()
     files.save(tmp_path / "blobs" / "1", {"a": np.ones(3)})
     (tmp_path / "snapshot" / "x.safetensors").symlink_to("../blobs/1")
-    with pytest.raises(files.InvalidFile, match="leads out of"):
+    with pytest.raises(files.InvalidFile, match=r"leads out of .*/snapshot, to .*, or within='.*/blobs'"):
         files.load(tmp_path / "snapshot" / "x.safetensors")
     assert files.load(tmp_path / "snapshot" / "x.safetensors", within=tmp_path)["a"].shape == (3,)
+
+
+def test_within_adds_to_the_folder_of_the_file(tmp_path):
+    for folder in ("blobs", "snapshot", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        files.save(tmp_path / folder / "1.safetensors", {"a": np.ones(3)})
+    (tmp_path / "snapshot" / "2.safetensors").symlink_to("../blobs/1.safetensors")
+    (tmp_path / "snapshot" / "3.safetensors").symlink_to("../elsewhere/1.safetensors")
+    for name in ("1.safetensors", "2.safetensors"):
+        assert files.load(tmp_path / "snapshot" / name, within=tmp_path / "blobs")["a"].shape == (3,)
+    with pytest.raises(files.InvalidFile, match=r"leads out of .*/snapshot and .*/blobs"):
+        files.load(tmp_path / "snapshot" / "3.safetensors", within=tmp_path / "blobs")
+    (tmp_path / "snapshot" / "part").symlink_to("../elsewhere")  # a folder that is a link does not allow itself
+    with (
+        pytest.raises(files.InvalidFile, match="leads out of"),
+        files.safe_open(str(tmp_path / "snapshot/part/1.safetensors"), tmp_path / "blobs", tmp_path / "snapshot"),
+    ):
+        pass
+
+
+def test_an_index_is_named_when_one_of_its_files_is_missing(tmp_path):
+    for name, load in {"x.safetensors": files.load, "x.bin": files.load_torch}.items():
+        index = tmp_path / f"{name}.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(FileNotFoundError, match=rf"{name}.index.json: it lists {name}, which is not beside it"):
+            load(index)
 
 
 def test_what_load_would_refuse_is_not_saved(tmp_path):
