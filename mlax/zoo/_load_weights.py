@@ -27,10 +27,18 @@ from mlax.core import (
     variable_shapes,
 )
 from mlax.place import Plan
-from mlax.zoo._weights import Weight, WeightMap, find_described
+from mlax.zoo._weights import (
+    Weight,
+    WeightMap,
+    check_unique,
+    concatenated_shape,
+    find_described,
+    read_weight_map,
+)
 
 _COMPARED_BYTES = 1 << 24  # at a time
 _SHARED_BYTES = 1 << 25  # by tensors of a file, besides a fifth of it
+_ADVICE_DISABLED = "pass dtype='float32', or enable jax_enable_x64"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
 
 
@@ -56,7 +64,7 @@ def load_weights(
     described = find_described(model)
     dtype = _floating_dtype(dtype)
     arrays = read_arrays(weights, within)
-    weight_map = described.weight_map()
+    weight_map = read_weight_map(model)
     _check_number(model, len(weight_map.entries) // 2, arrays)  # before tracing a model that may be huge
     x = described.example_input()
     shapes = variable_shapes(_scan_stacks(model), x)
@@ -96,9 +104,14 @@ def _floating_dtype(dtype: Any) -> np.dtype | None:
     try:
         target = jnp.dtype(dtype)
     except TypeError:
-        raise TypeError(f"load_weights: dtype is {dtype!r}, but must be a dtype such as 'bfloat16'.") from None
+        raise TypeError(
+            f"load_weights: dtype is {dtype!r}, but must be 'float32', 'bfloat16', 'float16' or another floating dtype "
+            "of JAX."
+        ) from None
     if not jnp.issubdtype(target, jnp.inexact):
         raise TypeError(f"load_weights: dtype is {target}, but must be a floating dtype; to quantize, use nn.quantize.")
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        raise ValueError(f"load_weights: dtype is {target}, which JAX disables; {_ADVICE_DISABLED}.")
     return target
 
 
@@ -174,13 +187,14 @@ def _resolve(weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[s
 
     sources: list[_Source] = []
     readers: dict[str, _Reader] = {}
+    owners: dict[str, str] = {}
     ignored = list(weight_map.ignored)
     for paths, weight in weight_map.present(leaves):
         shapes = [leaves[path].shape[weight.stars :] for path in paths]
-        shape = (*shapes[0][:-1], sum(each[-1] for each in shapes)) if len(paths) > 1 else shapes[0]
-        names = (to_file(weight.fill(index)) for index in weight.indices(leaves[paths[0]]))
-        in_file = weight.shape_in_file(shape)
-        sources.extend(_Source(name, in_file) for name in names)
+        in_file = weight.shape_in_file(concatenated_shape(shapes))
+        for index in weight.indices(leaves[paths[0]]):
+            sources.append(_Source(to_file(weight.fill(index)), in_file))
+            check_unique(owners, sources[-1].name, paths[0])
         ignored.extend([weight.counter] if weight.counter else ())
         starts = itertools.accumulate((each[-1] for each in shapes), initial=0) if len(paths) > 1 else [None]
         for path, start, each in zip(paths, starts, shapes, strict=False):
@@ -206,7 +220,7 @@ def _check_entries(
         "misshapen": [
             f"{name} {arrays[name].shape}, not {shape}" for name, shape in found if tuple(arrays[name].shape) != shape
         ],
-        "of another dtype": [] if missing else list(_dtype_faults(table, leaves, arrays, dtype)),
+        **({} if missing else _dtype_faults(table, leaves, arrays, dtype)),
         "not tied": [
             f"{name}, not equal to {other}"
             for name, other in table.tied.items()
@@ -241,18 +255,26 @@ def _extra_names(table: _Table, arrays: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _dtype_faults(table: _Table, leaves: Mapping[str, Any], arrays: Mapping[str, Any], dtype: Any) -> Iterator[str]:
+def _dtype_faults(
+    table: _Table, leaves: Mapping[str, Any], arrays: Mapping[str, Any], dtype: Any
+) -> dict[str, list[str]]:
     """What cannot be loaded without a cast that nobody asked for."""
+    other, mixed, disabled = [], [], []
     for path, reader in table.readers.items():
         names = [reader.weight.fill(index) for index in reader.weight.indices(leaves[path])]
         found = {np.dtype(arrays[name].dtype) for name in names}
         is_floating = jnp.issubdtype(leaves[path].dtype, jnp.inexact)
         if any(jnp.issubdtype(each, jnp.inexact) != is_floating for each in found):
-            yield f"{names[0]} {_few(map(str, found))}, not like {leaves[path].dtype}"
+            other.append(f"{names[0]} {_few(map(str, found))}, not like {leaves[path].dtype}")
         elif dtype is None and len(found) > 1:
-            yield f"{names[0]} and others of {path}: {_few(sorted(map(str, found)))} (pass dtype=)"
+            mixed.append(f"{names[0]} and others of {path}: {_few(sorted(map(str, found)))}")
         elif dtype is None and any(jax.dtypes.canonicalize_dtype(each) != each for each in found):
-            yield f"{names[0]} {_few(map(str, found))}, which JAX disables (pass dtype=, or enable jax_enable_x64)"
+            disabled.append(f"{names[0]} {_few(map(str, found))}")
+    return {
+        "of another dtype": other,
+        "of several dtypes (pass dtype=)": mixed,
+        f"of a dtype that JAX disables ({_ADVICE_DISABLED})": disabled,
+    }
 
 
 def _suggest(name: str, extra: list[str]) -> str:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mlax.core import Layer, Tree, flatten_paths, short_repr
-from mlax.zoo._weights import Weight, WeightMap, find_described
+from mlax.core import Layer, Tree, flatten_paths, short_repr, variable_shapes
+from mlax.zoo._weights import Weight, WeightMap, check_unique, concatenated_shape, find_described, read_weight_map
 
 
 def state_dict(
@@ -16,15 +16,29 @@ def state_dict(
 ) -> dict[str, np.ndarray]:
     """The inverse of `load_weights`: PyTorch's state dict as NumPy arrays.
 
-    `names` is the library, of several that the model's weight map has; None: the first.
+    `names` is the library, of several that the model's weight map has; None: the first. PyTorch's counters of steps of
+    batch normalization, num_batches_tracked, are written as 0.
 
     In PyTorch, `module.load_state_dict({name: torch.from_numpy(array) for name, array in zoo.state_dict(...).items()})`
     loads it.
     """
     weight_map = choose_weight_map(model, names)
     leaves = {**flatten_paths(trainables), **flatten_paths(non_trainables)}
-    state = {entry.name: entry.read(leaves) for entry in state_entries(weight_map, leaves)}
+    entries = list(state_entries(weight_map, leaves))
+    _check_none_missing(model, leaves)
+    state = {entry.name: entry.read(leaves) for entry in entries}
     return state | {name: state[other] for name, other in weight_map.tied.items() if other in state}
+
+
+def _check_none_missing(model: Layer, leaves: Mapping[str, Any]) -> None:
+    wanted = variable_shapes(model, find_described(model).example_input())
+    missing = [path for tree in wanted for path in flatten_paths(tree) if path not in leaves]
+    if missing:
+        more = ", ..." if len(missing) > 5 else ""
+        raise ValueError(
+            f"state_dict: {short_repr(model)} has variables that were not passed, {', '.join(missing[:5])}{more}; pass "
+            "both trainables and non_trainables, as its init or zoo.load_weights returns them."
+        )
 
 
 class StateEntry(NamedTuple):
@@ -45,9 +59,7 @@ class StateEntry(NamedTuple):
     def shape(self, leaves: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the array, without computing it."""
         shapes = [leaves[path].shape[len(self.index) :] for path in self.paths]
-        if len(shapes) < 2:
-            return self.weight.shape_in_file(shapes[0]) if shapes else ()
-        return self.weight.shape_in_file((*shapes[0][:-1], sum(shape[-1] for shape in shapes)))
+        return self.weight.shape_in_file(concatenated_shape(shapes)) if shapes else ()
 
     def nbytes(self, leaves: Mapping[str, Any]) -> int:
         """The size of the array."""
@@ -72,16 +84,19 @@ def state_entries(weight_map: WeightMap, leaves: Mapping[str, Any]) -> Iterator[
             f"state_dict: the weight map has no name for {', '.join(unnamed[:5])}; merge adapters, and save a "
             "quantized model by files.save, or before it is quantized."
         )
+    owners: dict[str, str] = {}
     for paths, weight in present:
         for index in weight.indices(leaves[paths[0]]):
-            yield StateEntry(weight.fill(index), tuple(paths), weight, index)
+            name = weight.fill(index)
+            check_unique(owners, name, paths[0])
+            yield StateEntry(name, tuple(paths), weight, index)
             if weight.counter is not None:
                 yield StateEntry(weight.fill(index, weight.counter), (), weight, index)
 
 
 def choose_weight_map(model: Layer, names: str | None) -> WeightMap:
     """The weight map with the names of a library."""
-    weight_map = find_described(model).weight_map()
+    weight_map = read_weight_map(model)
     if names is None:
         return weight_map
     if names not in weight_map.others:

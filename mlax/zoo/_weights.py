@@ -76,10 +76,11 @@ class WeightMap(NamedTuple):
     others: Mapping[str, "WeightMap"] = {}  # other maps of the same model, by library: loading takes the one that fits
 
     def present(self, leaves: Mapping[str, Any]) -> Iterator[tuple[list[str], Weight]]:
-        """The entries whose leaves a model has."""
+        """The entries whose leaves a model has; raises if one does not fit its leaves."""
         for key, weight in self.entries.items():
             paths = [key] if isinstance(key, str) else list(key)
             if any(path in leaves for path in paths):
+                _check_entry(paths, weight, leaves)
                 yield paths, weight
 
 
@@ -109,6 +110,17 @@ def find_described(model: Layer) -> WeightMapped:
     return described
 
 
+def read_weight_map(model: Layer) -> WeightMap:
+    """The weight map of a model."""
+    weight_map: Any = find_described(model).weight_map()
+    if not isinstance(weight_map, WeightMap):
+        raise TypeError(
+            f"{short_repr(model)}: weight_map() returns a {type(weight_map).__name__}, but must return a "
+            "zoo.WeightMap; for a dict of entries, zoo.WeightMap(entries)."
+        )
+    return weight_map
+
+
 def map_linear(path: str, module: str) -> dict[Any, Weight]:
     """The entries of a Linear: a kernel, which PyTorch stores transposed, and a bias."""
     return {f"{path}/kernel": Weight(f"{module}.weight", (1, 0)), f"{path}/bias": Weight(f"{module}.bias")}
@@ -134,6 +146,43 @@ def map_batch_norm(path: str, module: str) -> dict[Any, Weight]:
 def map_embed(path: str, module: str) -> dict[Any, Weight]:
     """The entry of an Embed or LearnedPositions: its table."""
     return {f"{path}/table": Weight(f"{module}.weight")}
+
+
+def check_unique(owners: dict[str, str], name: str, path: str) -> None:
+    """Add the path of a leaf to those by name, and raise if the name is there already."""
+    if name in owners:
+        shared = f"{owners[name]} and {path} the same" if owners[name] != path else f"{path} two entries of one"
+        raise ValueError(
+            f"the weight map gives {shared} name, {name!r}; each leaf needs a name, and further "
+            "names of one array are WeightMap's `tied`."
+        )
+    owners[name] = path
+
+
+def concatenated_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of arrays that are concatenated along their last axis."""
+    return shapes[0] if len(shapes) == 1 else (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+
+
+def _check_entry(paths: list[str], weight: Any, leaves: Mapping[str, Any]) -> None:
+    """Raise unless the leaves can have the layout that an entry declares."""
+    entry = f"the weight map's entry {', '.join(map(repr, paths))}"
+    if not isinstance(weight, Weight):
+        raise TypeError(f"{entry} is a {type(weight).__name__}, but must be a zoo.Weight, such as Weight('fc.weight').")
+    if absent := [path for path in paths if path not in leaves]:
+        raise ValueError(f"{entry} joins several leaves, but the model has no {', '.join(absent)}.")
+    shapes = [tuple(leaves[path].shape) for path in paths]
+    rank = len(shapes[0]) - weight.stars
+    try:
+        if rank < (len(paths) > 1) or any(len(shape) != len(shapes[0]) for shape in shapes):
+            raise ValueError
+        weight.shape_in_file(concatenated_shape([shape[weight.stars :] for shape in shapes]))
+    except (ValueError, IndexError):
+        raise ValueError(
+            f"{entry}, {weight.name!r} with axes={weight.axes} and unit_axes={weight.unit_axes}, does not fit the leaf "
+            f"of shape {', '.join(map(str, shapes))}: each * of the name ({weight.stars} here) takes one leading axis, "
+            f"as of a stack of layers, and axes is an order of the other {max(rank, 0)}."
+        ) from None
 
 
 def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:

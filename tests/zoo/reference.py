@@ -39,7 +39,9 @@ class Reference:
 
     def check_gradients(self, model, trainables_gradient, tolerance=1e-4, names=None, kind="grad ") -> None:
         """Compare digests of all gradients, relative to the norm of each, or to that of all where it is nearly zero."""
-        gradients = zoo.state_dict(model, jax.device_get(trainables_gradient), None, names=names)
+        _, state = jax.eval_shape(model.init, jax.random.key(0), model.example_input())
+        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+        gradients = zoo.state_dict(model, jax.device_get(trainables_gradient), state, names=names)
         wanted = {name.removeprefix(kind): each for name, each in self.arrays.items() if name.startswith(kind)}
         assert wanted and wanted.keys() <= gradients.keys()
         floor = 1e-3 * np.linalg.norm([each[0] for each in wanted.values()])  # a key's bias has no gradient

@@ -152,21 +152,28 @@ def test_nothing_is_cast_unless_a_dtype_is_given(names):
     narrow = {name: array.astype("bfloat16") for name, array in names.items()}
     assert {leaf.dtype for leaf in jax.tree.leaves(zoo.load_weights(MODEL, narrow))} == {jnp.dtype("bfloat16")}
     mixed = {**names, "transformer.h.1.ln_1.weight": narrow["transformer.h.1.ln_1.weight"]}
-    with pytest.raises(ValueError, match=r"another dtype: transformer.h.0.ln_1.weight and others.*bfloat16, float32"):
+    with pytest.raises(
+        ValueError, match=r"several dtypes \(pass dtype=\): transformer.h.0.ln_1.weight and others.*bfloat16, float32"
+    ):
         zoo.load_weights(MODEL, mixed)
     assert {leaf.dtype for leaf in jax.tree.leaves(zoo.load_weights(MODEL, mixed, dtype="float16"))} == {
         jnp.dtype("float16")
     }
     with pytest.raises(ValueError, match=r"transformer.ln_f.weight int32, not like float32"):
         zoo.load_weights(MODEL, {**names, "transformer.ln_f.weight": np.ones(16, np.int32)})
-    wide = {**names, "transformer.ln_f.weight": np.ones(16, np.float64)}
-    with pytest.raises(ValueError, match=r"transformer.ln_f.weight float64, which JAX disables"):
+    wide = {**names} | {f"transformer.ln_f.{name}": np.ones(16, np.float64) for name in ("weight", "bias")}
+    with pytest.raises(
+        ValueError, match=r"JAX disables \(pass dtype='float32', or .*: .*weight float64, .*bias float64$"
+    ):
         zoo.load_weights(MODEL, wide)
     zoo.load_weights(MODEL, wide, dtype="float32")
+    for disabled in ("float64", np.float64, float):
+        with pytest.raises(ValueError, match=r"dtype is float64, which JAX disables; pass dtype='float32', or enable"):
+            zoo.load_weights(MODEL, names, dtype=disabled)
     with pytest.raises(TypeError, match="dtype is int8, but must be a floating dtype"):
         zoo.load_weights(MODEL, names, dtype="int8")
-    with pytest.raises(TypeError, match="dtype is 'float23', but must be a dtype such as 'bfloat16'"):
-        zoo.load_weights(MODEL, names, dtype="float23")
+    with pytest.raises(TypeError, match=r"dtype is 'torch.float16', but must be 'float32', 'bfloat16', 'float16' or"):
+        zoo.load_weights(MODEL, names, dtype="torch.float16")
 
 
 def test_statistics_of_a_mixed_model_with_bfloat16_weights_are_float32(names):
