@@ -25,6 +25,7 @@ from mlax.core import (
     replace_leaves,
     short_repr,
     variable_shapes,
+    with_fields,
 )
 from mlax.place import Plan
 from mlax.zoo._weights import (
@@ -69,7 +70,7 @@ def load_weights(
     x = described.example_input()
     shapes = variable_shapes(_scan_stacks(model), x)
     leaves = {path: leaf for tree in shapes for path, leaf in flatten_paths(tree).items()}
-    table = _choose_table(model, weight_map, leaves, arrays)
+    table = _choose_table(model, weight_map, leaves, arrays, weights)
     _check_entries(model, table, leaves, arrays, dtype, weights)
     _check_sharing(table, arrays, weights)
     shardings = _shardings(model, x, plan, leaves)
@@ -166,16 +167,49 @@ class _Table(NamedTuple):
     unmapped: tuple[str, ...]  # paths of leaves that the map does not have
     ignored: tuple[str, ...]  # patterns
     tied: dict[str, str]
+    prefix: str  # that the map's names have, but not those here
 
 
-def _choose_table(model: Layer, weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> _Table:
-    """The table of the library that the state dict has most names of."""
+def _choose_table(
+    model: Layer, weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[str, Any], weights: Any
+) -> _Table:
+    """The table of the library that the state dict has most names of; raises if it has them behind a prefix."""
     tables = []
     for each in (weight_map, *weight_map.others.values()):
         number = sum(math.prod(leaves[paths[0]].shape[: weight.stars]) for paths, weight in each.present(leaves))
         _check_number(model, number, arrays)
         tables.append(_resolve(each, leaves, arrays))
-    return max(tables, key=lambda table: sum(source.name in arrays for source in table.sources))
+    best = max(tables, key=lambda table: _count_names(table, arrays))
+    if 2 * _count_names(best, arrays) < len(best.sources):
+        _check_prefix(model, tables, arrays, weights)
+    return best
+
+
+def _count_names(table: _Table, arrays: Mapping[str, Any], prefix: str = "") -> int:
+    return sum(prefix + source.name in arrays for source in table.sources)
+
+
+def _check_prefix(model: Layer, tables: list[_Table], arrays: Mapping[str, Any], weights: Any) -> None:
+    """Raise if the state dict has most names of a table, with something before each, such as "module."."""
+    for table in tables:
+        for source in table.sources[:3]:
+            found = (name.removesuffix(source.name) for name in arrays if name.endswith(f".{source.name}"))
+            for prefix in itertools.islice((each for each in found if len(each) < 100), 4):
+                if 2 * _count_names(table, arrays, prefix) > len(table.sources):
+                    raise ValueError(_prefix_error(model, prefix.removesuffix(table.prefix), arrays, weights))
+
+
+def _prefix_error(model: Layer, prefix: str, arrays: Mapping[str, Any], weights: Any) -> str:
+    is_common = all(name.startswith(prefix) for name in arrays)
+    condition = "" if is_common else f" if name.startswith({prefix!r})"
+    advice = f"{{name.removeprefix({prefix!r}): array for name, array in state.items(){condition}}}"
+    if not isinstance(weights, Mapping) and os.fspath(weights).endswith(_TORCH_SUFFIXES):
+        call, key = f"files.load_torch({os.fspath(weights)!r}", prefix.split(".")[0]
+        advice += f", where state is {call}), or {call}, key={key!r}) if they are one entry of a larger dict"
+    quantity = "all" if is_common else "the"
+    return (
+        f"{short_repr(model)}: {quantity} names of the weights{_where(weights)} start with {prefix!r}; pass {advice}."
+    )
 
 
 def _resolve(weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> _Table:
@@ -202,7 +236,8 @@ def _resolve(weight_map: WeightMap, leaves: Mapping[str, Any], arrays: Mapping[s
             readers[path] = _Reader(arrays, weight._replace(name=to_file(weight.name)), columns)
     unmapped = tuple(path for path in leaves if path not in readers)
     tied = {to_file(name): to_file(other) for name, other in weight_map.tied.items()}
-    return _Table(tuple(sources), readers, unmapped, tuple(map(to_file, ignored)), tied)
+    left_out = "" if has_prefix else weight_map.prefix
+    return _Table(tuple(sources), readers, unmapped, tuple(map(to_file, ignored)), tied, left_out)
 
 
 def _check_entries(
@@ -229,8 +264,32 @@ def _check_entries(
     }
     lines = [f"  {kind}: {_few(names)}" for kind, names in faults.items() if names]
     if lines:
-        where = "" if isinstance(weights, Mapping) else f" in {os.fspath(weights)}"
-        raise ValueError("\n".join([f"{short_repr(model)}: the weights{where} are not those of this model:", *lines]))
+        title = f"{short_repr(model)}: the weights{_where(weights)} are not those of this model:"
+        raise ValueError("\n".join([title, *lines, *_head_advice(model, found, arrays)]))
+
+
+def _where(weights: Any) -> str:
+    return "" if isinstance(weights, Mapping) else f" in {os.fspath(weights)}"
+
+
+def _head_advice(model: Layer, found: list[_Source], arrays: Mapping[str, Any]) -> Iterator[str]:
+    """What to do about a head with another number of classes."""
+    described: Any = find_described(model)
+    classes = getattr(described, "classes", None)
+    for name, shape in found:
+        there = tuple(arrays[name].shape)
+        if classes is not None and shape[:1] == (classes,) != there[:1] and shape[1:] == there[1:]:
+            headless = " (or with classes=None, which has no head)" if _may_be_headless(described) else ""
+            yield f"The head has {there[0]} classes there: load it with classes={there[0]}{headless}, then replace it."
+            return
+
+
+def _may_be_headless(described: Any) -> bool:
+    try:
+        with_fields(described, classes=None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_sharing(table: _Table, arrays: Mapping[str, Any], weights: Any) -> None:

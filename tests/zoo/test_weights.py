@@ -1,5 +1,7 @@
 """Weight maps: the tables between the paths of variables and names in state dicts, and what is refused of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import mlax
 from mlax import nn, zoo
+from tests.files.torch_archive import write_torch
 
 RIGHT = {
     **zoo.map_embed("embed", "emb"),
@@ -113,3 +116,28 @@ def test_a_state_dict_lacks_no_variable_of_the_model():
         zoo.state_dict(model, trainables)
     state = zoo.state_dict(model, trainables, non_trainables, names="torchvision")
     assert state["bn1.num_batches_tracked"] == 0 and state["bn1.running_mean"].shape == (4,)
+
+
+def test_names_behind_a_prefix_are_recognized(tmp_path):
+    model = zoo.ResNet(depths=(1,), widths=(8,), block="basic", stem=4, classes=3)
+    state = zoo.state_dict(model, *variables_of(model), names="torchvision")
+    wrapped = {f"model.module.{name}": array for name, array in state.items()}
+    with pytest.raises(
+        ValueError, match=r"all names of the weights start with 'model.module.'; pass {.*state.items\(\)}\."
+    ):
+        zoo.load_weights(model, wrapped)
+    write_torch(tmp_path / "x.pt", {**wrapped, "epoch": np.zeros(1, np.float32)})
+    words = r"x.pt start with 'model.module.'; pass {.* if name.startswith.*load_torch\('.*x.pt', key='model'\)"
+    with pytest.raises(ValueError, match=words):
+        zoo.load_weights(model, tmp_path / "x.pt")
+    gpt2 = zoo.GPT2(vocabulary=10, positions=4, width=4, depth=1, heads=1)
+    state = zoo.state_dict(gpt2, *variables_of(gpt2))
+    with pytest.raises(ValueError, match=r"start with 'module.'; pass"):
+        zoo.load_weights(gpt2, {f"module.{name}": array for name, array in state.items()})
+
+
+def test_another_number_of_classes_says_how_to_load_without_the_head():
+    model = zoo.ResNet(depths=(1,), widths=(8,), block="basic", stem=4, classes=3)
+    state = zoo.state_dict(model, *variables_of(model))
+    with pytest.raises(ValueError, match=r"has 3 classes there: load it with classes=3 \(or with classes=None, which"):
+        zoo.load_weights(dataclasses.replace(model, classes=5), state)
