@@ -242,6 +242,9 @@ def test_links_into_a_cache_are_followed_only_within_it(tmp_path, variables):
     with pytest.raises(files.InvalidFile, match="leads out of"):
         zoo.load(tmp_path / "snapshot")
     assert_equal(zoo.load(tmp_path / "snapshot", within=tmp_path).trainables, variables)
+    (tmp_path / "snapshot" / "config.json").unlink()
+    (tmp_path / "snapshot" / "config.json").write_text(json.dumps(MODEL.config()))
+    assert_equal(zoo.load(tmp_path / "snapshot", within=tmp_path / "blobs").trainables, variables)
 
 
 def test_a_model_is_never_in_memory_twice_while_it_is_loaded(tmp_path, thorough):
