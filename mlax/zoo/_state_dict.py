@@ -84,7 +84,7 @@ def state_entries(weight_map: WeightMap, leaves: Mapping[str, Any]) -> Iterator[
             f"state_dict: the weight map has no name for {', '.join(unnamed[:5])}; merge adapters, and save a "
             "quantized model by files.save, or before it is quantized."
         )
-    owners: dict[str, str] = {}
+    owners = {name: f"the tied {other}" for name, other in weight_map.tied.items()}
     for paths, weight in present:
         for index in weight.indices(leaves[paths[0]]):
             name = weight.fill(index)

@@ -109,6 +109,12 @@ def test_a_weight_map_is_a_table_of_weights():
         zoo.state_dict(with_map(zoo.WeightMap({**RIGHT, "head/bias": "fc.bias"})), *variables)
 
 
+def test_a_tied_name_is_not_that_of_a_leaf():
+    model = with_map(zoo.WeightMap(RIGHT, tied={"fc.weight": "emb.weight"}))
+    with pytest.raises(ValueError, match=r"gives the tied emb.weight and head/kernel the same name, 'fc.weight'"):
+        zoo.state_dict(model, *variables_of(model))
+
+
 def test_a_state_dict_lacks_no_variable_of_the_model():
     model = zoo.ResNet(depths=(1,), widths=(8,), block="basic", stem=4, classes=3)
     trainables, non_trainables = variables_of(model)
