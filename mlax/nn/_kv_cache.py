@@ -21,7 +21,7 @@ class Position(Layer):
     """Count the tokens of each row over calls: (b, t, ...) to the positions (b, t) of its tokens, int32.
 
     The input may also be a pair of it and lengths (b,): how many tokens of each row are not padding, and so counted.
-    Non-trainables: count (b,), the tokens so far.
+    Non-trainables: count (b,), the tokens so far; a count (1,) is that of all rows, whose positions are then (1, t).
     """
 
     def init(self, rng, x):
@@ -34,6 +34,11 @@ class Position(Layer):
         count, t = state["count"], x.shape[1]
         after = count + (t if lengths is None else lengths.astype(np.int32))
         return count[:, None] + jnp.arange(t, dtype=np.int32)[None], {"count": after}
+
+    def check_variables(self, x, trainables, non_trainables):
+        """As of every layer, but for a count of all rows."""
+        if jax.tree.map(jnp.shape, non_trainables) != {"count": (1,)}:
+            super().check_variables(x, trainables, non_trainables)
 
 
 @frozen
@@ -99,17 +104,20 @@ class KeyValueCache(Layer):
         self._check_inputs(x)
         self._check_state(x, state)
         b, t = x["key"].shape[:2]
-        positions = jnp.asarray(x.get("positions", ops.default_positions(t))).astype(np.int32)
-        positions = jnp.broadcast_to(jnp.atleast_2d(positions), (b, t))
+        positions = jnp.atleast_2d(jnp.asarray(x.get("positions", ops.default_positions(t))).astype(np.int32))
+        is_one_slot = positions.shape == (1, 1) and (b == 1 or "lengths" not in x)  # of all rows
+        positions = jnp.broadcast_to(positions, (b, t))
         lengths = x["lengths"].astype(np.int32) if "lengths" in x else jnp.full(b, t, np.int32)
         is_token = jnp.arange(t, dtype=np.int32)[None] < lengths[:, None]
         new = _quantize({name: x[name] for name in ("key", "value", "segments") if name in state}, self.param_dtype)
         new = _swap_heads_and_time(new)
-        y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state)
+        write = _write_slot if is_one_slot else _scatter
+        y, state = (self._write_ring if self.ring else self._append)(new, positions, lengths, is_token, state, write)
         y = _swap_heads_and_time(_dequantize(y, x["key"].dtype))
+        y["positions"] = y["positions"][: 1 if is_one_slot else b]
         return {name: each for name, each in y.items() if name in x}, state
 
-    def _append(self, new, positions, lengths, is_token, state):
+    def _append(self, new, positions, lengths, is_token, state, write):
         ends = positions[:, 0] + lengths  # the tokens of each row after this call
         known = ops.known_values(ends)
         if known is not None and np.max(known, initial=0) > self.capacity:
@@ -118,16 +126,16 @@ class KeyValueCache(Layer):
         is_full = jnp.expand_dims(ends > self.capacity, range(1, new[marked].ndim))
         new = {**new, marked: jnp.where(is_full, jnp.full_like(new[marked], jnp.nan), new[marked])}
         # what does not fit goes into the last slot, where its NaN is seen
-        stored = _write(state, new, jnp.minimum(positions, self.capacity - 1), is_token)
+        stored = _write(write, state, new, jnp.minimum(positions, self.capacity - 1), is_token)
         slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=np.int32)[None], (positions.shape[0], self.capacity))
         return {**stored, "positions": slots}, stored
 
-    def _write_ring(self, new, positions, lengths, is_token, state):
+    def _write_ring(self, new, positions, lengths, is_token, state, write):
         """Slot i holds the last position that is i modulo the capacity."""
         starts = positions[:, 0]
         # of the tokens that share a slot only the last is written
         is_kept = is_token & (positions >= (starts + lengths - self.capacity)[:, None])
-        stored = _write(state, new, positions % self.capacity, is_kept)
+        stored = _write(write, state, new, positions % self.capacity, is_kept)
         if positions.shape[1] == 1:
             return {**stored, "positions": self._slot_positions(starts + lengths)}, stored
         # an earlier query attends to tokens that a later one overwrites
@@ -228,25 +236,26 @@ class SourceCache(Layer):
             )
 
 
-def _write(state, new, slots, is_kept):
+def _write(write, state, new, slots, is_kept):
     """The arrays of the state with new ones in their slots (b, t), where `is_kept` (b, t) is True."""
     state, slots, is_kept = shard_like((state, slots, is_kept), new["key"])  # rows of an explicit mesh must agree
-    if slots.shape == (1, 1):  # in place; a scatter would check its index in another kernel
-        return {name: _write_slot(array, new[name], slots[0, 0], is_kept) for name, array in state.items()}
+    return {name: write(array, new[name].astype(array.dtype), slots, is_kept) for name, array in state.items()}
 
+
+def _scatter(array, new, slots, is_kept):
     def write_row(array: Any, new: Any, slots: Any) -> Any:
         at = array.at[slots] if array.ndim == 1 else array.at[:, slots]  # segments have no heads
         return at.set(new, mode="drop")
 
-    slots = jnp.where(is_kept, slots, state["key"].shape[2])  # a slot past the end is not written
-    return {name: jax.vmap(write_row)(array, new[name].astype(array.dtype), slots) for name, array in state.items()}
+    size = array.shape[min(array.ndim - 1, 2)]
+    return jax.vmap(write_row)(array, new, jnp.where(is_kept, slots, size))  # a slot past the end is not written
 
 
-def _write_slot(array, new, slot, is_kept):
-    """The array of one row with one new token in a slot."""
-    axis = min(array.ndim - 1, 2)
+def _write_slot(array, new, slots, is_kept):
+    """One new token of each row in the same slot: updated in place, where a scatter would check each index first."""
+    axis, slot = min(array.ndim - 1, 2), slots[0, 0]
     old = lax.dynamic_slice_in_dim(array, slot, 1, axis)
-    new = jnp.where(is_kept.reshape((1,) * array.ndim), new.astype(array.dtype), old)
+    new = jnp.where(jnp.expand_dims(is_kept[:, 0], range(1, array.ndim)), new, old)
     return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
 
 

@@ -48,7 +48,7 @@ class QuantizedLinear(Wrapper):
     """
 
     layer: Linear  # the Linear to quantize
-    dtype: DType = "int8"  # of the kernel
+    dtype: DType  # of the kernel: "int8" or "float8_e4m3fn"
 
     def __post_init__(self):
         if not isinstance(self.layer, Linear):

@@ -147,17 +147,25 @@ class Counters:
     def __init__(self, decoder: Layer):
         chains = [path for path, chain in find_layers(decoder, Chain) if len(set(chain.layers)) == 1]
         self.first: dict[str, str] = {}  # the path of the counter that stands for the one at a path
+        self.counts: set[str] = set()  # the paths of all counters
         for path, layer in find_layers(decoder, nn.MultiHeadAttention):
             first = path if layer.cache is not None and not layer.cross else ""
             for chain in chains:
                 head = "/".join(filter(None, (chain, "layers")))
                 first = re.sub(rf"^{re.escape(head)}/\d+/", f"{head}/0/", first)
+            if first:
+                self.counts.add(f"{path}/position/count")
             if first not in (path, ""):
                 self.first[f"{path}/position/count"] = f"{first}/position/count"
 
     def drop(self, state: Tree) -> Tree:
         """The state with one counter for each group."""
         return unflatten_paths((path, leaf) for path, leaf in flatten_paths(state).items() if path not in self.first)
+
+    def align_rows(self, state: Tree) -> Tree:
+        """The state with one count for all rows, which must be at the same position."""
+        leaves = flatten_paths(state)
+        return unflatten_paths((path, leaf[:1] if path in self.counts else leaf) for path, leaf in leaves.items())
 
     def restore(self, state: Tree) -> Tree:
         """The state with all counters."""

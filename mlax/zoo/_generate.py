@@ -123,7 +123,7 @@ def _generate(
     decoder, weights = prepare_decoder(settings.model, slots, trainables, fuse=settings.fuse)
     source = Source(weights, numbers, stop, rng)
     carry, odds = start(settings, decoder, source, non_trainables, prompts, lengths, inputs)
-    carry = share_counters(decoder, carry)
+    carry = share_counters(decoder, carry, align_rows=lengths is None)
     tokens = jnp.full((b, steps + 1), settings.pad, np.int32).at[:, 0].set(carry.token)
     scores = None if odds is None else jnp.zeros((b, steps + 1), np.float32).at[:, 0].set(odds)
 
@@ -161,9 +161,15 @@ def start(
     return carry, log_prob(logits, token) if settings.log_probs else None
 
 
-def share_counters(decoder: Any, carry: Carry) -> Carry:
-    """The carry as `next_token` takes it, with one counter of tokens for all layers of a Chain."""
-    return carry._replace(state=Counters(decoder).drop(carry.state))
+def share_counters(decoder: Any, carry: Carry, *, align_rows: bool = False) -> Carry:
+    """The carry as `next_token` takes it, with one counter of tokens for all layers of a Chain.
+
+    With `align_rows` also one for all rows, which are at the same position then, so that a token is one slice of a
+    cache.
+    """
+    counters = Counters(decoder)
+    state = counters.drop(carry.state)
+    return carry._replace(state=counters.align_rows(state) if align_rows else state)
 
 
 def next_token(settings: Settings, decoder: Any, source: Source, carry: Carry) -> tuple[Carry, Any, Any]:

@@ -198,7 +198,7 @@ def test_a_quantized_linear_takes_inputs_and_kernels_that_are_sharded_over_a_mes
 
 def test_the_gradient_of_the_input_is_that_of_the_dequantized_linear():
     linear, x = nn.Linear(8), normal(4, 16)
-    layer = nn.QuantizedLinear(linear)
+    layer = nn.QuantizedLinear(linear, "int8")
     trainables, _ = layer.init(RNG, x)
     plain = {"kernel": ops.dequantize(trainables["kernel"], trainables["scale"], -2), "bias": trainables["bias"]}
     found, want = (
@@ -226,7 +226,7 @@ MLP = nn.MLP((8,))
         (lambda: nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0], "int4"), "must be one of int8, float8_e4m3fn"),
         (lambda: nn.quantize(nn.LayerNorm(), {"scale": jnp.ones(3)}), "there is no Linear with a kernel in LayerNorm"),
         (lambda: nn.quantize(*nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0])), "is quantized already"),
-        (lambda: nn.QuantizedLinear(nn.Conv(3, 3)), "is not a Linear"),
+        (lambda: nn.QuantizedLinear(nn.Conv(3, 3), "int8"), "is not a Linear"),
         (
             lambda: nn.quantize(MLP, MLP.init(RNG, normal(2, 4))[0])[0].fwd(
                 normal(2, 4), MLP.init(RNG, normal(2, 4))[0]

@@ -206,7 +206,7 @@ def test_the_state_of_weights_that_fit_nowhere_can_be_evaluated_abstractly(name)
     given = structs(shapes={**huge, "temperature": ()})
     held = len(jax.live_arrays())
     state = jax.eval_shape(ROWS[name].optimizer.init, given)
-    assert len(jax.live_arrays()) == held
+    assert len(jax.live_arrays()) <= held  # others may be collected meanwhile
     assert state.step.shape == () and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
 
 

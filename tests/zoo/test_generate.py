@@ -72,6 +72,13 @@ def test_greedy_text_is_that_of_a_model_without_a_cache(trainables, text):
     assert result.lengths.tolist() == [40, 40, 40]
 
 
+def test_prompts_of_one_length_need_no_lengths(trainables):
+    prompts, options = PROMPTS[:2, :3], {"max_new_tokens": 6}
+    whole = zoo.generate(MODEL, trainables, prompts, **options)
+    counted = zoo.generate(MODEL, trainables, prompts, np.array([3, 3]), **options)
+    np.testing.assert_array_equal(whole.tokens, counted.tokens)
+
+
 def test_rows_end_at_their_first_stop_token_generated_or_streamed(trainables, text):
     stop = (int(text[0][0, 3]), int(text[0][1, 20]))
     options = {"lengths": LENGTHS, "max_new_tokens": 40, "pad": -7}
