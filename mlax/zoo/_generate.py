@@ -145,8 +145,10 @@ def _generate(
             lambda loop: lax.fori_loop(0, CHUNK, step, loop),
             loop,
         )
-    tokens, scores = tokens[:, :n], None if scores is None else scores[:, :n]
-    return Generated(tokens, count_tokens(tokens, stop), scores)
+    lengths = count_tokens(tokens[:, :n], stop)
+    is_token = jnp.arange(n)[None] < lengths[:, None]
+    tokens = jnp.where(is_token, tokens[:, :n], np.int32(settings.pad))
+    return Generated(tokens, lengths, None if scores is None else jnp.where(is_token, scores[:, :n], 0.0))
 
 
 def start(
@@ -179,8 +181,10 @@ def next_token(settings: Settings, decoder: Any, source: Source, carry: Carry) -
     logits, state = decoder.fwd(carry.token[:, None], source.trainables, state, inference_mode=True)
     logits, state = logits[:, -1], counters.drop(state)
     token = settings.sampler.choose(_key(source.rng, carry.index), logits, carry.seen, source.numbers)
-    shown = jnp.where(carry.has_stopped, np.int32(settings.pad), token)
-    has_stopped = carry.has_stopped | ends_row(token, source.stop)
+    shown, has_stopped = token, carry.has_stopped
+    if source.stop.size:  # without, a row ends only at -1, after which all its logits are NaN
+        shown = jnp.where(has_stopped, np.int32(settings.pad), token)
+        has_stopped = has_stopped | ends_row(token, source.stop)
     odds = jnp.where(carry.has_stopped, 0.0, log_prob(logits, token)) if settings.log_probs else None
     return Carry(carry.index + 1, token, has_stopped, state, _mark(carry.seen, token)), shown, odds
 
