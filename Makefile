@@ -13,7 +13,7 @@ help:  ## list the targets
 demo: $(VENV)/.ready  ## train a small network on handwritten digits; curves and predictions in runs/digits
 	$(RUN)mlax demo
 
-test: $(VENV)/.ready lint  ## check style and types, then run all tests
+test: $(VENV)/.ready lint  ## check style and types, then run all tests; `make docs` executes the guides
 	$(RUN)pytest -n 2 --dist worksteal
 
 thorough: $(VENV)/.ready  ## run all tests, with every row of the catalogue in every dtype, and with Orbax and Grain
@@ -27,9 +27,10 @@ browser: $(VENV)/.ready  ## test the HTML report in headless Chromium, which mus
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[test,browser]'
 	$(RUN)pytest tests/inspect/test_report.py
 
-docs: $(VENV)/.docs  ## build the documentation into site/, and test its search; view it: open site/index.html
+docs: $(VENV)/.docs  ## build the documentation into site/, test its search, execute the guides; view it: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
 	$(RUN)pytest tests/docs/test_search.py
+	$(RUN)pytest -n 2 --guides tests/docs/test_pages.py -m guides
 
 api: $(VENV)/.ready  ## write docs/api.md, every public name with its one-line meaning
 	$(RUN)python scripts/api.py

@@ -58,10 +58,12 @@ def write_html_report(thorough):
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="every test, over every row of the catalogue and dtype")
+    parser.addoption("--guides", action="store_true", help="the guides are executed, too, as `make docs` does")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: runs only with `--thorough`")
+    config.addinivalue_line("markers", "guides: runs only with `--guides` or `--thorough`")
     config.addinivalue_line("markers", "every_row: runs over the variants in the catalogue, too")
     config.addinivalue_line("markers", "gradients: of the trainables; leaves out rows whose kernels are quantized")
     config.addinivalue_line("markers", "plain_rows: in a file that is marked every_row, does not run over the variants")
@@ -117,7 +119,8 @@ def pytest_itemcollected(item):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--thorough"):
-        extra = {item for item in items if item.get_closest_marker("thorough")}
+        left_out = ("thorough",) if config.getoption("--guides") else ("thorough", "guides")
+        extra = {item for item in items if any(map(item.get_closest_marker, left_out))}
         config.hook.pytest_deselected(items=list(extra))
         items[:] = [item for item in items if item not in extra]
     # long tests first, so that no worker waits for one at the end

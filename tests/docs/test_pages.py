@@ -25,7 +25,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *GUIDES])
+@pytest.mark.parametrize("page", [*PAGES, *(pytest.param(page, marks=pytest.mark.guides) for page in GUIDES)])
 def test_a_page_runs_and_prints_what_it_shows(page, reader):
     run_page(page)
 
