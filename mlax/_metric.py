@@ -49,7 +49,7 @@ class Metric(metaclass=Documented):
 
     def contributions(self) -> Mapping[str, jax.Array]:
         """What each example adds to each sum, by name: the axes of the examples first, then those of the sum."""
-        raise NotImplementedError(f"{type(self).__name__} does not define contributions.")
+        raise TypeError(f"{type(self).__name__}: define contributions, or override reduce.")
 
     @abc.abstractmethod
     def compute(self, **sums: Any) -> Any:

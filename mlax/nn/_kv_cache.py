@@ -227,7 +227,7 @@ class SourceCache(Layer):
         """Raise unless the state is that of a source like this one; a call without a source needs any."""
         state: Any = non_trainables
         if state is None:
-            raise ValueError(f"{self}: there is no state; pass the non_trainables that init returned.")
+            raise ValueError(f"{self}: non_trainables is None; pass those that init returned.")
         stored = jax.eval_shape(lambda state: _swap_heads_and_time(state)["key"], state).shape
         wanted = x["key"].shape if "key" in x else x["query"].shape[:1]
         if stored[: len(wanted)] != wanted:

@@ -176,7 +176,7 @@ def explain_errors(name: str, model: Layer, prompts: Any, lengths: Any, inputs: 
         model_name = type(model).__name__
         if not inputs and any(layer.cross for _, layer in find_layers(model, nn.MultiHeadAttention)):
             raise ValueError(
-                f"{name}: {model_name} is an encoder-decoder, but there is no source; pass inputs=(source, "
+                f"{name}: {model_name} is an encoder-decoder, which needs a source; pass inputs=(source, "
                 "source_lengths)."
             ) from error
         if lengths is not None and not inputs and _accepts(model, prompts):

@@ -159,8 +159,8 @@ def convnext(
 ) -> ConvNeXt:
     """ConvNeXt in a published size: 28.6M, 50.2M, 88.6M or 197.8M parameters.
 
-    They were trained with a `drop_path` of 0.1, 0.4, 0.5 and 0.5. With `classes=None` there is no head, and the head of
-    a file is not read.
+    They were trained with a `drop_path` of 0.1, 0.4, 0.5 and 0.5. `classes=None` omits the head, and ignores that of
+    a file.
 
     >>> zoo.convnext("small", classes=10)
     ConvNeXt(depths=(3, 3, 27, 3), classes=10)

@@ -64,7 +64,8 @@ class Llama(Composite):
     def __post_init__(self):
         if not self.windows or not all(window is None or window >= 1 for window in self.windows):
             raise ValueError(
-                f"Llama: windows is {self.windows!r}, but must be a tuple of sizes, one at least; None is no window."
+                f"Llama: windows is {self.windows!r}, but must be a tuple of sizes with at least one entry; None is "
+                "full attention."
             )
 
     def parts(self):

@@ -191,8 +191,8 @@ def _shortcut(block: Any) -> dict[str, Any]:
 def resnet(depth: Literal[18, 34, 50, 101, 152] = 50, *, classes: int | None = 1000) -> ResNet:
     """ResNet v1.5 in a published size, by its number of layers: 11.7M, 21.8M, 25.6M, 44.5M or 60.2M parameters.
 
-    `trainables, non_trainables = zoo.load_weights(zoo.resnet(50), "resnet50.pth")` loads torchvision's weights. With
-    `classes=None` there is no head, and the head of a file is not read.
+    `trainables, non_trainables = zoo.load_weights(zoo.resnet(50), "resnet50.pth")` loads torchvision's weights.
+    `classes=None` omits the head, and ignores that of a file.
 
     >>> zoo.resnet(18, classes=10)
     ResNet(depths=(2, 2, 2, 2), widths=(64, 128, 256, 512), block='basic', classes=10)

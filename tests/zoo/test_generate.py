@@ -203,7 +203,7 @@ def test_a_model_that_cannot_take_such_inputs_is_refused_with_what_it_needs(trai
     llama = zoo.Llama(vocabulary=23, positions=64, width=16, hidden=32, depth=1, heads=2)
     refuse(r"106 positions, but Llama has 64 .*replace\(model, positions=106\)", llama, {}, max_new_tokens=100)
     t5 = zoo.T5(vocabulary=50, width=8, hidden=16, depth=1, heads=2)
-    refuse(r"there is no source; pass inputs=\(source, source_lengths\)", t5, shapes_of(t5))
+    refuse(r"needs a source; pass inputs=\(source, source_lengths\)", t5, shapes_of(t5))
     series = mlax.Series(nn.Embed(23, 16), nn.MultiHeadAttention(2, causal=True), nn.Linear(23))
     refuse(r"Series takes tokens, but no lengths: write wire\(self, sub, tokens, lengths=None\)", series, {}, LENGTHS)
     deeper = zoo.GPT2(vocabulary=23, positions=256, width=16, depth=3, heads=2)
