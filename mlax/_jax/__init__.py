@@ -37,8 +37,10 @@ from mlax._jax._reductions import (
     euclidean_norm,
     expand_last,
     is_narrow,
+    mean_product,
     reduce_mean,
     reduce_sum,
+    reduce_sum_by_product,
     sums_precisely,
 )
 from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, scan_with_residuals, time_vmap
@@ -87,6 +89,7 @@ __all__ = [
     "leaves_with_paths",
     "map_chunks",
     "map_chunks_inplace",
+    "mean_product",
     "name_hash",
     "named_key",
     "partition_inexact",
@@ -95,6 +98,7 @@ __all__ = [
     "plan_chunks",
     "reduce_mean",
     "reduce_sum",
+    "reduce_sum_by_product",
     "sample",
     "scan_with_residuals",
     "scopes_of_op_name",

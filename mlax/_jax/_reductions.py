@@ -31,12 +31,27 @@ def is_narrow(dtype: Any) -> bool:
 def reduce_sum(x: jax.Array, axes: Axes) -> jax.Array:
     """`lax.reduce_sum`, in the dtype of `x`, and rounded to it once for each block."""
     axes = tuple(axis % x.ndim for axis in axes)
-    if sums_precisely(x):
-        return lax.reduce_sum(x, axes)
-    x, axes = _split_long_axes(x, axes)
-    for block in _group_axes(x.shape, axes):
-        x = _dot_with(x, block, 1.0)
-    return lax.squeeze(x, axes)
+    return lax.reduce_sum(x, axes) if sums_precisely(x) else _sum_by_products(x, axes)
+
+
+def reduce_sum_by_product(x: jax.Array, axes: Axes) -> jax.Array:
+    """`reduce_sum`, on a CPU by products with ones in every dtype: for a sum over rows of what is computed for it.
+
+    XLA writes the operands of a sum and of a product to memory, but those of several sums several times.
+    """
+    return _sum_by_products(x, axes) if jax.default_backend() == "cpu" else lax.reduce_sum(x, axes)
+
+
+def mean_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The mean of `x * weight` over the last axes, which `weight` has, and which remain as axes of size 1.
+
+    On a CPU it is a product, which XLA computes in one pass; it does not sum a product so.
+    """
+    axes = tuple(range(x.ndim - weight.ndim, x.ndim))
+    if jax.default_backend() != "cpu" or explicit_sharding(x) is not None or x.dtype == jnp.float16:
+        return lax.expand_dims(reduce_mean(x * expand_last(weight, x), axes), axes)
+    total = lax.dot_general(x, weight, ((axes, tuple(range(weight.ndim))), ((), ())))
+    return lax.expand_dims(divide_by_count(total, math.prod(weight.shape)), axes)
 
 
 def reduce_mean(x: jax.Array, axes: Axes) -> jax.Array:
@@ -111,6 +126,13 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array
 def sums_precisely(x: jax.Array) -> bool:
     """Whether XLA's own sums are not rounded to the dtype of `x` at every addition, or the dtype is wide."""
     return not is_narrow(x.dtype) or jax.default_backend() != "cpu"
+
+
+def _sum_by_products(x: jax.Array, axes: Axes) -> jax.Array:
+    x, axes = _split_long_axes(x, axes)
+    for block in _group_axes(x.shape, axes):
+        x = _dot_with(x, block, 1.0)
+    return lax.squeeze(x, axes)
 
 
 def _dot_with(x: jax.Array, axes: Axes, number: float) -> jax.Array:

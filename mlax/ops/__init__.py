@@ -8,6 +8,7 @@ from mlax.ops._attention_checks import check_lengths
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
+from mlax.ops._channel_norms import batch_norm, batch_statistics, group_norm, normalize_batch
 from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
@@ -16,16 +17,7 @@ from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._losses import ctc_loss, softmax_cross_entropy
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
-from mlax.ops._norms import (
-    batch_norm,
-    batch_statistics,
-    group_norm,
-    layer_norm,
-    local_response_norm,
-    mean,
-    normalize_batch,
-    rms_norm,
-)
+from mlax.ops._norms import layer_norm, local_response_norm, mean, rms_norm
 from mlax.ops._pool import (
     Reduction,
     adaptive_pool,

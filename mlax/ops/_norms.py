@@ -1,4 +1,4 @@
-"""Batch, layer, RMS, group and local response normalization, and the mean and norm that they are computed with."""
+"""Layer, RMS and local response normalization, and the mean and norm that they are computed with."""
 
 import functools
 import math
@@ -9,69 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, expand_last, reduce_mean
+from mlax._jax import (
+    broadcast_like,
+    expand_last,
+    mean_product,
+    pcast_like,
+    reduce_mean,
+    reduce_sum_by_product,
+    with_vjp,
+)
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._windows import axis_window_slices
-
-
-def batch_norm(
-    x: Float[Array, "..."],
-    mean: Float[Array, " c"],
-    var: Float[Array, " c"],
-    scale: Float[Array, " c"] | None = None,
-    shift: Float[Array, " c"] | None = None,
-    *,
-    axis: int = -1,
-    eps: float = 1e-5,
-) -> Float[Array, "..."]:
-    """Batch normalization: `(x - mean) / sqrt(var + eps) * scale + shift` for each channel along `axis`, in the dtype
-    of `x`.
-
-    It is computed in the dtype of the statistics, and the result cast once, at the end.
-    """
-    check_same_dtype("batch_norm", x=x, scale=scale, shift=shift)
-    check_same_dtype("batch_norm", mean=mean, var=var)
-    check_floating("batch_norm", x)
-    others = _other_axes(x, axis)
-    wide = lax.convert_element_type(x, mean.dtype)
-    factor = lax.rsqrt(lax.expand_dims(var, others) + eps)
-    y = (wide - broadcast_like(lax.expand_dims(mean, others), wide)) * broadcast_like(factor, wide)
-    return lax.convert_element_type(_scale_and_shift(y, *_expand_channels(others, scale, shift)), x.dtype)
-
-
-def normalize_batch(
-    x: Float[Array, "..."],
-    scale: Float[Array, " c"] | None = None,
-    shift: Float[Array, " c"] | None = None,
-    *,
-    axis: int = -1,
-    eps: float = 1e-5,
-    axis_name: Any = None,
-    accum_dtype: Any = None,
-) -> tuple[Float[Array, "..."], Float[Array, " c"], Float[Array, " c"], Any]:
-    """`batch_norm` of `x` by its own `batch_statistics`, and these.
-
-    In float16 the result is right for a variance beyond its range, too, which is then infinite.
-    """
-    check_same_dtype("normalize_batch", x=x, scale=scale, shift=shift)
-    check_floating("normalize_batch", x)
-    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
-    others = _other_axes(x, axis)
-    center = _global_mean(wide, others, axis_name)
-    y, _, var = _divide_by_rms(wide - broadcast_like(center, wide), others, eps, axis_name)
-    y = lax.convert_element_type(_scale_and_shift(y, *_expand_channels(others, scale, shift)), x.dtype)
-    count = math.prod(x.shape[each] for each in others) * (1 if axis_name is None else lax.axis_size(axis_name))
-    return y, lax.squeeze(center, others), lax.squeeze(var, others), count
-
-
-def batch_statistics(
-    x: Float[Array, "..."], *, axis: int = -1, axis_name: Any = None, accum_dtype: Any = None
-) -> tuple[Float[Array, " c"], Float[Array, " c"], Any]:
-    """The mean and the (biased) variance over all axes but `axis`, and how many elements each is taken over.
-
-    Both are in the dtype of `x`, or in `accum_dtype`, and over all devices along `axis_name` if given.
-    """
-    return normalize_batch(x, axis=axis, axis_name=axis_name, accum_dtype=accum_dtype)[1:]
 
 
 def layer_norm(
@@ -89,8 +37,8 @@ def layer_norm(
     """
     check_same_dtype("layer_norm", x=x, scale=scale, shift=shift)
     check_floating("layer_norm", x)
-    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
-    return lax.convert_element_type(_scale_and_shift(_standardize(wide, axes, eps), scale, shift), x.dtype)
+    norm = _layer_norm_rule(_positive(axes, x), eps, jnp.dtype(accum_dtype or x.dtype))
+    return norm(vary_alike(x, scale, shift))
 
 
 def rms_norm(
@@ -108,48 +56,10 @@ def rms_norm(
     """
     check_same_dtype("rms_norm", x=x, scale=scale)
     check_floating("rms_norm", x)
-    wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)
+    dtype = jnp.dtype(accum_dtype or x.dtype)
     if scale is not None and scale_offset:
-        scale = lax.convert_element_type(scale, wide.dtype) + scale_offset
-    return lax.convert_element_type(_scale_and_shift(_divide_by_rms(wide, axes, eps)[0], scale, None), x.dtype)
-
-
-def group_norm(
-    x: Float[Array, "b ..."],
-    scale: Float[Array, " c"] | None = None,
-    shift: Float[Array, " c"] | None = None,
-    *,
-    groups: int,
-    axis: int = -1,
-    eps: float = 1e-5,
-    accum_dtype: Any = None,
-) -> Float[Array, "b ..."]:
-    """Group normalization: normalize to mean 0 and variance 1 over each group of channels and all axes but the batch,
-    then scale and shift.
-
-    The channels, c of them, are along `axis`; each group is contiguous. In the dtype of `x`, computed in `accum_dtype`
-    if given.
-    """
-    axis %= x.ndim
-    if axis == 0 or x.shape[axis] % groups:
-        raise ValueError(
-            f"group_norm: axis {axis} of the input {x.shape} cannot be split into {groups} groups; "
-            "it must not be the batch axis, and its size must be a multiple of the groups."
-        )
-    grouped = (groups, x.shape[axis] // groups)
-
-    def broadcastable(weight: Any) -> Any:
-        return None if weight is None else lax.reshape(weight, (*grouped, *(1,) * (x.ndim - axis - 1)))
-
-    y = layer_norm(
-        lax.reshape(x, (*x.shape[:axis], *grouped, *x.shape[axis + 1 :])),
-        broadcastable(scale),
-        broadcastable(shift),
-        axes=tuple(each for each in range(1, x.ndim + 1) if each != axis),
-        eps=eps,
-        accum_dtype=accum_dtype,
-    )
-    return lax.reshape(y, x.shape)
+        scale = lax.convert_element_type(scale, dtype) + scale_offset
+    return _rms_norm_rule(_positive(axes, x), eps, dtype)(vary_alike(x, scale))
 
 
 def local_response_norm(
@@ -188,17 +98,87 @@ def mean(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
     return lax.expand_dims(reduce_mean(x, axes), axes)
 
 
+@functools.cache
+def _layer_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
+    """Layer norm of (x, scale, shift), whose backward pass keeps `x`, the mean and the inverse deviation only."""
+
+    def plain(primals: Any, consts: Any = None) -> Array:
+        x, scale, shift = primals
+        y = standardize(lax.convert_element_type(x, dtype), axes, eps)
+        return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype)
+
+    def forward(primals: Any, consts: Any) -> tuple[Array, tuple[Array, Array]]:
+        x, scale, shift = primals
+        y, center, factor = layer_norm_forward(x, scale, shift, axes, eps, dtype)
+        return y, (center, factor)
+
+    def backward(statistics: Any, primals: Any, consts: Any, dy: Array) -> Any:
+        (x, scale, shift), (center, factor) = primals, statistics
+        return layer_norm_backward(x, center, factor, scale, shift, dy, axes)
+
+    return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
+
+
+def layer_norm_forward(
+    x: Array, scale: Array | None, shift: Array | None, axes: tuple[int, ...], eps: float, dtype: Any
+) -> tuple[Array, Array, Array]:
+    """The layer norm over `axes`, and the mean and the inverse deviation, in `dtype` and with axes of size 1."""
+    wide = lax.convert_element_type(x, dtype)
+    center = mean(wide, axes)
+    y, factor, _ = divide_by_rms(wide - center, axes, eps)
+    return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype), center, factor
+
+
+def layer_norm_backward(
+    x: Array,
+    center: Array,
+    factor: Array,
+    scale: Array | None,
+    shift: Array | None,
+    dy: Array,
+    axes: tuple[int, ...],
+) -> tuple[Array, Array | None, Array | None]:
+    """The cotangents of `x`, `scale` and `shift`, from the mean and the inverse deviation of `layer_norm_forward`."""
+    wide = lax.convert_element_type(dy, center.dtype)
+    y = (lax.convert_element_type(x, center.dtype) - center) * factor
+    by_y = wide * y
+    dx = scale_and_shift(wide, scale, None) - _mean_scaled(wide, scale, axes) - y * _mean_scaled(by_y, scale, axes)
+    return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
+
+
+@functools.cache
+def _rms_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
+    """RMS norm of (x, scale), whose backward pass keeps `x` and the inverse root mean square only."""
+
+    def plain(primals: Any, consts: Any = None) -> Array:
+        return forward(primals, consts)[0]
+
+    def forward(primals: Any, consts: Any) -> tuple[Array, Array]:
+        x, scale = primals
+        y, factor, _ = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)
+        return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype), factor
+
+    def backward(factor: Array, primals: Any, consts: Any, dy: Array) -> Any:
+        x, scale = primals
+        wide, y = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) * factor
+        by_y = wide * y
+        dx = scale_and_shift(wide, scale, None) - y * _mean_scaled(by_y, scale, axes)
+        return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y)
+
+    return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _standardize(x: Array, axes: tuple[int, ...], eps: float) -> Array:
+def standardize(x: Array, axes: tuple[int, ...], eps: float) -> Array:
     """`(x - mean) / sqrt(var + eps)`."""
-    return _divide_by_rms(_subtract_mean(x, axes), axes, eps)[0]
+    return divide_by_rms(_subtract_mean(x, axes), axes, eps)[0]
 
 
-@_standardize.defjvp
+@standardize.defjvp
 def _(axes: tuple[int, ...], eps: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """The chain rule with its terms collected; by JAX's own derivative, a training step takes twice as long."""
     (x,), (dx,) = primals, tangents
-    y, factor, _ = _divide_by_rms(_subtract_mean(x, axes), axes, eps)
+    y, factor, _ = divide_by_rms(_subtract_mean(x, axes), axes, eps)
     return y, broadcast_like(factor, x) * (_subtract_mean(dx, axes) - y * broadcast_like(mean(y * dx, axes), x))
 
 
@@ -206,13 +186,13 @@ def _subtract_mean(x: Array, axes: tuple[int, ...]) -> Array:
     return x - broadcast_like(mean(x, axes), x)
 
 
-def _divide_by_rms(x: Array, axes: tuple[int, ...], eps: float, axis_name: Any = None) -> tuple[Array, Array, Array]:
+def divide_by_rms(x: Array, axes: tuple[int, ...], eps: float, axis_name: Any = None) -> tuple[Array, Array, Array]:
     """`x / sqrt(mean(x * x) + eps)` over `axes`, the factor, and the mean square.
 
     In float16 squares neither overflow nor underflow, and only the mean square may be infinite.
     """
     if x.dtype != jnp.float16:
-        square = _global_mean(x * x, axes, axis_name)
+        square = global_mean(x * x, axes, axis_name)
         factor = lax.rsqrt(square + eps)
         return x * broadcast_like(factor, x), factor, square
     # the result is the same for x / size and sqrt(eps) / size, which are both at most 1
@@ -221,18 +201,18 @@ def _divide_by_rms(x: Array, axes: tuple[int, ...], eps: float, axis_name: Any =
     size = size if axis_name is None else lax.pmax(size, axis_name)
     size = lax.max(size, lax.full_like(size, math.sqrt(eps)))
     x, root = x / size, math.sqrt(eps) / size
-    square = _global_mean(x * x, axes, axis_name)
+    square = global_mean(x * x, axes, axis_name)
     factor = lax.rsqrt(square + root * root)
     return x * broadcast_like(factor, x), factor / size, square * size * size
 
 
-def _global_mean(x: Array, axes: tuple[int, ...], axis_name: Any) -> Array:
+def global_mean(x: Array, axes: tuple[int, ...], axis_name: Any) -> Array:
     """The mean over `axes`, and over all devices along `axis_name` if given."""
     local = mean(x, axes)
     return local if axis_name is None else lax.pmean(local, axis_name)
 
 
-def _scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array:
+def scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array:
     """`x * scale + shift`, in the dtype of `x`, to which both are cast; None for 1 and 0."""
     if scale is not None:
         x = x * expand_last(lax.convert_element_type(scale, x.dtype), x)
@@ -241,9 +221,29 @@ def _scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Arra
     return x
 
 
-def _expand_channels(axes: tuple[int, ...], *weights: Array | None) -> list[Array | None]:
-    return [None if weight is None else lax.expand_dims(weight, axes) for weight in weights]
+def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
+    """The arrays, all varying over the manual mesh axes that any of them varies over, so that gradients are summed."""
+    return tuple(None if array is None else pcast_like(array, arrays) for array in arrays)
 
 
-def _other_axes(x: Any, axis: int) -> tuple[int, ...]:
-    return tuple(each for each in range(x.ndim) if each != axis % x.ndim)
+def _mean_scaled(x: Array, scale: Array | None, axes: tuple[int, ...]) -> Array:
+    """The mean of `x * scale` over `axes`, which remain as axes of size 1."""
+    if scale is None:
+        return mean(x, axes)
+    if axes == tuple(range(x.ndim - scale.ndim, x.ndim)):
+        return mean_product(x, lax.convert_element_type(scale, x.dtype))
+    return mean(scale_and_shift(x, scale, None), axes)
+
+
+def _sum_like(weight: Array | None, x: Array) -> Array | None:
+    """`x`, summed over the axes that `weight` is broadcast along by `expand_last`, in its shape and dtype."""
+    if weight is None:
+        return None
+    lead = x.ndim - weight.ndim
+    kept = [lead + axis for axis, size in enumerate(weight.shape) if size == x.shape[lead + axis]]
+    total = reduce_sum_by_product(x, tuple(axis for axis in range(x.ndim) if axis not in kept))
+    return lax.convert_element_type(lax.reshape(total, weight.shape), weight.dtype)
+
+
+def _positive(axes: tuple[int, ...], x: Any) -> tuple[int, ...]:
+    return tuple(axis % x.ndim for axis in axes)
