@@ -8,7 +8,7 @@ from mlax.optim._adafactor import Adafactor
 from mlax.optim._adam import LAMB, AdaBelief, Adam, AdamW, AdEMAMix, AMSGrad, NAdam, RAdam
 from mlax.optim._adam_variants import ADOPT, Adamax, Adan, NAdamW, Yogi
 from mlax.optim._averaging import Average, Lookahead
-from mlax.optim._base import Leafwise, Optimizer
+from mlax.optim._base import Optimizer
 from mlax.optim._clip import ClipAdaptive, ClipGlobalNorm, ClipNorm, ClipValue
 from mlax.optim._galore import GaLore
 from mlax.optim._groups import Freeze, Groups, LayerwiseRates, Rates, train_only
@@ -17,6 +17,7 @@ from mlax.optim._hyperparams import hyperparam_ranges as hyperparam_ranges
 from mlax.optim._hyperparams import hyperparams_at as hyperparams_at
 from mlax.optim._hyperparams import number_fields as number_fields
 from mlax.optim._lbfgs import LBFGS
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._muon import Muon
 from mlax.optim._noise import GradientNoise
 from mlax.optim._optax import FromOptax, from_optax, to_optax

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import Count, NonNegative, Patterns, Positive, Rate
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import Beta, Count, Hyperparams, NonNegative, Patterns, Rate, log_beta
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm, trust_ratio
 
@@ -34,6 +34,9 @@ class Adam(Leafwise):
 
     def leaf_slots(self, path, w):
         return {"mean": Slot(), "square": Slot(wide=True)}
+
+    def is_bounded(self, path):
+        return type(self).leaf_update in (Adam.leaf_update, AdamW.leaf_update)  # those of other subclasses may not be
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)

@@ -5,8 +5,8 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._adam import Adam, AdamW, adam_moments
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, StartValue
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 

@@ -31,6 +31,7 @@ class Average(OptimizerWrapper):
     """
 
     elementwise = True
+    keeps_bounds = True
     decay: Beta | None = 0.999  # of the moving average (EMA); None: the mean of all
     start: Count = 0  # the step at which it begins
     dtype: DType = None  # None: that of the weights, or float32 if that is narrower

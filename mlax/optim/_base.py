@@ -1,7 +1,6 @@
-"""Optimizer and Leafwise: frozen descriptions of how gradients update weights."""
+"""Optimizer: a frozen description of how gradients update weights."""
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -10,25 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mlax._jax import at_least_float32, is_on_host, to_device, widest_dtype
-from mlax.core import Documented, DType, Tree, check_not_donated, frozen, short_repr
+from mlax._jax import at_least_float32, is_on_host, to_device
+from mlax.core import Documented, Tree, check_not_donated, frozen, short_repr
 from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
-    Hyperparams,
-    Patterns,
-    SlotDTypes,
-    check_decayed,
     check_fields,
     check_override,
     hyperparam_ranges,
-    matches_any,
-    with_auto_axes_at,
 )
 from mlax.optim._offload import apply_offloaded
-from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
+from mlax.optim._rounding import LeafPolicy
 from mlax.optim._slot_layout import SlotLayout, slot_layout, slot_table
 from mlax.optim._slots import OptimizerState, Slot, make_state
-from mlax.optim._stacks import broadcast_over_layers, count_stacked_axes, layer_shape, map_layers_of, stack_slot
 from mlax.optim._state_average import fill_in_average, init_average, move_average
 from mlax.optim._trees import FlatTree, cast_like, flatten_trainables
 from mlax.optim._update import LeafArrays, Update, UpdateContext
@@ -111,6 +103,13 @@ class Optimizer(metaclass=Documented):
         """Whether the leaf never changes: it needs no gradient, has no slots, and is not passed to `update_leaves`."""
         return False
 
+    def is_bounded(self, path: str) -> bool:
+        """Whether a gradient whose norm is finite, at a rate in reason, leaves finite weights of the leaf finite.
+
+        Then `skip_nonfinite` need not compute the new weights before it stores any of them: one pass over memory less.
+        """
+        return False
+
     def eval_weights(self, path: str, w: jax.Array, slots: LeavesByPath, step: jax.Array) -> jax.Array:
         """The weights of a leaf to evaluate with, from the trained ones and its slots."""
         return w
@@ -180,7 +179,8 @@ class Optimizer(metaclass=Documented):
         `value`, the loss, and `loss`, a function of the trainables, are for optimizers that need them. Those multiply
         `loss` by `loss_scale` before they differentiate it, and divide its gradients by it: in float16 they might
         underflow otherwise. If `apply_if`, a () bool, is False, nothing changes, not even `step`; with `skip_nonfinite`
-        nothing changes either if a new weight is not finite, unless it is updated in host memory.
+        nothing changes either if a new weight is not finite, unless it is updated in host memory. Adam and AdamW check
+        the norm of the gradient and the rate instead, which bound their steps.
 
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is a stack of layers.
@@ -268,102 +268,6 @@ class Optimizer(metaclass=Documented):
     def describe(self, trainables: Tree) -> str:
         """A table of the slots, with their dtypes, elements and bytes."""
         return slot_table(slot_layout(self, flatten_trainables(self, trainables)))
-
-
-@frozen
-class Leafwise(Optimizer):
-    """An optimizer defined by the slots of one leaf, `leaf_slots`, and the update of one leaf, `leaf_update`.
-
-    The update is computed in `accum_dtype`; None is the dtype of the weights, or float32 if that is narrower. Slots are
-    stored in the dtype of the weights; those that change too slowly for a narrow dtype, such as mean squares, in the
-    compute dtype; or as `slot_dtypes` says: `(("mean", "float32"),)`. `rounding` is how narrow weights are stored.
-    Algorithms that use whole leaves treat each layer of a stack as a leaf: paths say which leaves of `Repeat` and of
-    experts are stacks (`mlax.stacked_axes`), and the patterns `stacked` name those that were stacked by hand, by
-    `jax.vmap` of `init` say.
-
-    For authors: set `elementwise = True` if each element is updated independently of the others, so that leaves in host
-    memory are updated in chunks. Three field names have a meaning: wrappers such as `Rates` scale `rate`, and `decay`
-    is 0 for leaves that do not match the patterns `decayed`. `shared_values` returns the new value of every scalar.
-    """
-
-    accum_dtype: DType = dataclasses.field(default=None, kw_only=True)  # of the update; None: at least float32
-    slot_dtypes: SlotDTypes = dataclasses.field(default=(), kw_only=True)  # such as (("mean", "float32"),)
-    rounding: Rounding = dataclasses.field(default=RoundToNearest(), kw_only=True)  # how narrow weights are stored
-    stacked: Patterns = dataclasses.field(default=(), kw_only=True)  # patterns of leaves that were stacked by hand
-
-    @abc.abstractmethod
-    def leaf_slots(self, path: str, w: Any) -> dict[str, Slot]:
-        """The slots of one leaf."""
-
-    @abc.abstractmethod
-    def leaf_update(
-        self, now: Hyperparams, g: jax.Array, w: jax.Array, slots: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The new weights and slots of one leaf. `now` has the hyperparameters at this step, such as `now.rate`."""
-
-    def shared_values(self, now: Hyperparams, scalars: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The new value of every scalar, and other values that all leaves share, as attributes of `now`."""
-        return {}
-
-    def policy(self, path):
-        return LeafPolicy(self.accum_dtype, self.slot_dtypes, self.rounding)
-
-    def patterns(self):
-        return (*self.stacked, *(getattr(self, "decayed", None) or ()))
-
-    def check_paths(self, paths):
-        super().check_paths(paths)
-        if hasattr(self, "decayed"):
-            check_decayed(self, paths)
-
-    def slots(self, path, w):
-        axes = self._layer_axes(path)
-        return {name: stack_slot(slot, axes) for name, slot in self.leaf_slots(path, layer_shape(w, axes)).items()}
-
-    def is_chunkable(self, path):
-        return self.elementwise or self._layer_axes(path) > 0
-
-    def update_leaves(self, context, grads, weights, slots):
-        values = context.hyperparams(self)
-        dtype = widest_dtype(g.dtype for g in grads.values())
-        scalars = {name: slots[name] for name in self.scalars()}
-        shared = self.shared_values(Hyperparams(context.step, values, dtype=dtype), scalars)
-        values |= shared
-        without_decay = {**values, "decay": 0.0} if "decay" in values else values
-        new: dict[str, jax.Array] = {}
-        new_slots: dict[str, Any] = {name: {} for name in slots if isinstance(slots[name], Mapping)}
-        for path, g in grads.items():
-            here = values if self._is_decayed(path) else without_decay
-            now = Hyperparams(context.step, here, path, g.dtype, context.rate_factors.get(path))
-            own = {name: slots[name][path] for name in self.slots(path, weights[path])}
-            with jax.named_scope(path):
-                new[path], own = self._update_layers(now, g, weights[path], own) if g.size else (weights[path], own)
-            for name, leaf in own.items():
-                new_slots[name][path] = leaf
-        return StepResult(new, {"step": slots["step"], **{name: shared[name] for name in scalars}, **new_slots})
-
-    def _update_layers(self, now: Hyperparams, g: Any, w: Any, slots: dict[str, Any]) -> Any:
-        """`leaf_update` of a leaf, or of each layer of a stack."""
-        axes = self._layer_axes(now.path)
-        if not axes:
-            return self.leaf_update(now, g, w, slots)
-        factor = None if now.rate_factor is None else broadcast_over_layers(now.rate_factor, g, axes)
-
-        def update_stack(now: Hyperparams, *leaves: Any) -> Any:
-            def one(rate_factor: Any, g: Any, w: Any, slots: Any) -> Any:
-                return self.leaf_update(dataclasses.replace(now, rate_factor=rate_factor), g, w, slots)
-
-            return map_layers_of(one, axes)(*leaves)
-
-        # on explicit mesh axes, JAX would need the sharding of the layers in every operation
-        return with_auto_axes_at(now, update_stack, factor, g, w, slots, like=(w, slots))
-
-    def _layer_axes(self, path: str) -> int:
-        """The leading axes of a leaf over which updates are mapped: none if they are elementwise."""
-        return 0 if self.elementwise else count_stacked_axes(self.stacked, path)
-
-    def _is_decayed(self, path: str) -> bool:
-        return matches_any(getattr(self, "decayed", ("**",)), path)
 
 
 def check_wrappable(outer: Optimizer, inner: Any) -> None:

@@ -27,6 +27,7 @@ class ClipValue(OptimizerWrapper):
     """
 
     elementwise = True
+    keeps_bounds = True
     limit: NonNegative = 1.0  # of the absolute value of each element
 
     def update_leaves(self, context, grads, weights, slots):
@@ -92,6 +93,7 @@ class ClipGlobalNorm(OptimizerWrapper):
     """
 
     elementwise = True  # except for the norm, which goes through `context.global_sum`
+    keeps_bounds = True
     limit: NonNegative = 1.0  # of the norm of all gradients together
 
     def update_leaves(self, context, grads, weights, slots):

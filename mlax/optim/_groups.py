@@ -104,6 +104,9 @@ class Groups(Optimizer):
     def is_chunkable(self, path):
         return self._optimizer_of(path).is_chunkable(path)
 
+    def is_bounded(self, path):
+        return self._optimizer_of(path).is_bounded(path)
+
     def eval_weights(self, path, w, slots, step):
         return self._optimizer_of(path).eval_weights(path, w, slots, step)
 
@@ -158,6 +161,7 @@ class Freeze(OptimizerWrapper):
     frozen: Patterns = ()  # patterns of the leaves that do not change
 
     elementwise = True
+    keeps_bounds = True
 
     def patterns(self):
         return (*self.frozen, *self.optimizer.patterns())
@@ -187,6 +191,7 @@ class Rates(OptimizerWrapper):
     """
 
     elementwise = True
+    keeps_bounds = True
     factors: tuple[tuple[str, float], ...] = ()  # (pattern, factor) pairs; the first match counts
 
     def __post_init__(self):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from mlax._jax import with_auto_axes
 from mlax.core import DType, frozen
 from mlax.optim._adam import AdamW
-from mlax.optim._base import Leafwise, Optimizer, StepResult, check_wrappable, subset
+from mlax.optim._base import Optimizer, StepResult, check_wrappable, subset
 from mlax.optim._hyperparams import Beta, Count, NonNegative, Patterns, Rate, check_names, matches_any
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average, norm
 

@@ -9,8 +9,9 @@ from jax import lax
 
 from mlax._jax import cast_scalar, tree_vdot, widest_dtype
 from mlax.core import frozen
-from mlax.optim._base import Leafwise, LeavesByPath
+from mlax.optim._base import LeavesByPath
 from mlax.optim._hyperparams import TINY, Beta, Hyperparams, NonNegative, Patterns, Range, Rate
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 from mlax.optim._update import UpdateContext

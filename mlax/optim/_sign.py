@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, StartValue, UnitInterval
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._sgd import momentum_override_error
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average

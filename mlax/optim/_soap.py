@@ -10,7 +10,6 @@ from jax import lax
 
 from mlax.core import frozen
 from mlax.optim._adam import adam_direction, adam_moments
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import (
     Beta,
     Count,
@@ -22,6 +21,7 @@ from mlax.optim._hyperparams import (
     check_wide,
     with_auto_axes_at,
 )
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 
 from mlax.core import frozen
-from mlax.optim._base import Leafwise
 from mlax.optim._hyperparams import (
     Beta,
     Hyperparams,
@@ -14,6 +13,7 @@ from mlax.optim._hyperparams import (
     Rate,
     hyperparams_at,
 )
+from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
 from mlax.optim._trees import moving_average
 

@@ -1,16 +1,19 @@
 """The update of leaves in device memory, and UpdateContext: what optimizers know of it besides the arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mlax._jax import count_non_finite, is_on_host
+from mlax._jax import count_non_finite, is_on_host, tree_vdot
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
 from mlax.optim._slot_layout import SlotLayout, SlotsByName
 from mlax.optim._trees import cast_like
+
+LARGEST_RATE = 1e15  # at which the steps of a bounded optimizer are far from infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,9 @@ class Update:
     """One update of an optimizer; if `apply_if` is False, it leaves everything unchanged.
 
     With `skip_nonfinite` it does so too if a new weight is not finite. Leaves that are updated in chunks are exempt:
-    each chunk is written before the next one is known.
+    each chunk is written before the next one is known. The new weights of a bounded leaf (`Optimizer.is_bounded`) are
+    finite if the norm of its gradient is: only that is computed in advance, and the weights in the pass that stores
+    them. One that overflows all the same, from the largest float32 say, stays as it is.
     """
 
     optimizer: Any
@@ -80,6 +85,7 @@ class Update:
     scalars: Mapping[str, jax.Array]
     apply_if: jax.Array | None = None
     skip_nonfinite: bool = False
+    bounded: frozenset[str] = frozenset()  # leaves whose new weights are not checked before one of them is stored
 
     def apply(self, arrays: LeafArrays, row: Any = 0) -> tuple[LeafArrays, dict[str, Any]]:
         """The new arrays, and the new step and scalars; `row` is the index of the first row, if these are slices."""
@@ -91,7 +97,7 @@ class Update:
         }
         slots = {**before, "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
         new_weights, new_slots = self.optimizer.update_leaves(self.context, grads, weights, slots)
-        update = self._skip_unless_finite(new_weights, arrays.weights)
+        update = self._skip_unless_finite(grads, new_weights, arrays.weights, new_slots)
         new = LeafArrays(arrays.grads, dict(arrays.weights), {name: dict(slot) for name, slot in arrays.slots.items()})
         for path, w in new_weights.items():
             update._store_weights(new, path, w, weights[path], row)
@@ -100,16 +106,35 @@ class Update:
                 slot[path] = update._select(cast_like(leaf, slot[path]), slot[path])
         return new, {name: update._select(new_slots[name].astype(old.dtype), old) for name, old in before.items()}
 
-    def _skip_unless_finite(self, new: Mapping[str, jax.Array], stored: Mapping[str, jax.Array]) -> "Update":
+    def _skip_unless_finite(
+        self,
+        grads: Mapping[str, jax.Array],
+        new: Mapping[str, jax.Array],
+        stored: Mapping[str, jax.Array],
+        new_slots: Mapping[str, Any],
+    ) -> "Update":
         """The update that is applied only if all new weights are finite in the dtypes in which they are stored."""
         if not self.skip_nonfinite or self.context.chunked:
             return self
-        finite = count_non_finite({path: w.astype(stored[path].dtype) for path, w in new.items()}) == 0
-        return dataclasses.replace(self, apply_if=finite if self.apply_if is None else finite & self.apply_if)
+        bounded = frozenset(path for path, w in stored.items() if path in new and self._is_bounded(path, w))
+        checked = {path: w.astype(stored[path].dtype) for path, w in new.items() if path not in bounded}
+        finite = count_non_finite(checked) == 0
+        if bounded:
+            own = {path: g for path, g in grads.items() if path in bounded}
+            rates = self.optimizer.learning_rates(self.context, self.scalars, new_slots).values()
+            finite = functools.reduce(lambda finite, rate: finite & (abs(rate) < LARGEST_RATE), rates, finite)
+            finite = finite & jnp.isfinite(tree_vdot(own, own))
+        apply_if = finite if self.apply_if is None else finite & self.apply_if
+        return dataclasses.replace(self, apply_if=apply_if, bounded=bounded)
+
+    def _is_bounded(self, path: str, stored: jax.Array) -> bool:
+        return self.optimizer.is_bounded(path) and float(jnp.finfo(stored.dtype).max) > 1e38
 
     def _store_weights(self, arrays: LeafArrays, path: str, w: jax.Array, before: jax.Array, row: Any) -> None:
         """Store the weights of a leaf, and the slots of their rounding, in `arrays`."""
         layout, old = self.layout.leaves[path], arrays.weights[path]
+        if path in self.bounded:
+            w = jnp.where(jnp.isfinite(w), w, before)
         if layout.reads_weights:
             stored, slots = layout.write(w, self.context.step, row)
             arrays.weights[path] = self._select(cast_like(stored, old), old)

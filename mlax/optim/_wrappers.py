@@ -1,7 +1,7 @@
 """OptimizerWrapper, and the wrappers Accumulate, Decay, Plateau, SAM and SkipNonFinite."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ class OptimizerWrapper(Optimizer):
     The slots of the inner optimizer keep their names.
     """
 
+    keeps_bounds: ClassVar[bool] = False  # whether leaves that are bounded inside (`is_bounded`) still are
     optimizer: Optimizer  # the optimizer inside
 
     def __post_init__(self) -> None:
@@ -61,6 +62,9 @@ class OptimizerWrapper(Optimizer):
 
     def is_frozen(self, path):
         return self.optimizer.is_frozen(path)
+
+    def is_bounded(self, path):
+        return self.keeps_bounds and self.optimizer.is_bounded(path)
 
     def update_leaves(self, context, grads, weights, slots):
         return self.optimizer.update_leaves(context, grads, weights, slots)
