@@ -1,14 +1,14 @@
 """The update of leaves in device memory, and UpdateContext: what optimizers know of it besides the arrays."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from mlax._jax import count_non_finite, is_on_host, tree_vdot
+from mlax._jax import count_non_finite, is_on_host, is_unsharded_cpu, tree_vdot
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
 from mlax.optim._slot_layout import SlotLayout, SlotsByName
 from mlax.optim._trees import cast_like
@@ -89,46 +89,79 @@ class Update:
 
     def apply(self, arrays: LeafArrays, row: Any = 0) -> tuple[LeafArrays, dict[str, Any]]:
         """The new arrays, and the new step and scalars; `row` is the index of the first row, if these are slices."""
-        layouts, before = self.layout.leaves, {"step": self.context.step, **self.scalars}
-        grads = {path: layouts[path].upcast(g) for path, g in arrays.grads.items()}
-        weights = {
-            path: layouts[path].read(w, {name: slot[path] for name, slot in arrays.slots.items() if path in slot})
-            for path, w in arrays.weights.items()
-        }
-        slots = {**before, "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
-        new_weights, new_slots = self.optimizer.update_leaves(self.context, grads, weights, slots)
-        update = self._skip_unless_finite(grads, new_weights, arrays.weights, new_slots)
+        update = self._check_gradients(arrays)
+        if not update._is_conditional(arrays):
+            return update._compute(arrays, row)
+        _, result = update._update_leaves(arrays)
+        update = update._check_weights(result.weights, arrays.weights)
+        taken = dataclasses.replace(update, apply_if=None, skip_nonfinite=False)
+        return lax.cond(update.apply_if, lambda: taken._compute(arrays, row), lambda: (arrays, update._before()))
+
+    def _compute(self, arrays: LeafArrays, row: Any) -> tuple[LeafArrays, dict[str, Any]]:
+        weights, (new_weights, new_slots) = self._update_leaves(arrays)
+        update = self._check_weights(new_weights, arrays.weights)
         new = LeafArrays(arrays.grads, dict(arrays.weights), {name: dict(slot) for name, slot in arrays.slots.items()})
         for path, w in new_weights.items():
             update._store_weights(new, path, w, weights[path], row)
         for name, slot in new.slots.items():
             for path, leaf in new_slots.get(name, {}).items():
                 slot[path] = update._select(cast_like(leaf, slot[path]), slot[path])
-        return new, {name: update._select(new_slots[name].astype(old.dtype), old) for name, old in before.items()}
+        return new, {
+            name: update._select(new_slots[name].astype(old.dtype), old) for name, old in self._before().items()
+        }
 
-    def _skip_unless_finite(
-        self,
-        grads: Mapping[str, jax.Array],
-        new: Mapping[str, jax.Array],
-        stored: Mapping[str, jax.Array],
-        new_slots: Mapping[str, Any],
-    ) -> "Update":
-        """The update that is applied only if all new weights are finite in the dtypes in which they are stored."""
+    def _update_leaves(self, arrays: LeafArrays) -> tuple[dict[str, Any], Any]:
+        """The weights before the update, and the new weights and slots, in the compute dtype."""
+        layouts = self.layout.leaves
+        grads = {path: layouts[path].upcast(g) for path, g in arrays.grads.items()}
+        weights = {
+            path: layouts[path].read(w, {name: slot[path] for name, slot in arrays.slots.items() if path in slot})
+            for path, w in arrays.weights.items()
+        }
+        slots = {**self._before(), "step": self.context.step + 1, **self.layout.upcast_slots(arrays.slots)}
+        return weights, self.optimizer.update_leaves(self.context, grads, weights, slots)
+
+    def _before(self) -> dict[str, jax.Array]:
+        return {"step": self.context.step, **self.scalars}
+
+    def _check_gradients(self, arrays: LeafArrays) -> "Update":
+        """The update that is applied only if the gradients of bounded leaves have a finite norm."""
         if not self.skip_nonfinite or self.context.chunked:
             return self
-        bounded = frozenset(path for path, w in stored.items() if path in new and self._is_bounded(path, w))
-        checked = {path: w.astype(stored[path].dtype) for path, w in new.items() if path not in bounded}
-        finite = count_non_finite(checked) == 0
-        if bounded:
-            own = {path: g for path, g in grads.items() if path in bounded}
-            rates = self.optimizer.learning_rates(self.context, self.scalars, new_slots).values()
-            finite = functools.reduce(lambda finite, rate: finite & (abs(rate) < LARGEST_RATE), rates, finite)
-            finite = finite & jnp.isfinite(tree_vdot(own, own))
-        apply_if = finite if self.apply_if is None else finite & self.apply_if
-        return dataclasses.replace(self, apply_if=apply_if, bounded=bounded)
+        bounded = {path: g for path, g in arrays.grads.items() if self._is_bounded(path, arrays.weights[path])}
+        if not bounded:
+            return self
+        grads = {path: self.layout.leaves[path].upcast(g) for path, g in bounded.items()}
+        finite = jnp.isfinite(tree_vdot(grads, grads))
+        for rate in self.optimizer.learning_rates(self.context, self.scalars, self.scalars).values():
+            finite = finite & (abs(rate) < LARGEST_RATE)
+        return dataclasses.replace(self._apply_only_if(finite), bounded=frozenset(bounded))
 
     def _is_bounded(self, path: str, stored: jax.Array) -> bool:
         return self.optimizer.is_bounded(path) and float(jnp.finfo(stored.dtype).max) > 1e38
+
+    def _is_conditional(self, arrays: LeafArrays) -> bool:
+        """Whether a conditional chooses between the new arrays and the old ones, and not a select of each element.
+
+        On a CPU it is nearly free, where XLA copies arrays for the selects; on a GPU the host would wait for it. New
+        weights that have to be checked are computed twice, which only elementwise updates are cheap enough for.
+        """
+        if self.context.chunked or (self.apply_if is None and not self.skip_nonfinite):
+            return False
+        checks_weights = self.skip_nonfinite and not self.bounded >= arrays.grads.keys()
+        if checks_weights and not _is_elementwise(self.optimizer):
+            return False
+        return bool(arrays.grads) and all(map(is_unsharded_cpu, jax.tree.leaves(arrays)))
+
+    def _check_weights(self, new: Mapping[str, jax.Array], stored: Mapping[str, jax.Array]) -> "Update":
+        """The update that is applied only if all new weights are finite in the dtypes in which they are stored."""
+        checked = {path: w.astype(stored[path].dtype) for path, w in new.items() if path not in self.bounded}
+        if not self.skip_nonfinite or self.context.chunked or not checked:
+            return self
+        return self._apply_only_if(count_non_finite(checked) == 0)
+
+    def _apply_only_if(self, condition: jax.Array) -> "Update":
+        return dataclasses.replace(self, apply_if=condition if self.apply_if is None else condition & self.apply_if)
 
     def _store_weights(self, arrays: LeafArrays, path: str, w: jax.Array, before: jax.Array, row: Any) -> None:
         """Store the weights of a leaf, and the slots of their rounding, in `arrays`."""
@@ -146,3 +179,7 @@ class Update:
 
     def _select(self, new: jax.Array, old: jax.Array) -> jax.Array:
         return new if self.apply_if is None or new is old else jnp.where(self.apply_if, new, old)
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    return optimizer.elementwise and all(map(_is_elementwise, optimizer.inner_optimizers()))
