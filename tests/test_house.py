@@ -20,9 +20,21 @@ BELOW = {
     "files": {"_jax", "core"},
     "inspect": {"_jax", "core"},
     "place": {"_jax", "_objective", "core", "inspect", "optim"},
-    "train": {"_jax", "_metric", "_objective", "_supervision", "core", "dtypes", "files", "inspect", "optim", "place"},
+    "train": {
+        "_compilation_cache",
+        "_jax",
+        "_metric",
+        "_objective",
+        "_supervision",
+        "core",
+        "dtypes",
+        "files",
+        "inspect",
+        "optim",
+        "place",
+    },
     "zoo": {"_jax", "core", "dtypes", "files", "inspect", "nn", "ops", "place"},
-    "cli": {"_supervision", "core", "inspect", "train"},
+    "cli": {"_compilation_cache", "_supervision", "core", "inspect", "train"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands `mlax demo` and `mlax train`."""
+"""The commands `mlax demo`, `mlax train` and `mlax cache`."""
 
 import ast
 import dataclasses
@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import mlax
+from mlax._compilation_cache import (
+    clear_compilation_cache,
+    compilation_cache_root,
+    compilation_cache_size,
+    enable_compilation_cache,
+)
 from mlax._supervision import STEP_FOLDER
-from mlax.cli._script import config_type, enable_compilation_cache, load_script, parse_config, run_script, takes_config
+from mlax.cli._script import config_type, load_script, parse_config, run_script, takes_config
 
 FOLDER_FIELDS = ("run", "out")  # the names that examples give to their output folder
 
@@ -108,4 +114,14 @@ def train(script: str, args: Sequence[str]) -> int:
     """Run a script in this process."""
     enable_compilation_cache()
     run_script(script, args)
+    return 0
+
+
+def cache(clear: bool) -> int:
+    """Say where compiled programs are kept and how large they are, or delete them."""
+    (count, size), root = compilation_cache_size(), compilation_cache_root()
+    if clear:
+        clear_compilation_cache()
+    programs = f"{count} compiled program{'s' * (count != 1)}, {size / 2**20:,.1f} MiB"
+    print(f"deleted {programs}: {root}" if clear else f"{root}: {programs}; delete them by mlax cache --clear")
     return 0

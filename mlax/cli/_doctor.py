@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlax
+from mlax._compilation_cache import compilation_cache_root, compilation_cache_size, start_compilation_cache
 from mlax.cli._process import package_command
-from mlax.cli._script import compilation_cache_folder
 
 EXTRAS = {  # optional packages: what for, and what installs them
     "rich": ("progress bars", "rich"),
@@ -167,15 +167,15 @@ def _attempt(what: str, check: Callable[[], str], otherwise: str) -> Finding:
 def _check_cache() -> Finding:
     from mlax.inspect import format_bytes
 
-    folder = compilation_cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding(False, "compilation cache", f"{error}; set XDG_CACHE_HOME to a writable folder", False)
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Finding(True, "compilation cache", f"{folder}, {format_bytes(size)}; safe to delete", False)
+    what, found = "compilation cache", start_compilation_cache()
+    if found.problem:
+        return Finding(False, what, f"{found.problem}; set XDG_CACHE_HOME to a writable folder", False)
+    if found.folder is None:
+        return Finding(True, what, "off, by jax_enable_compilation_cache", False)
+    if not Path(found.folder).is_relative_to(compilation_cache_root()):
+        return Finding(True, what, f"{found.folder}, as configured", False)
+    count, size = compilation_cache_size()
+    return Finding(True, what, f"{found.folder}, {count} programs, {format_bytes(size)}; mlax cache --clear", False)
 
 
 _SCRIPT = """

@@ -18,7 +18,7 @@ from mlax.cli._supervisor import launch
 
 REST = argparse.REMAINDER
 DEFAULT_EXAMPLE = "digits"
-COMMANDS = ("demo", "train", "launch", "inspect", "doctor", "plot")
+COMMANDS = ("demo", "train", "launch", "inspect", "doctor", "plot", "cache")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_doctor(commands)
     _add_plot(commands)
+    _add_cache(commands)
     return parser
 
 
@@ -137,7 +138,7 @@ def _add_train(commands: Commands) -> None:
         'The script is imported for that, so whatever it runs itself belongs below `if __name__ == "__main__":`. '
         "Without such a main, the script runs as it would under python. It writes where it says so, usually to the "
         "`run` folder of train.fit; running the same command again resumes an interrupted run. Compiled programs are "
-        "cached on disk, so the next run starts faster.",
+        "cached on disk, so the next run starts faster: `mlax cache` shows where.",
         epilog=f"Scripts to start from:\n\n{_list_examples()}\n\nThey are in {_commands.examples_folder()}.",
     )
     parser.add_argument("script", metavar="SCRIPT", help="path of a Python file")
@@ -209,6 +210,22 @@ def _add_plot(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", default="curves.png", help="the image to write (default: curves.png)")
     parser.set_defaults(run=plot)
+
+
+def _add_cache(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "cache",
+        formatter_class=_Formatter,
+        help="show or clear the compilation cache",
+        description="Show the folder of the compilation cache, where train.fit, `mlax train` and `mlax demo` keep "
+        "compiled programs, so that the next run starts faster:\n\n"
+        "  mlax cache           its folder and its size, at most 4 GiB\n"
+        "  mlax cache --clear   delete all programs; they are compiled again when they are needed\n\n"
+        "A cache that you configure with JAX's own jax_compilation_cache_dir is another folder, which this leaves "
+        "alone. JAX_ENABLE_COMPILATION_CACHE=false turns caching off.",
+    )
+    parser.add_argument("--clear", action="store_true", help="delete all programs")
+    parser.set_defaults(run=_commands.cache)
 
 
 def _add_launch(commands: Commands) -> None:

@@ -118,28 +118,3 @@ def parse_config(module: ModuleType, command: str, args: Sequence[str], defaults
     description = (module.__doc__ or "").strip().replace(f"python examples/{Path(module.__file__ or '').name}", command)
     options = {"default": kind(**defaults)} if defaults else {}
     return tyro.cli(kind, args=list(args), prog=command, description=description, **options)
-
-
-def compilation_cache_folder() -> Path:
-    """Where JAX's persistent compilation cache is, unless JAX_COMPILATION_CACHE_DIR says otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlax" / "compiled"
-
-
-def enable_compilation_cache() -> None:
-    """Enable JAX's persistent compilation cache, unless the user has configured one.
-
-    By JAX's environment variables, so that JAX need not be imported yet.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    options = {
-        "jax_compilation_cache_dir": str(compilation_cache_folder()),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    os.environ |= {name.upper(): str(value) for name, value in options.items()}
-    if "jax" in sys.modules:
-        import jax
-
-        for name, value in options.items():
-            jax.config.update(name, value)

@@ -12,8 +12,9 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from mlax._compilation_cache import enable_compilation_cache
 from mlax._supervision import ALL_FINISHED_OFFSET, FINISHED_OFFSET, HEARTBEAT_VARIABLE, LOOPBACK, TERMINATED
-from mlax.cli._script import enable_compilation_cache, run_script
+from mlax.cli._script import run_script
 
 SHUTDOWN_TIMEOUT = 5.0  # seconds, once all scripts have ended
 _PR_SET_PDEATHSIG = 1

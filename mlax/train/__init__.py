@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mlax._compilation_cache import enable_compilation_cache
 from mlax._metric import Metric, MetricSums
 from mlax._objective import count_labels as count_labels
 from mlax._objective import gradients as gradients
@@ -80,6 +81,7 @@ __all__ = [
     "TrainState",
     "WandB",
     "accuracy",
+    "enable_compilation_cache",
     "fit",
     "from_orbax",
     "heartbeat",

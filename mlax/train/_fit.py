@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from mlax._compilation_cache import CompilationCache, start_compilation_cache
 from mlax.core import check_not_donated, document_tuple, print_pretty, short_summary, tabulate
 from mlax.train._callback import Callback, Each, check_callback
 from mlax.train._checks import int_at_least
@@ -126,6 +129,7 @@ def fit(
     config          values to add to the configuration of the run, such as a dataclass or dict
     show            whether to print the configuration and progress
 
+    Compiled programs are kept in a cache, so that the next run starts faster: see `train.enable_compilation_cache`.
     SIGTERM and SIGHUP save and exit; Ctrl-C saves and returns. A run that `each` or `patience` ended stays as it is if
     it is resumed, and continues with more `steps` or `patience`. Guide: docs/guides/training-loop.md.
     """
@@ -143,6 +147,7 @@ def fit(
     best = _check_best(best, feeds)
     patience = check_patience(patience, best)
     window, loggers = check_window(profile), check_loggers(loggers)
+    cache = _start_cache()
     with RunFolder(run) as run_folder, Signals(grace) as signals:
         if resume == "restart":
             check_not_donated("fit", DONATED_STATE, state=state)  # before anything is moved
@@ -170,7 +175,9 @@ def fit(
         monitor = Monitor(
             run_folder, step, feed, current_step, steps, loggers=loggers, config=public_config(run_config), show=show
         )
-        monitor.print(describe_run(run_folder, run_config, state.trainables, current_step))
+        monitor.print(describe_run(run_folder, run_config, state.trainables, current_step, cache.folder))
+        if cache.problem:
+            monitor.print(f"compiled programs are not cached: {cache.problem}")
         for warning in (moved, *changes.warnings(resumed=bool(notes)), trim_log(run_folder, current_step)):
             monitor.warn(warning)
         if patience is not None and run is None:
@@ -219,6 +226,17 @@ def fit(
     if interrupted in ("SIGTERM", "SIGHUP"):
         sys.exit(exit_status(interrupted))
     return _result(loop, saved, interrupted)
+
+
+def _start_cache() -> CompilationCache:
+    """The persistent compilation cache, on by default in a single process.
+
+    Among several, only the first would write programs: where they do not share the folder, it would read a program
+    while the others compile it, and XLA's autotuning, which they divide among them, would wait for it forever.
+    """
+    if jax.process_count() > 1:
+        return CompilationCache(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+    return start_compilation_cache()
 
 
 def _train(loop: Loop, feed: Any, notes: Mapping[str, Any]) -> None:

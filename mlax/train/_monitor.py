@@ -249,10 +249,12 @@ def peak_flops(device: Any) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device.device_kind)), None)
 
 
-def describe_run(run: RunFolder, config: Mapping[str, Any], trainables: Tree, at: int) -> str:
-    """The configuration of a run, and a table of the model's parameters."""
+def describe_run(run: RunFolder, config: Mapping[str, Any], trainables: Tree, at: int, cache: str | None) -> str:
+    """The configuration of a run, the folder of the compilation cache, and a table of the model's parameters."""
     where = "no folder: nothing is saved" if run.root is None else f"{run.root}"
     lines = {"run": f"{where}, resumes from step {at}" if at else where, **public_config(config)}
+    if cache is not None:
+        lines["cache"] = f"{cache} (compiled programs)"
     width = max(map(len, lines)) + 2
     table = parameter_table(trainables)
     return "\n".join([*(f"{name:{width}}{format_fact(value)}" for name, value in lines.items()), "parameters", table])

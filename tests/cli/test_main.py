@@ -14,7 +14,7 @@ def test_help_lists_every_command_without_importing_jax():
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert time.monotonic() - began < 5  # 0.1 s on an idle machine
-    assert all(word in done.stdout for word in ("demo", "train", "launch", "inspect", "doctor", "plot"))
+    assert all(word in done.stdout for word in ("demo", "train", "launch", "inspect", "doctor", "plot", "cache"))
     assert done.stdout.strip().endswith("False")
 
 
@@ -84,7 +84,7 @@ def test_help_lists_every_example_with_what_it_does(argv, capsys, monkeypatch):
     assert "digits           Train a convolutional network on scikit-learn's 1,797\n" in printed
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "launch", "inspect", "doctor", "plot"])
+@pytest.mark.parametrize("command", ["demo", "train", "launch", "inspect", "doctor", "plot", "cache"])
 def test_help_of_every_command_shows_a_call(command, capsys):
     assert re.search(rf"^  mlax {command}\b", help_of(capsys, command), re.M)
 

@@ -77,20 +77,3 @@ def test_a_script_that_would_run_twice_is_refused(script, capsys):
 def test_a_missing_script_is_reported(tmp_path):
     with pytest.raises(SystemExit, match=r"there is no script .*nowhere\.py"):
         main(["train", str(tmp_path / "nowhere.py")])
-
-
-def test_the_compilation_cache_is_enabled(script, tmp_path, monkeypatch, capsys):
-    import jax
-
-    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
-    before = {name: getattr(jax.config, name) for name in names}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in (*names, "jax_persistent_cache_min_entry_size_bytes"):
-        monkeypatch.setenv(name.upper(), "")  # so that it is put back afterwards
-        monkeypatch.delenv(name.upper())
-    try:
-        main(["train", script("import jax; print(jax.config.jax_compilation_cache_dir)")])
-        assert capsys.readouterr().out.strip() == str(tmp_path / "mlax" / "compiled")
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
