@@ -5,6 +5,7 @@ from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._gather import take_rows
 from mlax._jax._memory import (
+    are_on_one_device,
     is_on_host,
     map_chunks,
     map_chunks_inplace,
@@ -65,6 +66,7 @@ __all__ = [
     "abstract_key",
     "add_feedback",
     "all_stay_finite",
+    "are_on_one_device",
     "at_least_float32",
     "batched_grad_scan",
     "broadcast_like",

@@ -6,11 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 
 def is_on_host(leaf: Any) -> bool:
     """Whether an array is in host memory."""
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def are_on_one_device(tree: Any) -> bool:
+    """Whether all leaves are arrays in the memory of one device, all committed to it or none."""
+    leaves = jax.tree.leaves(tree)
+    if not all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves):
+        return False
+    placements = {(*leaf.devices(), leaf.committed) for leaf in leaves}
+    return len(placements) == 1 and len(next(iter(placements))) == 2 and not any(map(is_on_host, leaves))
 
 
 def to_device(tree: Any) -> Any:

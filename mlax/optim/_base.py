@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mlax._jax import at_least_float32, is_on_host, to_device
+from mlax._jax import are_on_one_device, at_least_float32, is_on_host, to_device
 from mlax.core import Documented, Tree, check_not_donated, frozen, short_repr
 from mlax.optim._estimate import update_estimates
 from mlax.optim._hyperparams import (
@@ -147,6 +147,8 @@ class Optimizer(metaclass=Documented):
             return jax.eval_shape(self.init, trainables)
         layout = slot_layout(self, tree)
         _check_devices(tree)
+        if are_on_one_device(trainables):
+            return jax.jit(self.init)(trainables)  # one program, and not three for each shape
         # scalars on the devices of the weights, or `update` would recompile after its first step
         anchor = min(tree.by_path.values(), key=is_on_host, default=jnp.zeros(()))
         fields = {"step": to_device(Slot(()).init_value(anchor, jnp.int32))}

@@ -1,12 +1,13 @@
 """TrainState: everything that training changes, as one pytree."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import random
 
-from mlax._jax import is_typed_key, leaves_with_paths
+from mlax._jax import are_on_one_device, is_typed_key, leaves_with_paths
 from mlax.core import Tree, check_not_donated, document_tuple, print_as_table, short_signature, signature
 from mlax.optim import Optimizer, OptimizerState
 from mlax.place import Plan
@@ -63,21 +64,44 @@ def init_state(
 ) -> TrainState:
     """The state before the first step, sharded as the plan specifies. It holds these variables, not copies of them."""
     _check_variables(rng, trainables, non_trainables)
-    if plan is None:
-        slots = optimizer.init(trainables)
-    else:
+    if plan is not None:
         trainables, non_trainables = plan.place((trainables, non_trainables))
         slots = plan.init_slots(optimizer, trainables)
+        rest = _init_rest(optimizer, scaling, rng, slots, non_trainables)
+    elif are_on_one_device((trainables, non_trainables)):
+        slots, rest = _init_on_one_device(optimizer, scaling, rng, trainables, non_trainables)
+    else:
+        slots = optimizer.init(trainables)
+        rest = _init_rest(optimizer, scaling, rng, slots, non_trainables)
+    return TrainState(trainables=trainables, non_trainables=non_trainables, optimizer=slots, **rest)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init_on_one_device(
+    optimizer: Optimizer, scaling: LossScale | None, rng: jax.Array, trainables: Tree, non_trainables: Tree
+) -> tuple[OptimizerState, dict[str, Any]]:
+    """The slots and the rest of the state by one program, which compiles faster than dozens of tiny ones."""
+    slots = optimizer.init(trainables)
+    return slots, _init_rest(optimizer, scaling, rng, slots, non_trainables)
+
+
+def _init_rest(
+    optimizer: Optimizer, scaling: LossScale | None, rng: jax.Array, slots: OptimizerState, non_trainables: Tree
+) -> dict[str, Any]:
+    """The fields of the state besides the variables and the slots."""
 
     def copy(leaf: jax.Array) -> jax.Array:
         """A copy on the devices of the weights, since the whole state is donated."""
         return jnp.zeros_like(slots.step, leaf.dtype) + leaf
 
-    key = random.wrap_key_data(copy(random.key_data(rng)), impl=str(random.key_impl(rng)))
-    scale = None if scaling is None else jax.tree.map(copy, scaling.init())
     zero = jnp.zeros_like(slots.step)
-    average = optimizer.init_average(non_trainables)
-    return TrainState(zero, trainables, non_trainables, average, slots, key, scale, jnp.copy(zero))
+    return {
+        "step": zero,
+        "average": optimizer.init_average(non_trainables),
+        "rng": random.wrap_key_data(copy(random.key_data(rng)), impl=str(random.key_impl(rng))),
+        "scaling": None if scaling is None else jax.tree.map(copy, scaling.init()),
+        "skipped": jnp.copy(zero),
+    }
 
 
 def _check_variables(rng: jax.Array, trainables: Tree, non_trainables: Tree) -> None:
