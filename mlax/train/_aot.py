@@ -1,8 +1,10 @@
 """Ahead-of-time compilation of a function for a fixed number of signatures."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,15 @@ MEMORY_ADVICE = (
 
 class RetraceError(TypeError, metaclass=Documented):
     """A function that is already compiled would have to be compiled again for these arguments."""
+
+
+class Compilation(NamedTuple):
+    """A compilation that is under way."""
+
+    traced: jax.stages.Traced
+    result: Future[jax.stages.Compiled]
+    constants: Fingerprint  # what the objective referred to, before it was traced and after
+    args: Any  # that it is compiled for
 
 
 class CompiledFunction:
@@ -57,6 +68,7 @@ class CompiledFunction:
         self.stacked = stacked  # batches have a leading axis that the plan does not know of
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         self._traced: dict[Any, jax.stages.Traced] = {}
+        self._started: dict[Any, Compilation] = {}
         self._signatures: list[dict[str, str]] = []
         self._only: jax.stages.Compiled | None = None
         self._constants: Fingerprint = {}  # what the objective referred to when it was compiled
@@ -91,23 +103,83 @@ class CompiledFunction:
         """The executable for these arguments, which may be `jax.ShapeDtypeStruct`s; compiled if it is not yet."""
         key = _batch_signature(args)
         if key not in self.compiled:
-            check_not_donated(self.owner, DONATED_STATE, **dict(zip(self.names, args, strict=True)))
-            if len(self.compiled) == self.compilations:
-                raise RetraceError(self._describe_change(args))
-            self.check_constants(self.owner)
-            before = self._describe_constants()
-            with contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh):
-                traced = self._jit(args).trace(*args)
-                compiled = traced.lower().compile()
-            if self.plan is not None:
-                warn_unless_parallelized(self.plan, args[0], traced.jaxpr)
-            _check_memory(compiled, jax.tree.leaves(args))
-            after = self._describe_constants()  # without what tracing itself changes, such as a counter
-            self._constants = {name: value for name, value in after.items() if value == before.get(name)}
-            self.compiled[key], self._traced[key] = compiled, traced
-            self._signatures.append(_describe_leaves(self.names, args))
-            self._only = compiled if self.compilations == 1 else None
+            self._start(key, args, in_background=False)
+            self._finish(key)
         return self.compiled[key]
+
+    def start(self, *args: Any) -> None:
+        """Trace for these arguments, and compile in the background: `compile`, or a call, waits for the executable.
+
+        XLA compiles without Python's lock, so that other work goes on meanwhile. Of several processes none may be
+        ahead of the others, so they compile in the foreground.
+        """
+        key = _batch_signature(args)
+        if key not in self.compiled:
+            self._start(key, args, in_background=jax.process_count() == 1)
+
+    def wait(self) -> None:
+        """Wait for what is compiled in the background, whether it succeeds or not."""
+        for compilation in self._started.values():
+            compilation.result.exception()
+
+    def _start(self, key: Any, args: Any, *, in_background: bool) -> None:
+        if key in self._started:
+            return
+        check_not_donated(self.owner, DONATED_STATE, **dict(zip(self.names, args, strict=True)))
+        if len(self.compiled) + len(self._started) == self.compilations:
+            for started in list(self._started):
+                self._finish(started)
+            raise RetraceError(self._describe_change(args))
+        self.check_constants(self.owner)
+        before = self._describe_constants()
+        with self._on_mesh():
+            traced = self._jit(args).trace(*args)
+            lowered = traced.lower()
+        after = self._describe_constants()  # without what tracing itself changes, such as a counter
+        constants = {name: value for name, value in after.items() if value == before.get(name)}
+        self._started[key] = Compilation(traced, self._compile_lowered(lowered, in_background), constants, args)
+
+    def _compile_lowered(self, lowered: jax.stages.Lowered, in_background: bool) -> Future[jax.stages.Compiled]:
+        result: Future[jax.stages.Compiled] = Future()
+
+        def run() -> None:
+            try:
+                with self._on_mesh():
+                    result.set_result(lowered.compile())
+            except BaseException as error:
+                result.set_exception(error)
+
+        if in_background:
+            threading.Thread(target=run, name=f"compile {self.owner}").start()
+        else:
+            run()
+        return result
+
+    def _finish(self, key: Any) -> None:
+        """Wait for the compilation of this signature, and keep its result. If it failed, its error is raised once."""
+        traced, result, constants, args = self._started[key]
+        try:
+            compiled = result.result()
+        finally:
+            if result.done():  # and not interrupted by Ctrl-C
+                del self._started[key]
+        if self.plan is not None:
+            warn_unless_parallelized(self.plan, args[0], traced.jaxpr)
+        _check_memory(compiled, jax.tree.leaves(args))
+        self._constants = constants
+        self.compiled[key], self._traced[key] = compiled, traced
+        self._signatures.append(_describe_leaves(self.names, args))
+        self._only = compiled if self.compilations == 1 else None
+
+    def _on_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh)
+
+    @property
+    def last_traced(self) -> jax.stages.Traced | None:
+        """The function as it was last traced, compiled or being compiled; None if it never was."""
+        if self._started:
+            return next(reversed(self._started.values())).traced
+        return next(reversed(self._traced.values()), None)
 
     def check_constants(self, owner: str) -> None:
         """Raise if what the objective refers to, such as the model, changed since it was compiled as constants."""

@@ -204,9 +204,14 @@ class Loop:
         """Compile what is not compiled yet, and check that the evaluation has the metric of `best`."""
         with self.signals.killable():
             heartbeat(self.current_step, Phase.COMPILING)
+            self.step.start_compile(self.state, batch, **hyperparams)
+            try:
+                self.monitor.print_layers(self.state.trainables)
+                self.scoring.prepare(self.state)  # which compiles, too
+            except BaseException:
+                self.step.wait()
+                raise
             self.step.compile(self.state, batch, **hyperparams)
-            self.monitor.print_layers(self.state.trainables)
-            self.scoring.prepare(self.state)
 
     def _read(self, records: list[Record]) -> None:
         """Take note of the metrics of steps that are done, and roll back if too many were not finite."""

@@ -78,9 +78,9 @@ class Monitor:
         self.progress.__exit__()
 
     def print_layers(self, trainables: Tree) -> None:
-        """In a terminal, print the layers of the step that was compiled, with their parameters and FLOPs."""
-        if self.progress.terminal:
-            traced, _ = self.step.last_compiled.stages()
+        """In a terminal, print the layers of the step that was traced, with their parameters and FLOPs."""
+        traced = self.step.aot.last_traced or self.step.overriding_aot.last_traced
+        if self.progress.terminal and traced is not None:
             self.print(scope_table(traced.jaxpr, flatten_paths(trainables).items()))
 
     def log_metrics(self, at: int, metrics: Metrics, *, wait: bool = False) -> list[Record]:

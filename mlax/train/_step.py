@@ -33,8 +33,10 @@ from mlax.core import (
     as_patterns,
     check_not_donated,
     match_paths,
+    shape_dtypes,
     short_repr,
     signature,
+    variable_shapes,
 )
 from mlax.inspect import NonFinite, nonfinite
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
@@ -156,10 +158,25 @@ class Step(metaclass=Documented):
 
     def compile(self, state: TrainState, batch: Any, **hyperparams: Any) -> None:
         """Compile for these arguments, which may be `jax.ShapeDtypeStruct`s, unless that is done."""
+        function, args = self._compiled_call(state, batch, hyperparams)
+        function.compile(*args)
+
+    def start_compile(self, state: TrainState, batch: Any, **hyperparams: Any) -> None:
+        """Like `compile`, but XLA compiles in the background; `compile`, or the first call, waits for it."""
+        function, args = self._compiled_call(state, batch, hyperparams)
+        function.start(*args)
+
+    def _compiled_call(
+        self, state: TrainState, batch: Any, hyperparams: dict[str, Any]
+    ) -> tuple[CompiledFunction, tuple[Any, ...]]:
         if hyperparams:
-            self.overriding_aot.compile(state, self._override(hyperparams), batch)
-        else:
-            self.aot.compile(state, batch)
+            return self.overriding_aot, (state, self._override(hyperparams), batch)
+        return self.aot, (state, batch)
+
+    def wait(self) -> None:
+        """Wait for what is compiled in the background, whether it succeeds or not."""
+        for function in (self.aot, self.overriding_aot, self.evaluation.aot):
+            function.wait()
 
     def __repr__(self) -> str:
         defaults = {"train": None, "steps_per_call": 1, "accumulate": 1, "scaling": None, "skip_nonfinite": True}
@@ -176,6 +193,27 @@ class Step(metaclass=Documented):
         """The first state, sharded as the plan specifies. The variables are not copied: the first step donates them."""
         self._check_trained(trainables)
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
+
+    def init_model(self, rng: jax.Array, model: Layer, x: Any, batch: Any) -> TrainState:
+        """The first state of a model for inputs like `x`, initialized while the step compiles for batches like `batch`.
+
+        `x` and `batch` may be shapes, such as `feed.example`. The model and the state get one half of the key each:
+        `init_rng, rng = jax.random.split(rng)`, then `step.init(rng, *model.init(init_rng, x))`. With a plan the step
+        is compiled after the model is initialized.
+        """
+        init_rng, rng = random.split(rng)
+        if self.plan is not None:
+            state = self.init(rng, *model.init(init_rng, x))
+            self.compile(state, batch)
+            return state
+        variables = variable_shapes(model, x)
+        self._check_trained(variables[0])
+        self.start_compile(jax.eval_shape(self.init, rng, *variables), shape_dtypes(batch))
+        try:
+            return self.init(rng, *model.init(init_rng, x))
+        except BaseException:
+            self.wait()
+            raise
 
     def check_constants(self, owner: str) -> None:
         """Raise if what the objective refers to, such as the model, changed since this step was compiled."""

@@ -1,0 +1,104 @@
+"""A cold start: what is compiled side by side, and that nothing is traced twice."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import stages
+
+import mlax
+from mlax import nn, optim, place, train
+
+X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+BATCH = {"x": X, "y": X[:, :2]}
+
+
+def objective_of(model):
+    def objective(batch, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        y, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return ((y - batch["y"]) ** 2).mean(axis=1), new
+
+    return objective
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The name of the thread of each ahead-of-time compilation, and an event without which none of them ends."""
+    threads, may_end = [], threading.Event()
+    may_end.set()
+    compile = stages.Lowered.compile
+
+    def record(self, *args, **kwargs):
+        threads.append(threading.current_thread().name)
+        assert may_end.wait(60)
+        return compile(self, *args, **kwargs)
+
+    monkeypatch.setattr(stages.Lowered, "compile", record)
+    return threads, may_end
+
+
+MODEL = mlax.Chain((nn.Linear(3), nn.Linear(2)))
+
+
+def test_a_model_is_initialized_while_the_step_compiles(compilations):
+    threads, may_end = compilations
+    step = train.step(objective_of(MODEL), optim.AdamW(0.1))
+    may_end.clear()
+    state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
+    assert threads == ["compile step"]  # and it has not ended
+    assert not step.aot.compiled
+    may_end.set()
+    got, metrics = step(state, BATCH)
+    assert len(step.aot.compiled) == len(threads) == 1
+    other = train.step(objective_of(MODEL), optim.AdamW(0.1))
+    init_rng, rng = jax.random.split(jax.random.key(0))
+    wanted, _ = other(other.init(rng, *MODEL.init(init_rng, X)), BATCH)
+    jax.tree.map(np.testing.assert_array_equal, got.trainables, wanted.trainables)
+    assert metrics["loss"] > 0
+
+
+def test_with_a_plan_a_model_is_initialized_before_the_step_compiles():
+    plan = place.fsdp()
+    step = train.step(objective_of(MODEL), optim.SGD(0.1), plan=plan)
+    state = step.init_model(jax.random.key(0), MODEL, X, train.Feed(BATCH, 8).example)
+    assert len(step.aot.compiled) == 1
+    assert state.trainables["layers"]["0"]["kernel"].sharding.mesh == plan.mesh
+
+
+def test_an_error_of_xla_in_the_background_is_raised_by_the_first_call_and_once(monkeypatch):
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.Lowered, "compile", lambda self: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+        state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
+        step.wait()
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        step(state, BATCH)
+    step(state, BATCH)  # compiles again
+    assert len(step.aot.compiled) == 1
+
+
+def test_another_batch_than_the_step_is_being_compiled_for_is_refused():
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
+    with pytest.raises(train.RetraceError, match=r"batch/x was float32\[8, 4\] and is now float32\[6, 4\]"):
+        step(state, {name: array[:6] for name, array in BATCH.items()})
+    step(state, BATCH)
+
+
+def test_fit_compiles_the_evaluation_while_the_step_compiles(compilations):
+    threads, _ = compilations
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    state = step.init(jax.random.key(0), *MODEL.init(jax.random.key(0), X))
+    feed = train.Feed(BATCH, 8)
+    train.fit(step, state, feed, steps=2, evaluate=feed, show=False)
+    assert sorted(threads) == ["MainThread", "compile step"]
+
+
+def test_an_evaluation_that_cannot_be_compiled_leaves_no_compilation_behind(compilations):
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    state = step.init(jax.random.key(0), *MODEL.init(jax.random.key(0), X))
+    with pytest.raises(KeyError, match="'y'"):
+        train.fit(step, state, train.Feed(BATCH, 8), steps=2, evaluate=train.Feed({"x": X}, 8), show=False)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
