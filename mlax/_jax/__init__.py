@@ -30,7 +30,7 @@ from mlax._jax._name_stack import (
     source_line,
 )
 from mlax._jax._private import with_weak_type
-from mlax._jax._random import abstract_key, constant, is_typed_key, name_hash, named_key, sample
+from mlax._jax._random import abstract_key, constant, is_abstract_key, is_typed_key, name_hash, named_key, sample
 from mlax._jax._reductions import (
     broadcast_like,
     divide,
@@ -81,6 +81,7 @@ __all__ = [
     "fused_op_names",
     "fusion_barrier",
     "global_norm",
+    "is_abstract_key",
     "is_backward_pass",
     "is_narrow",
     "is_on_host",

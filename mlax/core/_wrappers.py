@@ -1,5 +1,6 @@
 """Wrapper, Remat, Map, Repeat: one layer under a JAX transformation."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY
@@ -11,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax._jax import abstract_key, fusion_barrier, to_host, write_slice
+from mlax._jax import abstract_key, fusion_barrier, is_abstract_key, to_host, write_slice
 from mlax.core._checks import check_is_dict
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
@@ -201,18 +202,25 @@ class Repeat(Wrapper):
         self, x: Any, trainables: Tree, non_trainables: Tree, keys: jax.Array | None, inference_mode: bool
     ) -> tuple[Any, Tree]:
         """Like `fwd`, given the key of each repetition."""
-        layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
         stacked = (get_stack(trainables), get_stack(non_trainables), keys)
-        key = None if keys is None else jax.ShapeDtypeStruct(keys.shape[1:], keys.dtype)
-        constants = ()
-        if self.has_constants(x, trainables, non_trainables, key, inference_mode):
-            x, *constants = x
+        if isinstance(x, tuple) and len(x) > 1:
+            with contextlib.suppress(_NotLikeFirst):  # the layer is traced again only if it returns all of its inputs
+                return self._apply_stack(x[0], x[1:], stacked, inference_mode)
+        return self._apply_stack(x, (), stacked, inference_mode)
+
+    def _apply_stack(
+        self, x: Any, constants: tuple[Any, ...], stacked: tuple[Tree, Tree, jax.Array | None], inference_mode: bool
+    ) -> tuple[Any, Tree]:
+        """Apply the layer to `x`, which each repetition passes on, and to the same constants."""
+        layer = Remat(self.layer, prevent_cse=False) if self.mode == "remat" else self.layer
 
         def step(x: Any, own: tuple[Tree, Tree, jax.Array | None], layer: Layer = layer) -> tuple[Any, Tree]:
             trainables, non_trainables, key = own
             inputs = (x, *constants) if constants else x
             y, new = layer.fwd(inputs, trainables, non_trainables, rng=key, inference_mode=inference_mode)
             if signature(y) != signature(x):
+                if constants:
+                    raise _NotLikeFirst
                 raise ValueError(
                     f"{short_repr(self)}: the layer maps {signature(x)} to {signature(y)}, but its output is the "
                     "input of the next repetition; they must have the same shapes and dtypes."
@@ -231,6 +239,9 @@ class Repeat(Wrapper):
                 # without the barrier, 48 blocks take two to four times as long to compile on a CPU and run slower
                 x, state = step(*fusion_barrier((x, own)))
                 states.append(state)
+            if stacked[2] is not None and is_abstract_key(stacked[2]):  # only shapes count, and all are like the first
+                states *= self.times
+                break
         return x, name_stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
     def has_constants(self, x: Any, trainables: Tree, non_trainables: Tree, key: Any, inference_mode: bool) -> bool:
@@ -252,6 +263,10 @@ class Repeat(Wrapper):
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         check_stack(self, self.times, trainables, non_trainables)
+
+
+class _NotLikeFirst(Exception):
+    """The layer of a Repeat of several inputs does not map them to an output like the first."""
 
 
 @frozen

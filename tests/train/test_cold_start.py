@@ -3,13 +3,13 @@
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import stages
 
 import mlax
 from mlax import nn, optim, place, train
+from tests import asserts
 
 X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
 BATCH = {"x": X, "y": X[:, :2]}
@@ -24,7 +24,7 @@ def objective_of(model):
 
 
 @pytest.fixture
-def compilations(monkeypatch):
+def compiling(monkeypatch):
     """The name of the thread of each ahead-of-time compilation, and an event without which none of them ends."""
     threads, may_end = [], threading.Event()
     may_end.set()
@@ -42,8 +42,8 @@ def compilations(monkeypatch):
 MODEL = mlax.Chain((nn.Linear(3), nn.Linear(2)))
 
 
-def test_a_model_is_initialized_while_the_step_compiles(compilations):
-    threads, may_end = compilations
+def test_a_model_is_initialized_while_the_step_compiles(compiling):
+    threads, may_end = compiling
     step = train.step(objective_of(MODEL), optim.AdamW(0.1))
     may_end.clear()
     state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
@@ -87,8 +87,8 @@ def test_another_batch_than_the_step_is_being_compiled_for_is_refused():
     step(state, BATCH)
 
 
-def test_fit_compiles_the_evaluation_while_the_step_compiles(compilations):
-    threads, _ = compilations
+def test_fit_compiles_the_evaluation_while_the_step_compiles(compiling):
+    threads, _ = compiling
     step = train.step(objective_of(MODEL), optim.SGD(0.1))
     state = step.init(jax.random.key(0), *MODEL.init(jax.random.key(0), X))
     feed = train.Feed(BATCH, 8)
@@ -96,9 +96,80 @@ def test_fit_compiles_the_evaluation_while_the_step_compiles(compilations):
     assert sorted(threads) == ["MainThread", "compile step"]
 
 
-def test_an_evaluation_that_cannot_be_compiled_leaves_no_compilation_behind(compilations):
+def test_an_evaluation_that_cannot_be_compiled_leaves_no_compilation_behind(compiling):
     step = train.step(objective_of(MODEL), optim.SGD(0.1))
     state = step.init(jax.random.key(0), *MODEL.init(jax.random.key(0), X))
     with pytest.raises(KeyError, match="'y'"):
         train.fit(step, state, train.Feed(BATCH, 8), steps=2, evaluate=train.Feed({"x": X}, 8), show=False)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
+
+
+TRACES = []
+
+
+@mlax.frozen
+class Count(mlax.Layer):
+    """Appends its name to TRACES whenever `fwd` is traced."""
+
+    name: str
+
+    def init(self, rng, x):
+        return {"scale": jax.numpy.ones(x.shape[-1], x.dtype)}, None
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        TRACES.append(self.name)
+        return x * trainables["scale"], non_trainables
+
+
+@mlax.frozen
+class Block(mlax.Composite):
+    name: str
+
+    def parts(self):
+        return {"count": Count(self.name), "mix": nn.Linear(4)}
+
+    def wire(self, sub, x, more=None):
+        return x + sub.mix(sub.count(x))
+
+
+@mlax.frozen
+class Model(mlax.Composite):
+    """Counts how often a block in a stack, which gets a constant input besides, and a part outside are traced."""
+
+    name: str
+    mode: str
+
+    def parts(self):
+        blocks = mlax.Repeat(Block(f"{self.name} block"), 3, mode=self.mode)
+        return {"count": Count(self.name), "blocks": blocks, "out": nn.Linear(2)}
+
+    def wire(self, sub, x):
+        return sub.out(sub.blocks(sub.count(x), None))
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("scan", 1), ("remat", 1), ("unroll", 3)])
+def test_from_init_through_evaluation_nothing_is_traced_twice(mode, blocks):
+    TRACES.clear()
+    name = f"model {mode}"
+    model, feed = Model(name, mode), train.Feed(BATCH, 8)
+    step = train.step(objective_of(model), optim.AdamW(0.1))
+    variables = model.init(jax.random.key(0), X)
+    assert TRACES.count(name) == 1
+    assert TRACES.count(f"{name} block") == 2  # the shapes of its parts, then those of the stack, of any depth
+    TRACES.clear()
+    state = step.init(jax.random.key(0), *variables)
+    assert not TRACES
+    train.fit(step, state, feed, steps=2, evaluate=feed, show=False)
+    assert TRACES.count(name) == 2  # the step, and the evaluation
+    assert TRACES.count(f"{name} block") == 2 * blocks
+
+
+def test_the_state_is_initialized_by_one_program():
+    model = mlax.Chain(tuple(nn.Linear(size) for size in (3, 5, 7, 9)))
+    variables = model.init(jax.random.key(0), X)
+    step = train.step(objective_of(model), optim.AdamW(0.1))
+    rng = jax.random.key(1)
+    with asserts.compilations() as compiled:
+        state = step.init(rng, *variables)
+    assert len(compiled) == 1
+    assert not any(leaf.committed for leaf in jax.tree.leaves(state))
