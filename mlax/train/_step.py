@@ -109,6 +109,8 @@ def step(
 class Step(metaclass=Documented):
     """A compiled training step, made by `train.step`. `evaluation` evaluates the same objective."""
 
+    _listed = ("advance", "compile", "flops", "init", "init_model", "nonfinite", "start_compile")  # by `help`
+
     objective: Objective  # like fwd: a loss and new non_trainables
     optimizer: Optimizer  # with the leaves frozen that `train` leaves out
     train: str | tuple[str, ...] | None  # patterns of the leaves to train; None: all
