@@ -12,10 +12,11 @@ from mlax.ops._channel_norms import batch_norm, batch_statistics, group_norm, no
 from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
+from mlax.ops._cross_entropy import softmax_cross_entropy
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
-from mlax.ops._losses import ctc_loss, softmax_cross_entropy
+from mlax.ops._losses import ctc_loss
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
 from mlax.ops._norms import layer_norm, local_response_norm, mean, rms_norm
 from mlax.ops._pool import (
