@@ -47,7 +47,7 @@ GROUPS = {
         "PyTorch state dicts": "from_torch to_torch",
     },
     "ops": {
-        "Losses": "softmax_cross_entropy ctc_loss",
+        "Losses": "softmax_cross_entropy linear_cross_entropy tied_cross_entropy ctc_loss",
         "Activations": "softmax glu prelu quick_gelu squared_relu snake soft_cap",
         "Linear maps and embeddings": "linear embedding embedding_bag tied_logits",
         "Convolution": "conv conv_transpose patches pad",

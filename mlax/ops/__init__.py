@@ -16,6 +16,7 @@ from mlax.ops._cross_entropy import softmax_cross_entropy
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
+from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy
 from mlax.ops._losses import ctc_loss
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
 from mlax.ops._norms import layer_norm, local_response_norm, mean, rms_norm
@@ -107,6 +108,7 @@ __all__ = [
     "gru",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "linear_frequencies",
     "llama3_frequencies",
     "local_response_norm",
@@ -140,6 +142,7 @@ __all__ = [
     "softmax_cross_entropy",
     "spectral_norm",
     "squared_relu",
+    "tied_cross_entropy",
     "tied_logits",
     "upsample",
     "weight_norm",

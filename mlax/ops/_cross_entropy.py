@@ -241,7 +241,7 @@ def _is_label(x: Array, labels: Array) -> Array:
 
 
 def _is_class(x: Array, spec: LossSpec) -> Array:
-    return _columns(x) < spec.classes
+    return _columns(x) < _classes(x, spec)
 
 
 def _mask_columns(x: Array, spec: LossSpec) -> Array:
