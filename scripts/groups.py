@@ -30,7 +30,7 @@ GROUPS = {
     },
     "nn": {
         "Linear layers": "Linear MLP GLU Bias Scaler PReLU",
-        "Embeddings": "Embed EmbedBag",
+        "Embeddings and heads": "Embed EmbedBag CrossEntropyHead",
         "Convolution": "Conv ConvTranspose Patches",
         "Pooling": "MaxPool MeanPool SumPool Pool GlobalPool AdaptivePool",
         "Upsampling and reshaping": "Upsample PixelShuffle PixelUnshuffle Flatten Reshape",

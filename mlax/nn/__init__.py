@@ -5,6 +5,7 @@ from typing import Any
 from mlax.core import name_types as name_types
 from mlax.nn._attention import Attention, MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
+from mlax.nn._cross_entropy import CrossEntropyHead
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
 from mlax.nn._embed import Embed, EmbedBag
 from mlax.nn._from_torch import from_torch, to_torch
@@ -47,6 +48,7 @@ __all__ = [
     "Conv",
     "ConvLSTMCell",
     "ConvTranspose",
+    "CrossEntropyHead",
     "Dropout",
     "DynamicNTKScaling",
     "Embed",

@@ -292,5 +292,5 @@ def _check_arguments(head: Head, x: Array, weights: Array, bias: Array | None, l
         raise ValueError(f"{head.name}: chunks is {head.chunks!r}, but must be an integer of at least 1.")
     if head.chunks > 1 and (x.ndim < 2 or not is_static(x.shape[-2])):
         raise ValueError(
-            f"{head.name}: chunks is {head.chunks}, but the input {x.shape} has no axis of a known size before its last."
+            f"{head.name}: chunks is {head.chunks}, but the input {x.shape} has no axis of known size before its last."
         )

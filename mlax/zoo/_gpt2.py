@@ -20,7 +20,9 @@ from mlax.zoo._weights import Weight, WeightMap, map_embed, map_norm
 class GPT2(Composite):
     """GPT-2, a language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
+    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
+    `nn.CrossEntropyHead` computes them.
     Parts: embed, whose table is the output layer, too; positions, drop, blocks, norm.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
@@ -42,17 +44,20 @@ class GPT2(Composite):
     def parts(self):
         block = GPT2Block(width=self.width, heads=self.heads, dropout=self.dropout, eps=self.eps)
         return {
-            "embed": nn.Embed(self.vocabulary, self.width),
+            "embed": nn.CrossEntropyHead(nn.Embed(self.vocabulary, self.width)),
             "positions": nn.LearnedPositions(self.positions, table_init=Normal(0.01)),
             "drop": nn.Dropout(self.dropout),
             "blocks": Repeat(block, self.depth),
             "norm": nn.LayerNorm(eps=self.eps),
         }
 
-    def wire(self, sub: Sub, tokens: Any, lengths: Any = None) -> Any:  # (b, t), (b,)
+    def wire(self, sub: Sub, tokens: Any, lengths: Any = None, labels: Any = None) -> Any:  # (b, t), (b,), (b, t)
         x = sub.drop(sub.positions({"x": sub.embed(tokens), "lengths": lengths}))  # (b, t, d)
         x = sub.norm(sub.blocks(x, lengths))
-        return sub.embed(last_tokens(x, lengths) if self.last_only else x)  # (b, t, v)
+        x = last_tokens(x, lengths) if self.last_only and labels is None else x
+        return sub.embed(
+            x if labels is None else {"x": x, "labels": labels, "lengths": lengths}
+        )  # (b, t, v), or (b, t)
 
     def example_input(self) -> Any:
         return jax.ShapeDtypeStruct((1, 1), np.int32)

@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mlax import nn, ops
@@ -26,7 +25,9 @@ Windows = tuple[int | None, ...]
 class Llama(Composite):
     """Llama, a language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
+    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
+    `nn.CrossEntropyHead` computes them.
     Parts: embed; blocks, the layers; rest, those of an incomplete pattern of `windows`; norm; head, unless `tied`.
 
     >>> model = zoo.Llama(vocabulary=50, width=16, hidden=32, depth=2, heads=4, kv_heads=2, windows=(8, None))
@@ -72,24 +73,28 @@ class Llama(Composite):
         blocks = [self._block(window) for window in self.windows[: self.depth]]
         times, left = divmod(self.depth, len(blocks))
         rest = {"rest": Chain(tuple(blocks[:left]))} if left else {}
-        head = {} if self.tied else {"head": nn.Linear(self.vocabulary, bias=False, kernel_init=Normal(0.02))}
+        embed = nn.Embed(self.vocabulary, self.width, padding=self.padding)
+        head = nn.Linear(self.vocabulary, bias=False, kernel_init=Normal(0.02))
         return {
-            "embed": nn.Embed(self.vocabulary, self.width, padding=self.padding),
+            "embed": self._with_loss(embed) if self.tied else embed,
             "blocks": Repeat(Chain(tuple(blocks)) if len(blocks) > 1 else blocks[0], times),
             **rest,
             "norm": self.norms,
-            **head,
+            **({} if self.tied else {"head": self._with_loss(head)}),
         }
 
-    def wire(self, sub: Sub, tokens: Any, lengths: Any = None) -> Any:  # (b, t), (b,)
+    def _with_loss(self, head: Layer) -> nn.CrossEntropyHead:
+        return nn.CrossEntropyHead(head, softcap=self.logit_softcap)
+
+    def wire(self, sub: Sub, tokens: Any, lengths: Any = None, labels: Any = None) -> Any:  # (b, t), (b,), (b, t)
         x = sub.embed(tokens)  # (b, t, d)
         x = x * math.sqrt(self.width) if self.scaled_embed else x
         x = sub.blocks(x, lengths)
         if self.depth % len(self.windows[: self.depth]):
             x = sub.rest(x, lengths)
-        x = sub.norm(last_tokens(x, lengths) if self.last_only else x)
-        logits = sub.embed(x) if self.tied else sub.head(x)  # (b, t, v)
-        return logits if self.logit_softcap is None else self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
+        x = sub.norm(last_tokens(x, lengths) if self.last_only and labels is None else x)
+        x = x if labels is None else {"x": x, "labels": labels, "lengths": lengths}
+        return sub.embed(x) if self.tied else sub.head(x)  # (b, t, v), or (b, t)
 
     def _block(self, window: int | None) -> "LlamaBlock":
         attend = nn.MultiHeadAttention(

@@ -16,7 +16,9 @@ from mlax.zoo._weights import Weight, WeightMap, map_embed, map_linear
 class LSTMLanguageModel(Composite):
     """An LSTM language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
+    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
+    `nn.CrossEntropyHead` computes them.
     Parts: embed; drop, of embeddings and of the output of each layer; layers, each a Recurrent of an LSTMCell; head, or
     bias if `tied`. The names of its weights are those of PyTorch's word_language_model example.
 
@@ -48,19 +50,22 @@ class LSTMLanguageModel(Composite):
         hidden = self.hidden or self.width
         init = Uniform(hidden**-0.5)  # as in PyTorch
         cell = nn.LSTMCell(hidden, recurrent_bias=True, kernel_init=init, recurrent_init=init)
+        head = nn.Linear(self.vocabulary, kernel_init=Uniform(0.1))
         return {
             "embed": nn.Embed(self.vocabulary, self.width, table_init=Uniform(0.1)),
             "drop": nn.Dropout(self.dropout),
             "layers": (Recurrent(cell, lengths=True),) * self.depth,
-            **({"bias": nn.Bias()} if self.tied else {"head": nn.Linear(self.vocabulary, kernel_init=Uniform(0.1))}),
+            **({"bias": nn.CrossEntropyHead(nn.Bias())} if self.tied else {"head": nn.CrossEntropyHead(head)}),
         }
 
-    def wire(self, sub: Sub, tokens: Any, lengths: Any = None) -> Any:  # (b, t), (b,)
+    def wire(self, sub: Sub, tokens: Any, lengths: Any = None, labels: Any = None) -> Any:  # (b, t), (b,), (b, t)
         x = sub.drop(sub.embed(tokens))  # (b, t, d)
         for layer in sub.layers:
             x = sub.drop(layer(x, lengths))  # (b, t, f)
-        x = last_tokens(x, lengths) if self.last_only else x
-        return sub.bias(sub.embed(x)) if self.tied else sub.head(x)  # (b, t, v)
+        x = last_tokens(x, lengths) if self.last_only and labels is None else x
+        x = sub.embed(x) if self.tied else x
+        x = x if labels is None else {"x": x, "labels": labels, "lengths": lengths}
+        return sub.bias(x) if self.tied else sub.head(x)  # (b, t, v), or (b, t)
 
     def example_input(self) -> Any:
         return jax.ShapeDtypeStruct((1, 1), np.int32)

@@ -27,7 +27,8 @@ class T5(Composite):
     The input is the tuple (tokens, lengths, source, source_lengths), the target first as in every language model here:
     lengths (b,) say how many tokens of a row are not padding, which is on the right, and may be None. A target starts
     with the token 0. With None in place of tokens the output is the encoded source, (b, s, width), and that may be
-    passed in place of the source. In a `zoo.decoder` later calls pass the tokens alone.
+    passed in place of the source. In a `zoo.decoder` later calls pass the tokens alone. With a fifth entry, labels
+    (b, t), the tokens that come next, the output is their losses (b, t), as `nn.CrossEntropyHead` computes them.
     Parts: embed, encode, decode, and head unless `tied`.
 
     >>> model = zoo.T5(vocabulary=50, width=8, depth=2, heads=2, head_width=4, hidden=16)
@@ -58,12 +59,13 @@ class T5(Composite):
         fields = {name: getattr(self, name) for name in BLOCK_FIELDS}
         encoder = Repeat(T5EncoderBlock(**fields), self.depth)
         decoder = Repeat(T5DecoderBlock(**fields), self.decoder_depth or self.depth)
+        embed = nn.Embed(self.vocabulary, self.width, table_init=Normal(1.0))
         parts = {
-            "embed": nn.Embed(self.vocabulary, self.width, table_init=Normal(1.0)),
+            "embed": nn.CrossEntropyHead(embed) if self.tied else embed,
             "encode": self._stack(encoder, bidirectional=True),
             "decode": self._stack(decoder, bidirectional=False),
         }
-        return parts if self.tied else {**parts, "head": nn.Linear(self.vocabulary, bias=False)}
+        return parts if self.tied else {**parts, "head": nn.CrossEntropyHead(nn.Linear(self.vocabulary, bias=False))}
 
     def _stack(self, blocks: Repeat, *, bidirectional: bool) -> "T5Stack":
         return T5Stack(
@@ -88,16 +90,25 @@ class T5(Composite):
             source = jax.ShapeDtypeStruct(source.shape[:2], np.int32)
         return super().init(rng, (tokens, lengths, source, *rest))
 
-    def wire(self, sub: Sub, tokens: Any, lengths: Any = None, source: Any = None, source_lengths: Any = None) -> Any:
+    def wire(
+        self,
+        sub: Sub,
+        tokens: Any,
+        lengths: Any = None,
+        source: Any = None,
+        source_lengths: Any = None,
+        labels: Any = None,
+    ) -> Any:
         self._check_inputs(tokens, lengths, source)
         if source is not None and not jnp.issubdtype(source.dtype, jnp.floating):
             source = sub.encode(sub.embed(source), source_lengths)  # (b, s, d)
         if tokens is None:
             return source
         x = sub.decode(sub.embed(tokens), lengths, source, source_lengths)  # (b, t, d)
-        x = last_tokens(x, lengths) if self.last_only else x
+        x = last_tokens(x, lengths) if self.last_only and labels is None else x
         x = x * self.width**-0.5 if self.scaled else x
-        return sub.embed(x) if self.tied else sub.head(x)  # (b, t, v)
+        x = x if labels is None else {"x": x, "labels": labels, "lengths": lengths}
+        return sub.embed(x) if self.tied else sub.head(x)  # (b, t, v), or (b, t)
 
     def _check_inputs(self, tokens: Any, lengths: Any, source: Any) -> None:
         wanted = "the input is (tokens, lengths, source, source_lengths), with the tokens of the target first"
