@@ -56,6 +56,7 @@ class CrossEntropyHead(Wrapper):
         options = {"smoothing": self.smoothing, "z_loss": self.z_loss, "accum_dtype": self.accum_dtype}
         options |= {"mask": self._mask(labels, x.get("lengths"))}
         fused, vectors = {**options, "softcap": self.softcap, "chunks": self.chunks}, x["x"]
+        self.layer.check_variables(vectors, trainables, non_trainables)
         if isinstance(self.layer, Linear):
             weights = cast(trainables, vectors.dtype)
             losses = ops.linear_cross_entropy(

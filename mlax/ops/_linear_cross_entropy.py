@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from mlax._jax import expand_last, explicit_sharding, pcast_like, reduce_sum, with_vjp
@@ -104,6 +104,7 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
         head = head._replace(loss=head.loss._replace(classes=classes))
     arrays = (x, weights, bias), Tokens(labels, mask)
     (x, weights, bias), tokens = pcast_like(arrays, arrays)
+    tokens = jax.tree.map(lambda each: _shard_like_rows(each, x), tokens)
     if head.chunks == 1:
         primals, tokens = _flatten_tokens((x, weights, bias), tokens)
         return _whole(head)(primals, tokens).reshape(labels.shape)
@@ -265,6 +266,14 @@ def _prefers_padding(classes: Any, weights: Array, bias: Array | None) -> bool:
     """Whether matrix products are faster with more classes: a GPU needs rows at a multiple of 16 bytes."""
     is_sharded = explicit_sharding(weights) is not None or (bias is not None and explicit_sharding(bias) is not None)
     return is_static(classes) and classes % ALIGNED > 0 and not is_cpu() and not is_sharded
+
+
+def _shard_like_rows(each: Array, x: Array) -> Array:
+    """One number of each row of `x`, on an explicit mesh sharded like the rows."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return each
+    return jax.sharding.reshard(each, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1])))
 
 
 def _explicit(x: Array) -> NamedSharding | None:
