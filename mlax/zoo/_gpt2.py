@@ -20,9 +20,8 @@ from mlax.zoo._weights import Weight, WeightMap, map_embed, map_norm
 class GPT2(Composite):
     """GPT-2, a language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
-    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
-    `nn.CrossEntropyHead` computes them.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    (tokens, lengths, labels), with the next tokens (b, t), gives their losses (b, t): see `nn.CrossEntropyHead`.
     Parts: embed, whose table is the output layer, too; positions, drop, blocks, norm.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)

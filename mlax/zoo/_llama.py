@@ -25,11 +25,9 @@ Windows = tuple[int | None, ...]
 class Llama(Composite):
     """Llama, a language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
-    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
-    `nn.CrossEntropyHead` computes them.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    (tokens, lengths, labels), with the next tokens (b, t), gives their losses (b, t): see `nn.CrossEntropyHead`.
     Parts: embed; blocks, the layers; rest, those of an incomplete pattern of `windows`; norm; head, unless `tied`.
-
     >>> model = zoo.Llama(vocabulary=50, width=16, hidden=32, depth=2, heads=4, kv_heads=2, windows=(8, None))
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
     """

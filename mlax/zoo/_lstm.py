@@ -16,9 +16,8 @@ from mlax.zoo._weights import Weight, WeightMap, map_embed, map_linear
 class LSTMLanguageModel(Composite):
     """An LSTM language model: tokens (b, t), integers, to the logits (b, t, vocabulary) of each next token.
 
-    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right;
-    and (tokens, lengths, labels), with labels (b, t), the tokens that come next, gives their losses (b, t), as
-    `nn.CrossEntropyHead` computes them.
+    The input may also be a pair with lengths (b,): how many tokens of each row are not padding, which is on the right.
+    (tokens, lengths, labels), with the next tokens (b, t), gives their losses (b, t): see `nn.CrossEntropyHead`.
     Parts: embed; drop, of embeddings and of the output of each layer; layers, each a Recurrent of an LSTMCell; head, or
     bias if `tied`. The names of its weights are those of PyTorch's word_language_model example.
 
