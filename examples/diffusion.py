@@ -65,7 +65,7 @@ class Block(mlax.Composite):
     def wire(self, sub, x, c):
         scale, shift = jnp.split(sub.set(c), 2, axis=-1)
         y = sub.norm(x) * (1 + scale) + shift
-        return x + sub.down(sub.drop(jax.nn.gelu(sub.up(y))))
+        return x + sub.down(sub.drop(ops.gelu(sub.up(y))))
 
 
 @mlax.frozen

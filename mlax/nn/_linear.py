@@ -146,7 +146,7 @@ class MLP(Composite):
 
     widths: tuple[int, ...]  # the features of each layer
     _: KW_ONLY
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu  # between the layers
+    activation: Callable[[jax.Array], jax.Array] = ops.gelu  # between the layers
     bias: bool = True  # whether to add a bias
 
     def __post_init__(self):
@@ -154,7 +154,7 @@ class MLP(Composite):
             raise TypeError(f"MLP: widths is {self.widths!r}, but must be a tuple of integers, one for each Linear.")
         if min(self.widths) < 1:
             raise ValueError(f"MLP: widths is {self.widths!r}, but each must be at least 1.")
-        _check_activation(self, "jax.nn.gelu")
+        _check_activation(self, "ops.gelu")
 
     def parts(self) -> Mapping[str, Layer]:
         return {f"linear_{number}": Linear(width, bias=self.bias) for number, width in enumerate(self.widths)}

@@ -1,5 +1,7 @@
-"""Activations that `jax.nn` lacks, the gated linear unit, and a softmax that stays in one dtype."""
+"""Activations that `jax.nn` lacks or that store less than its own, and a softmax that stays in one dtype."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from mlax._jax import broadcast_like, divide, expand_last, reduce_sum
-from mlax.ops._checks import check_same_dtype
+from mlax._jax import broadcast_like, divide, expand_last, reduce_sum, with_vjp
+from mlax.ops._checks import check_floating, check_same_dtype
+
+
+def gelu(x: Float[Array, "..."], approximate: bool = True) -> Float[Array, "..."]:
+    """GELU, the Gaussian error linear unit, in the dtype of `x`; the backward pass computes it again from `x` alone.
+
+    The values and the derivatives are those of `jax.nn.gelu`, which stores two arrays for the backward pass, and is
+    slower on a GPU. With `approximate`, it is the form by tanh; else the exact one. https://arxiv.org/abs/1606.08415
+    """
+    check_floating("gelu", x)
+    return _gelu(bool(approximate))((x,))
 
 
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -115,3 +127,37 @@ def safe_max(top: Float[Array, "..."]) -> Float[Array, "..."]:
 def guard_zero(total: Float[Array, "..."]) -> Float[Array, "..."]:
     """The sums, or 1 where nothing is visible, so that dividing by them gives 0."""
     return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+@functools.cache
+def _gelu(approximate: bool) -> Callable[..., Array]:
+    slope = _approximate_gelu_slope if approximate else _gelu_slope
+
+    def plain(primals: Any, consts: Any = None) -> Array:
+        return jax.nn.gelu(*primals, approximate=approximate)
+
+    def forward(primals: Any, consts: Any) -> tuple[Array, None]:
+        return plain(primals), None
+
+    def backward(residuals: None, primals: Any, consts: Any, grad: Array) -> Any:
+        return (grad * slope(*primals),)
+
+    return with_vjp(plain, forward, backward)
+
+
+def _approximate_gelu_slope(x: Array) -> Array:
+    """The derivative of `x * sigmoid(2 u)`, which is GELU's `x * (1 + tanh(u)) / 2`.
+
+    In another form than the forward pass, since XLA would store what both compute.
+    """
+    scale = 2 * math.sqrt(2 / math.pi)
+    near = jnp.clip(x, -12, 12)  # beyond, sigmoid is 0 or 1, and the cube might overflow
+    square = near * near
+    sigmoid = jax.nn.sigmoid(scale * (near + 0.044715 * (near * square)))
+    return sigmoid + near * (scale * (1 + 3 * 0.044715 * square)) * (sigmoid * (1 - sigmoid))
+
+
+def _gelu_slope(x: Array) -> Array:
+    """The derivative of `x * cdf(x)`, where cdf is the distribution function of the normal distribution."""
+    density = lax.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + lax.erf(x * math.sqrt(0.5))) + x * density

@@ -282,7 +282,7 @@ def _size(family: str, size: str) -> tuple[int, int, int]:
 
 
 def _gelu(x: Any) -> Any:
-    return jax.nn.gelu(x, approximate=False)
+    return ops.gelu(x, approximate=False)
 
 
 def _check_no_pooler(model: BERTMaskedLM | BERTClassifier) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Composite, Constant, Repeat, Size, Sub, TruncatedNormal, frozen
 from mlax.zoo._config import Config
 from mlax.zoo._images import check_images, label_names, num_labels, stage_depths
@@ -150,7 +150,7 @@ class ConvNeXtBlock(Composite):
 
     def wire(self, sub: Sub, x: Any, index: Any = None) -> Any:  # (b, h, w, c), ()
         y = sub.up(sub.norm(sub.conv(x)))  # (b, h, w, 4 c)
-        y = sub.scale(sub.down(jax.nn.gelu(y, approximate=False)))
+        y = sub.scale(sub.down(ops.gelu(y, approximate=False)))
         return x + y if index is None else (x + sub.drop(y, index), index + 1)
 
 

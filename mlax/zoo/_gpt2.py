@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Composite, Normal, Repeat, Size, Sub, frozen
 from mlax.zoo._config import Config
 from mlax.zoo._language import last_tokens
@@ -105,7 +105,7 @@ class GPT2Block(Composite):
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
         x = x + sub.drop(sub.attend({"x": sub.norm1(x), "lengths": lengths}))
-        return x + sub.drop(sub.down(jax.nn.gelu(sub.up(sub.norm2(x)))))
+        return x + sub.drop(sub.down(ops.gelu(sub.up(sub.norm2(x)))))
 
 
 def gpt2(size: Literal["small", "medium", "large", "xl"] = "small") -> GPT2:

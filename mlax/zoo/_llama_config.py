@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Zeros, fields_of
 from mlax.zoo._config import Config
 
@@ -22,7 +22,7 @@ CLASSES = {  # by model_type
     "phi3": "Phi3ForCausalLM",
 }
 GEMMA = ("gemma", "gemma2", "gemma3_text")
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu, "relu": jax.nn.relu}
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": ops.gelu, "relu": jax.nn.relu}
 LOCAL, FULL = "sliding_attention", "full_attention"
 ROTARY_NAMES = frozenset(  # of everything that a supported rotary embedding may depend on
     ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast")
@@ -122,7 +122,7 @@ def _read_activation(fields: Config) -> Any:
     if fields.family not in GEMMA:
         return fields.choice("hidden_act", {**ACTIVATIONS, "swish": jax.nn.silu}, "silu")
     if fields.family == "gemma":  # "gelu" in its config.json has always been computed by tanh
-        names = {"gelu": jax.nn.gelu, "gelu_pytorch_tanh": jax.nn.gelu}
+        names = {"gelu": ops.gelu, "gelu_pytorch_tanh": ops.gelu}
         fields.choice("hidden_activation", names, "gelu_pytorch_tanh")
         return fields.choice("hidden_act", names, "gelu_pytorch_tanh")
     return fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import jax
-
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Zeros
 from mlax.zoo._llama import Llama
 
@@ -105,7 +103,7 @@ def qwen3(size: Literal["0.6b", "1.7b", "4b", "8b", "14b", "32b"] = "0.6b") -> L
 GEMMA: dict[str, Any] = {  # what all generations of Gemma share
     "vocabulary": 256_000,
     "positions": 8192,
-    "activation": jax.nn.gelu,
+    "activation": ops.gelu,
     "norms": nn.RMSNorm(eps=1e-6, scale_offset=1.0, scale_init=Zeros()),
     "scaled_embed": True,
     "tied": True,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Composite, Layer, Normal, Repeat, Size, Sub, frozen, replace, short_repr, signature, with_fields
 from mlax.zoo._config import Config
 from mlax.zoo._language import last_tokens
@@ -280,7 +280,7 @@ class T5FeedForward(Composite):
         if self.feed_forward == "relu":
             hidden = jax.nn.relu(sub.up(x))  # (b, t, f)
         else:
-            activation = jax.nn.gelu if self.feed_forward == "gated-gelu" else jax.nn.silu
+            activation = ops.gelu if self.feed_forward == "gated-gelu" else jax.nn.silu
             hidden = activation(sub.gate(x)) * sub.up(x)
         return sub.down(sub.drop(hidden))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax import nn
+from mlax import nn, ops
 from mlax.core import Composite, Normal, Repeat, Size, Sub, Tree, TruncatedNormal, frozen, short_repr, with_fields
 from mlax.zoo._config import Config
 from mlax.zoo._images import check_images, label_names, num_labels, resize_grid
@@ -167,7 +167,7 @@ class ViTBlock(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, t, d)
         x = x + sub.drop(sub.attend(sub.norm1(x)))
-        return x + sub.drop(sub.down(jax.nn.gelu(sub.up(sub.norm2(x)), approximate=False)))
+        return x + sub.drop(sub.down(ops.gelu(sub.up(sub.norm2(x)), approximate=False)))
 
 
 def vit(

@@ -1,0 +1,229 @@
+"""Kernels for NVIDIA GPUs, in Pallas (Mosaic GPU): one pass over memory where XLA takes several.
+
+Each has a plain form in the file that calls it, which it is tested against, and which computes what `kernel_obstacle`
+refuses. The backend is read while tracing, as in _cpu.py. A block is one warpgroup: it reads a row into its registers,
+reduces it, writes what depends on the result, and goes on to another row.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Integer
+
+from mlax.ops._checks import is_static
+
+THREADS = 128  # of a warpgroup
+MAX_WIDTH = 4096  # elements of a row that fit in the registers of a warpgroup
+MIN_ROWS = 1024  # below which XLA is as fast
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 16, 8  # for each multiprocessor; each block of a backward pass writes partial sums
+CHUNK = 1024  # elements of a long row that are read at a time: 16 bytes for each thread
+LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
+
+
+def compute_capability() -> float | None:
+    """The compute capability of the default device, None if it is not an NVIDIA GPU."""
+    found = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
+
+
+def kernel_obstacle(x: Any, accum_dtype: Any) -> str | None:
+    """Why no kernel of this file runs over the rows of `x` (..., d); None if one does."""
+    if (compute_capability() or 0.0) < 9.0:
+        return "there is no NVIDIA GPU of compute capability 9.0 or later"
+    if jax.__version_info__ < (0, 11):
+        return "Mosaic GPU is measured with JAX 0.11 or later"
+    if jax.device_count() > 1 or not jax.typeof(x).sharding.mesh.empty:
+        return "XLA cannot shard a kernel over several devices"
+    if x.dtype != jnp.bfloat16 or accum_dtype != jnp.float32:
+        return "kernels are for bfloat16 with accum_dtype='float32'"
+    if not is_static(*x.shape) or x.size < MIN_ROWS * x.shape[-1]:
+        return f"kernels are for {MIN_ROWS} rows or more"
+    if x.shape[-1] % THREADS:
+        return f"kernels are for rows of a multiple of {THREADS} elements"
+    return None
+
+
+def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
+    """Whether to compute a layer or RMS norm by a kernel (benchmarks/kernels.py)."""
+    has_row_scale = scale is not None and scale.shape == x.shape[-1:] and scale.dtype == x.dtype
+    is_row_norm = axes == (x.ndim - 1,) and has_row_scale and x.shape[-1] <= MAX_WIDTH
+    return is_row_norm and kernel_obstacle(x, accum_dtype) is None
+
+
+def on_gpu(kernel: Callable[..., Any], plain: Callable[..., Any], *arrays: Any) -> Any:
+    """`kernel(*arrays)` where the program runs on a GPU, `plain(*arrays)` elsewhere and under `vmap`."""
+    batched = custom_vmap(kernel)
+
+    @batched.def_vmap
+    def _(size: int, is_batched: Any, *arrays: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda has_axis: 0 if has_axis else None, tuple(is_batched))
+        y = jax.vmap(plain, in_axes=axes, axis_size=size)(*arrays)
+        return y, jax.tree.map(lambda _: True, y)
+
+    return lax.platform_dependent(*arrays, cuda=batched, default=plain)
+
+
+def norm_kernel(
+    x: Float[Array, "n d"], scale: Float[Array, " d"], shift: Float[Array, " d"] | None, *, eps: float, centered: bool
+) -> tuple[Array, ...]:
+    """Layer norm, or RMS norm if not `centered`: y, the inverse deviation (n,) and, if `centered`, the mean (n,)."""
+    (rows, width), blocks = x.shape, FORWARD_BLOCKS * _multiprocessors()
+    load = _row_loader(width)
+
+    def body(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
+        shift_ref, y_ref, factor_ref, mean_ref = _fill_gaps(refs, shift is not None, True, True, centered)
+        wide_scale, wide_shift = load(scale_ref), None if shift is None else load(shift_ref)
+
+        def normalize(row: Any, _: None) -> None:
+            wide = load(x_ref.at[row])
+            if centered:
+                mean_ref[row] = mean = jnp.sum(wide) / width
+                wide = wide - mean
+            factor_ref[row] = factor = lax.rsqrt(jnp.sum(wide * wide) / width + eps)
+            y = wide * factor * wide_scale
+            y_ref[row] = (y if wide_shift is None else y + wide_shift).astype(x.dtype)
+
+        _for_each_row(normalize, rows, blocks, None)
+
+    statistics = [jax.ShapeDtypeStruct((rows,), np.float32)] * (1 + centered)
+    return tuple(_launch(body, [_like(x), *statistics], (blocks,), x, scale, *([] if shift is None else [shift])))
+
+
+def norm_gradient_kernel(
+    x: Float[Array, "n d"],
+    scale: Float[Array, " d"],
+    factor: Float[Array, " n"],
+    mean: Float[Array, " n"] | None,
+    dy: Float[Array, "n d"],
+) -> tuple[Array, Array, Array]:
+    """The gradients of `norm_kernel` by x, and by scale and shift in float32; RMS norm has no mean."""
+    _, plgpu = _pallas()
+    (rows, width), blocks = x.shape, BACKWARD_BLOCKS * _multiprocessors()
+    load = _row_loader(width)
+
+    def body(x_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
+        mean_ref, dy_ref, dx_ref, dscale_ref, dshift_ref = _fill_gaps(refs, mean is not None, *[True] * 4)
+        wide_scale = load(scale_ref)
+
+        def differentiate(row: Any, sums: Any) -> Any:
+            dscale, dshift = sums
+            wide, wide_dy, factor = load(x_ref.at[row]), load(dy_ref.at[row]), factor_ref[row]
+            y = (wide if mean is None else wide - mean_ref[row]) * factor
+            dot = wide_dy * wide_scale
+            dx = dot - y * (jnp.sum(dot * y) / width)
+            dx_ref[row] = (factor * (dx if mean is None else dx - jnp.sum(dot) / width)).astype(x.dtype)
+            return dscale + wide_dy * y, dshift + wide_dy
+
+        zeros = plgpu.layout_cast(jnp.zeros((width,), np.float32), _row_layout(width))
+        block = lax.axis_index("block")
+        dscale_ref[block], dshift_ref[block] = _for_each_row(differentiate, rows, blocks, (zeros, zeros))
+
+    partial = jax.ShapeDtypeStruct((blocks, width), np.float32)
+    arrays = [x, scale, factor, *([] if mean is None else [mean]), dy]
+    dx, dscale, dshift = _launch(body, [_like(x), partial, partial], (blocks,), *arrays)
+    return dx, dscale.sum(0), dshift.sum(0)
+
+
+def other_powers_kernel(
+    logits: Float[Array, "n v"], labels: Integer[Array, " n"], classes: int
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """The largest logit of each row, and the sum of `exp(logit - largest)` but for the label's, in float32.
+
+    Columns from `classes` on do not count.
+    """
+    pl, plgpu = _pallas()
+    rows = logits.shape[0]
+    chunks = classes // CHUNK
+    load, load_rest = _row_loader(CHUNK), _row_loader(THREADS)
+
+    def body(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
+        row = lax.axis_index("block")
+        label = labels_ref[row]
+
+        def read(start: Any, size: int, load: Any) -> tuple[Any, Any]:
+            """The logits that count, and whether each is another class than the label."""
+            column = start + plgpu.broadcasted_iota(np.int32, (size,), 0, layout=_row_layout(size))
+            x = load(logits_ref.at[row, pl.ds(start, size)])
+            return jnp.where(column < classes, x, LOWEST), jnp.where((column != label) & (column < classes), 1.0, 0.0)
+
+        def add_chunk(index: Any, sums: Any) -> Any:
+            """The largest logit and the sum of powers of each column of the chunks so far."""
+            top, others = sums
+            x, is_other = read(index * CHUNK, CHUNK, load)
+            new = jnp.maximum(top, x)
+            return new, others * jnp.exp(top - new) + is_other * jnp.exp(x - new)
+
+        x, is_other = read(0, CHUNK, load)
+        tops, sums = lax.fori_loop(1, chunks, add_chunk, (x, is_other))
+        top = jnp.max(tops)
+        others = jnp.sum(sums * jnp.exp(tops - top))
+        for start in range(chunks * CHUNK, classes, THREADS):
+            x, is_other = read(start, THREADS, load_rest)
+            new = jnp.maximum(top, jnp.max(x))
+            others = others * jnp.exp(top - new) + jnp.sum(is_other * jnp.exp(x - new))
+            top = new
+        top_ref[row], others_ref[row] = top, others
+
+    statistic = jax.ShapeDtypeStruct((rows,), np.float32)
+    top, others = _launch(body, [statistic, statistic], (rows,), logits, labels)
+    return top, others
+
+
+def _launch(body: Callable[..., None], out_types: list[Any], grid: tuple[int, ...], *arrays: Array) -> list[Array]:
+    """Run `body` with references to the arrays and to the results, in global memory."""
+    _, plgpu = _pallas()
+    # no memory is both read and written, so that a block needs no barriers but those of its reductions
+    parameters = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
+    )
+    names = ("block", "column")[: len(grid)]
+    return plgpu.kernel(body, out_type=out_types, grid=grid, grid_names=names, compiler_params=parameters)(*arrays)
+
+
+def _pallas() -> tuple[Any, Any]:
+    """Pallas and its Mosaic GPU backend, imported at the first use, since that takes 0.1 s."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import mosaic_gpu
+
+    return pallas, mosaic_gpu
+
+
+def _row_layout(width: int) -> Any:
+    """A row over the threads of the block, with as many neighboring elements for each as it can read at once."""
+    _, plgpu = _pallas()
+    neighbors = next(size for size in (8, 4, 2, 1) if width % (size * THREADS) == 0)
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=neighbors)
+
+
+def _row_loader(width: int) -> Callable[[Any], Any]:
+    """A function that reads a row of so many elements into the registers of the block, in float32."""
+    _, plgpu = _pallas()
+    layout = _row_layout(width)
+    return lambda ref: plgpu.load(ref, layout=layout).astype(np.float32)
+
+
+def _for_each_row(function: Callable[[Any, Any], Any], rows: int, blocks: int, carry: Any) -> Any:
+    """`carry = function(row, carry)` for the rows of this block: every one of `blocks`."""
+    block = lax.axis_index("block")
+    count = (rows - block + blocks - 1) // blocks
+    return lax.fori_loop(0, count, lambda index, carry: function(block + index * blocks, carry), carry)
+
+
+def _fill_gaps(refs: Sequence[Any], *is_present: bool) -> list[Any]:
+    """The references in order, with None for each that is not present."""
+    remaining = iter(refs)
+    return [next(remaining) if present else None for present in is_present]
+
+
+def _multiprocessors() -> int:
+    return getattr(jax.devices()[0], "core_count", 132)
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
