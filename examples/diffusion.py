@@ -22,7 +22,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
 
 import mlax
-from mlax import nn, optim, train
+from mlax import nn, ops, optim, train
 
 UNCONDITIONAL = 10  # the label of images without a digit
 

@@ -1,7 +1,6 @@
 """Which backend computes an attention, and why."""
 
 import math
-import re
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from mlax.ops._attention_cudnn import find_refusal
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import is_static
+from mlax.ops._gpu import compute_capability
 
 AttentionBackend = Literal["cudnn", "xla", "chunked"]
 
@@ -112,7 +112,7 @@ def _cudnn_obstacle(
     q: Any, k: Any, v: Any, *, bias: Any, lengths: Any, spec: ScoreSpec, unsupported: dict[str, bool]
 ) -> str | None:
     """Why cuDNN should not be asked to compute this attention on the default device; None if it should."""
-    capability = _compute_capability()
+    capability = compute_capability()
     if capability is None:
         return "there is no NVIDIA GPU"
     (_, t, h, width), s = q.shape, k.shape[1]
@@ -138,9 +138,3 @@ def _cudnn_obstacle(
             f"it supports a bias of the shape {(1, h, t, s)} with even times, on Hopper or later, but not {bias.shape}"
         )
     return None
-
-
-def _compute_capability() -> float | None:
-    """The compute capability of the default device, None if it is not an NVIDIA GPU."""
-    found = str(getattr(jax.devices()[0], "compute_capability", ""))
-    return float(found) if re.fullmatch(r"\d+\.\d+", found) else None

@@ -32,13 +32,26 @@ def compute_capability() -> float | None:
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
 
 
+def kernel_backend(x: Any, *, accum_dtype: Any = None) -> str:
+    """What computes a layer norm, an RMS norm or a cross-entropy over the last axis of `x`, an array or a shape.
+
+    "mosaic" is a kernel in Pallas that reads each row once, for NVIDIA GPUs from Hopper on, in programs of one device;
+    "xla: ..." gives the reason why it is not used. Mixed precision sets `accum_dtype="float32"`, which it needs.
+
+    >>> ops.kernel_backend(jnp.ones((4096, 768), "bfloat16"), accum_dtype="float32").split(":")[0]
+    'xla'
+    """
+    obstacle = kernel_obstacle(x, None if accum_dtype is None else jnp.dtype(accum_dtype))
+    return "mosaic: the device and the shape allow it" if obstacle is None else f"xla: {obstacle}"
+
+
 def kernel_obstacle(x: Any, accum_dtype: Any) -> str | None:
     """Why no kernel of this file runs over the rows of `x` (..., d); None if one does."""
     if (compute_capability() or 0.0) < 9.0:
         return "there is no NVIDIA GPU of compute capability 9.0 or later"
     if jax.__version_info__ < (0, 11):
         return "Mosaic GPU is measured with JAX 0.11 or later"
-    if jax.device_count() > 1 or not jax.typeof(x).sharding.mesh.empty:
+    if jax.device_count() > 1 or _has_mesh(x):
         return "XLA cannot shard a kernel over several devices"
     if x.dtype != jnp.bfloat16 or accum_dtype != jnp.float32:
         return "kernels are for bfloat16 with accum_dtype='float32'"
@@ -50,10 +63,14 @@ def kernel_obstacle(x: Any, accum_dtype: Any) -> str | None:
 
 
 def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
-    """Whether to compute a layer or RMS norm by a kernel (benchmarks/kernels.py)."""
-    has_row_scale = scale is not None and scale.shape == x.shape[-1:] and scale.dtype == x.dtype
-    is_row_norm = axes == (x.ndim - 1,) and has_row_scale and x.shape[-1] <= MAX_WIDTH
+    """Whether to compute a layer or RMS norm by a kernel (benchmarks/row_kernels.py)."""
+    is_row_norm = axes == (x.ndim - 1,) and scale is not None and scale.ndim == 1 and x.shape[-1] <= MAX_WIDTH
     return is_row_norm and kernel_obstacle(x, accum_dtype) is None
+
+
+def prefers_loss_kernel(logits: Any, classes: int, accum_dtype: Any) -> bool:
+    """Whether to reduce the rows of the logits of a cross-entropy by a kernel (benchmarks/row_kernels.py)."""
+    return classes >= CHUNK and kernel_obstacle(logits, accum_dtype) is None
 
 
 def on_gpu(kernel: Callable[..., Any], plain: Callable[..., Any], *arrays: Any) -> Any:
@@ -70,14 +87,17 @@ def on_gpu(kernel: Callable[..., Any], plain: Callable[..., Any], *arrays: Any) 
 
 
 def norm_kernel(
-    x: Float[Array, "n d"], scale: Float[Array, " d"], shift: Float[Array, " d"] | None, *, eps: float, centered: bool
-) -> tuple[Array, ...]:
-    """Layer norm, or RMS norm if not `centered`: y, the inverse deviation (n,) and, if `centered`, the mean (n,)."""
-    (rows, width), blocks = x.shape, FORWARD_BLOCKS * _multiprocessors()
+    x: Float[Array, "*n d"], scale: Float[Array, " d"], shift: Float[Array, " d"] | None, *, eps: float, centered: bool
+) -> tuple[Array, Array | None, Array]:
+    """Layer norm, or RMS norm if not `centered`: y, the mean of each row, if it is, and the inverse deviation.
+
+    These two are (..., 1) in float32.
+    """
+    rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * _multiprocessors()
     load = _row_loader(width)
 
     def body(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        shift_ref, y_ref, factor_ref, mean_ref = _fill_gaps(refs, shift is not None, True, True, centered)
+        shift_ref, y_ref, mean_ref, factor_ref = _fill_gaps(refs, shift is not None, True, centered, True)
         wide_scale, wide_shift = load(scale_ref), None if shift is None else load(shift_ref)
 
         def normalize(row: Any, _: None) -> None:
@@ -91,24 +111,32 @@ def norm_kernel(
 
         _for_each_row(normalize, rows, blocks, None)
 
-    statistics = [jax.ShapeDtypeStruct((rows,), np.float32)] * (1 + centered)
-    return tuple(_launch(body, [_like(x), *statistics], (blocks,), x, scale, *([] if shift is None else [shift])))
+    y, *statistics = _launch(
+        body,
+        [jax.ShapeDtypeStruct((rows, width), x.dtype), *[jax.ShapeDtypeStruct((rows,), np.float32)] * (1 + centered)],
+        (blocks,),
+        x.reshape(rows, width),
+        scale,
+        *([] if shift is None else [shift]),
+    )
+    mean, factor = _fill_gaps([each.reshape(*x.shape[:-1], 1) for each in statistics], centered, True)
+    return y.reshape(x.shape), mean, factor
 
 
 def norm_gradient_kernel(
-    x: Float[Array, "n d"],
+    x: Float[Array, "*n d"],
+    mean: Float[Array, "*n 1"] | None,
+    factor: Float[Array, "*n 1"],
     scale: Float[Array, " d"],
-    factor: Float[Array, " n"],
-    mean: Float[Array, " n"] | None,
-    dy: Float[Array, "n d"],
+    dy: Float[Array, "*n d"],
 ) -> tuple[Array, Array, Array]:
-    """The gradients of `norm_kernel` by x, and by scale and shift in float32; RMS norm has no mean."""
+    """The gradients of `norm_kernel` by x, and by scale and shift in float32; an RMS norm has no mean."""
     _, plgpu = _pallas()
-    (rows, width), blocks = x.shape, BACKWARD_BLOCKS * _multiprocessors()
+    rows, width, blocks = x.size // x.shape[-1], x.shape[-1], BACKWARD_BLOCKS * _multiprocessors()
     load = _row_loader(width)
 
-    def body(x_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
-        mean_ref, dy_ref, dx_ref, dscale_ref, dshift_ref = _fill_gaps(refs, mean is not None, *[True] * 4)
+    def body(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
+        mean_ref, dx_ref, dscale_ref, dshift_ref = _fill_gaps(refs, mean is not None, True, True, True)
         wide_scale = load(scale_ref)
 
         def differentiate(row: Any, sums: Any) -> Any:
@@ -125,9 +153,17 @@ def norm_gradient_kernel(
         dscale_ref[block], dshift_ref[block] = _for_each_row(differentiate, rows, blocks, (zeros, zeros))
 
     partial = jax.ShapeDtypeStruct((blocks, width), np.float32)
-    arrays = [x, scale, factor, *([] if mean is None else [mean]), dy]
-    dx, dscale, dshift = _launch(body, [_like(x), partial, partial], (blocks,), *arrays)
-    return dx, dscale.sum(0), dshift.sum(0)
+    dx, dscale, dshift = _launch(
+        body,
+        [jax.ShapeDtypeStruct((rows, width), x.dtype), partial, partial],
+        (blocks,),
+        x.reshape(rows, width),
+        dy.reshape(rows, width),
+        scale,
+        factor.reshape(rows),
+        *([] if mean is None else [mean.reshape(rows)]),
+    )
+    return dx.reshape(x.shape), dscale.sum(0), dshift.sum(0)
 
 
 def other_powers_kernel(
@@ -225,5 +261,5 @@ def _multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", 132)
 
 
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _has_mesh(x: Any) -> bool:
+    return not isinstance(x, jax.ShapeDtypeStruct) and not jax.typeof(x).sharding.mesh.empty

@@ -19,6 +19,7 @@ from mlax._jax import (
     with_vjp,
 )
 from mlax.ops._checks import check_floating, check_same_dtype
+from mlax.ops._gpu import norm_gradient_kernel, norm_kernel, on_gpu, prefers_norm_kernel
 from mlax.ops._windows import axis_window_slices
 
 
@@ -107,14 +108,22 @@ def _layer_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
         y = standardize(lax.convert_element_type(x, dtype), axes, eps)
         return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype)
 
-    def forward(primals: Any, consts: Any) -> tuple[Array, tuple[Array, Array]]:
+    def forward(primals: Any, consts: Any) -> tuple[Array, tuple[Array, ...]]:
         x, scale, shift = primals
-        y, center, factor = layer_norm_forward(x, scale, shift, axes, eps, dtype)
-        return y, (center, factor)
+        by_xla = functools.partial(layer_norm_forward, axes=axes, eps=eps, dtype=dtype)
+        if prefers_norm_kernel(x, scale, axes, dtype):
+            kernel = functools.partial(norm_kernel, eps=eps, centered=True)
+            y, *statistics = on_gpu(kernel, by_xla, x, scale, shift)
+        else:
+            y, *statistics = by_xla(x, scale, shift)
+        return y, tuple(statistics)
 
     def backward(statistics: Any, primals: Any, consts: Any, dy: Array) -> Any:
         (x, scale, shift), (center, factor) = primals, statistics
-        return layer_norm_backward(x, center, factor, scale, shift, dy, axes)
+        by_xla = functools.partial(layer_norm_backward, axes=axes)
+        if not prefers_norm_kernel(x, scale, axes, dtype):
+            return by_xla(x, center, factor, scale, shift, dy)
+        return on_gpu(_layer_norm_backward_kernel, by_xla, x, center, factor, scale, shift, dy)
 
     return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
 
@@ -146,26 +155,50 @@ def layer_norm_backward(
     return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
 
 
+def _layer_norm_backward_kernel(
+    x: Array, center: Array, factor: Array, scale: Array, shift: Array | None, dy: Array
+) -> tuple[Array, Array, Array | None]:
+    """`layer_norm_backward` by a kernel."""
+    dx, dscale, dshift = norm_gradient_kernel(x, center, factor, scale, dy)
+    dshift = None if shift is None else lax.convert_element_type(dshift, shift.dtype)
+    return dx, lax.convert_element_type(dscale, scale.dtype), dshift
+
+
 @functools.cache
 def _rms_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
     """RMS norm of (x, scale), whose backward pass keeps `x` and the inverse root mean square only."""
 
     def plain(primals: Any, consts: Any = None) -> Array:
-        return forward(primals, consts)[0]
+        return normalize(*primals)[0]
 
-    def forward(primals: Any, consts: Any) -> tuple[Array, Array]:
-        x, scale = primals
+    def normalize(x: Array, scale: Array | None) -> tuple[Array, Array]:
         y, factor, _ = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)
         return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype), factor
 
-    def backward(factor: Array, primals: Any, consts: Any, dy: Array) -> Any:
-        x, scale = primals
+    def differentiate(x: Array, factor: Array, scale: Array | None, dy: Array) -> tuple[Array, Array | None]:
         wide, y = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) * factor
         by_y = wide * y
         dx = scale_and_shift(wide, scale, None) - y * _mean_scaled(by_y, scale, axes)
         return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y)
 
+    def forward(primals: Any, consts: Any) -> tuple[Array, Array]:
+        x, scale = primals
+        if not prefers_norm_kernel(x, scale, axes, dtype):
+            return normalize(x, scale)
+        return on_gpu(lambda x, scale: norm_kernel(x, scale, None, eps=eps, centered=False)[::2], normalize, x, scale)
+
+    def backward(factor: Array, primals: Any, consts: Any, dy: Array) -> Any:
+        x, scale = primals
+        if not prefers_norm_kernel(x, scale, axes, dtype):
+            return differentiate(x, factor, scale, dy)
+        return on_gpu(_rms_norm_backward_kernel, differentiate, x, factor, scale, dy)
+
     return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
+
+
+def _rms_norm_backward_kernel(x: Array, factor: Array, scale: Array, dy: Array) -> tuple[Array, Array]:
+    dx, dscale, _ = norm_gradient_kernel(x, None, factor, scale, dy)
+    return dx, lax.convert_element_type(dscale, scale.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

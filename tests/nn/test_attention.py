@@ -240,7 +240,7 @@ def test_the_fused_form_takes_odd_times_and_has_every_derivative_and_vmap(fused,
 
 
 def test_what_cudnn_refuses_is_computed_by_another_backend_that_names_the_reason(monkeypatch):
-    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: 9.0)
     q = normal(1, 197, 1, 8, dtype=jnp.bfloat16)
     for refuse in (NotImplementedError("Unsupported sequence length Q 197, KV 197."), RuntimeError("no engine")):
 
@@ -619,12 +619,12 @@ def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
         return ops.attention_backend(q, q, q, accum_dtype=accum_dtype, **options)
 
     small, even = (2, 128, 4, 64), jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
-    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: None)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: None)
     assert named(*small).startswith("xla: 131,072 scores") and "no NVIDIA GPU" in named(*small)
     assert named(1, 4096, 1, 64).startswith("chunked: 16,777,216 scores are too many")
     assert named(1, 4096, 1, 64, dropout=0.1).startswith("xla: the only one with dropout")
     assert named(*small, implementation="chunked") == "chunked: chosen by implementation="
-    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: 9.0)
     refused = named(*small)  # asked, but there is no cuDNN here
     assert refused.startswith("xla: 131,072 scores") and "not cudnn, since it refuses this attention: " in refused
     monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "find_refusal", lambda *_: None)
@@ -637,7 +637,7 @@ def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
     assert "looks back only" in named(*small, window=7)
     assert "does not support a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
     assert "it supports a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
-    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: 8.0)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: 8.0)
     assert "up to 128 but not 256" in named(2, 128, 4, 256)
 
 
@@ -700,7 +700,7 @@ def test_softmax_is_in_the_dtype_of_its_input():
     ],
 )
 def test_errors_say_what_does_not_fit(options, words, monkeypatch):
-    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "_compute_capability", lambda: None)
+    monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: None)
     shapes = {name: options.pop(name, (2, 5, heads, 4)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
     with pytest.raises((ValueError, TypeError), match=words):

@@ -1,5 +1,7 @@
 """MLP, GLU, activations, Flatten and Reshape, and Linear on many axes, beyond the contract."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,27 @@ REFERENCES = {
     "snake": (lambda x: ops.snake(x, 2.5), lambda x: x + np.sin(2.5 * x) ** 2 / 2.5),
     "soft_cap": (lambda x: ops.soft_cap(x, 3.0), lambda x: 3 * np.tanh(x / 3)),
 }
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_is_that_of_jax_and_its_backward_pass_keeps_the_input_alone(approximate):
+    theirs = functools.partial(jax.nn.gelu, approximate=approximate)
+    with jax.enable_x64(True):
+        x = jnp.linspace(-30.0, 30.0, 601, dtype="float64")
+        (y, dx), (expected, slope) = (
+            jax.jvp(each, (x,), (x,)) for each in (functools.partial(ops.gelu, approximate=approximate), theirs)
+        )
+        np.testing.assert_allclose([y, dx], [expected, slope], atol=1e-12)
+        ours = jax.vmap(jax.grad(lambda x: ops.gelu(x, approximate)))
+        np.testing.assert_allclose(ours(x), jax.vmap(jax.grad(theirs))(x), atol=1e-12)
+        second = jax.vmap(jax.grad(jax.grad(lambda x: ops.gelu(x, approximate))))
+        np.testing.assert_allclose(second(x), jax.vmap(jax.grad(jax.grad(theirs)))(x), atol=1e-12)
+    kept = jax.tree.leaves(jax.vjp(lambda x: ops.gelu(x, approximate), x.astype("float32"))[1])
+    assert [leaf.shape for leaf in kept if leaf.size > 1] == [x.shape]
+    large = jnp.asarray([-6e4, -300, -80, 80, 300, 6e4], "float16")  # of which the cube is infinite
+    np.testing.assert_array_equal(
+        jax.vjp(lambda x: ops.gelu(x, approximate), large)[1](jnp.ones_like(large))[0], [0, 0, 0, 1, 1, 1]
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,0 +1,98 @@
+"""Kernels of Pallas: lowered for a GPU and interpreted on the CPU, against the plain forms of the same operations."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax import ops
+
+GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
+
+
+def test_without_a_gpu_xla_computes_norms_and_losses():
+    x = jax.ShapeDtypeStruct((2048, 256), jnp.bfloat16)
+    answer = ops.kernel_backend(x, accum_dtype="float32")
+    assert answer == "xla: there is no NVIDIA GPU of compute capability 9.0 or later"
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "dtype", "accum_dtype", "answer"),
+    [
+        ((4, 512, 256), "bfloat16", "float32", "mosaic: "),
+        ((4, 512, 256), "bfloat16", None, "xla: kernels are for bfloat16 with accum_dtype='float32'"),
+        ((4, 512, 256), "float32", "float32", "xla: kernels are for bfloat16"),
+        ((4, 512, 200), "bfloat16", "float32", "xla: kernels are for rows of a multiple of 128"),
+        ((8, 256), "bfloat16", "float32", "xla: kernels are for 1024 rows"),
+    ],
+)
+def test_the_backend_of_a_gpu_is_chosen_by_shape_and_dtype(monkeypatch, shape, dtype, accum_dtype, answer):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert ops.kernel_backend(jax.ShapeDtypeStruct(shape, dtype), accum_dtype=accum_dtype).startswith(answer)
+
+
+def test_under_vmap_and_on_a_cpu_the_plain_form_is_computed():
+    def kernel(x: Any) -> Any:
+        raise AssertionError("there is no GPU")
+
+    run = functools.partial(GPU.on_gpu, kernel, lambda x: 2 * x)
+    np.testing.assert_array_equal(run(np.ones(3)), 2 * np.ones(3))
+    np.testing.assert_array_equal(jax.vmap(run)(np.ones((2, 3))), 2 * np.ones((2, 3)))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["layer", "rms"])
+def test_norms_and_their_gradients_are_one_kernel_each(monkeypatch, name):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    norm, number = (ops.layer_norm, 3) if name == "layer" else (ops.rms_norm, 2)
+    x, weight = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)
+
+    def gradients(*primals: Any) -> Any:
+        y, pull_back = jax.vjp(lambda *primals: norm(*primals, accum_dtype="float32"), *primals)
+        return pull_back(y)
+
+    for function, kernels in ((lambda *primals: norm(*primals, accum_dtype="float32"), 1), (gradients, 2)):
+        lowered = jax.jit(function).trace(*[x, weight, weight][:number]).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels
+
+
+@needs_mosaic
+@pytest.mark.parametrize("width", [128, 384, 1024])
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_norm_kernels_compute_the_plain_norms(monkeypatch, width, centered):
+    interpret_kernels(monkeypatch)
+    x, dy = (draw(seed, 7, width) for seed in range(2))
+    scale, shift = draw(2, width), draw(3, width) if centered else None
+    y, mean, factor = GPU.norm_kernel(x, scale, shift, eps=1e-5, centered=centered)
+    primals = [each.astype(np.float32) for each in (x, scale, shift) if each is not None]
+    norm = functools.partial(ops.layer_norm if centered else ops.rms_norm, eps=1e-5)
+    expected, pull_back = jax.vjp(norm, *primals)
+    np.testing.assert_allclose(y.astype(np.float32), expected, rtol=2**-8, atol=2**-8)
+    gradients = GPU.norm_gradient_kernel(x, mean, factor, scale, dy)
+    for gradient, exact in zip(gradients, pull_back(dy.astype(np.float32)), strict=False):
+        np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-7)
+
+
+def draw(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels by the interpreter of Pallas, with few blocks."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    if not hasattr(mosaic_gpu, "InterpretGPUParams"):
+        pytest.skip("JAX 0.12 has a public interpreter")
+    interpreted = functools.partial(mosaic_gpu.kernel, interpret=mosaic_gpu.InterpretGPUParams())
+    monkeypatch.setattr(mosaic_gpu, "kernel", interpreted)
+    monkeypatch.setattr(GPU, "_multiprocessors", lambda: 1)
+    monkeypatch.setattr(GPU, "FORWARD_BLOCKS", 2)
+    monkeypatch.setattr(GPU, "BACKWARD_BLOCKS", 2)
