@@ -1,0 +1,135 @@
+"""Run entries in processes of their own: several compile side by side, then each measures while the others idle.
+
+A process holds its memory until it has measured, so that a group is as large as the device's memory allows. Entries
+that measure the start of a process run alone.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.suite.works import TORCH, Entry, Work
+
+ROOT = Path(__file__).parents[2]
+JAX_SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the device
+
+
+class Job(NamedTuple):
+    work: Work
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        return f"{self.work.name}:{self.entry.name}"
+
+
+class Measurement(NamedTuple):
+    job: Job
+    seconds_to_first: float = float("nan")  # from the start of the process to the end of its first call
+    report: dict[str, Any] = {}  # empty if it failed
+
+
+class Pool(NamedTuple):
+    """How processes are started."""
+
+    torch_python: str  # a Python that has PyTorch
+    logs: Path  # a folder for what the processes print
+    tiny: bool = False
+    together: int = 6  # processes that compile side by side
+    limit: float = 150.0  # seconds to compile, and to measure
+    gib: float = 125.0  # of device memory for all of them
+
+    def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
+        """Measure all, and yield each when it has been."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as caches:
+            for group in self._groups(jobs):
+                workers = [_Worker(self, job, caches) for job in group]
+                compiled = [worker.wait_for("ready") for worker in workers]
+                for worker, ready in zip(workers, compiled, strict=True):
+                    yield worker.measure() if ready else worker.stop()
+
+    def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        group: list[Job] = []
+        for job in jobs:
+            is_full = sum(each.work.gib for each in group) + job.work.gib > self.gib or len(group) == self.together
+            if group and (is_full or job.work.alone or group[-1].work.alone):
+                yield group
+                group = []
+            group.append(job)
+        if group:
+            yield group
+
+
+class _Worker:
+    """The process of a job, and a thread that reads what it reports."""
+
+    def __init__(self, pool: Pool, job: Job, caches: str):
+        python = pool.torch_python if job.entry.library == TORCH else sys.executable
+        command = [python, "-m", "benchmarks.suite.entry", job.work.name, job.entry.name, *["--tiny"] * pool.tiny]
+        log = pool.logs / f"{job.name.replace(':', '_').replace(' ', '_')}.txt"
+        self.limit, self.job, self.start, self.first = pool.limit, job, time.perf_counter(), float("nan")
+        with open(log, "w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=_environment(job, caches),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.reports: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            report = json.loads(line)
+            if report["state"] == "first":
+                self.first = time.perf_counter() - self.start
+            self.reports.put(report)
+        self.reports.put({"state": "ended"})
+
+    def wait_for(self, state: str) -> dict[str, Any]:
+        """The report of a state; empty if the process fails or takes too long."""
+        end = time.perf_counter() + self.limit
+        while True:
+            try:
+                report = self.reports.get(timeout=max(0.0, end - time.perf_counter()))
+            except queue.Empty:
+                return {}
+            if report["state"] in (state, "ended"):
+                return report if report["state"] == state else {}
+
+    def measure(self) -> Measurement:
+        assert self.process.stdin
+        print("go", file=self.process.stdin, flush=True)
+        report = self.wait_for("done")
+        self.stop()
+        return Measurement(self.job, self.first, report)
+
+    def stop(self) -> Measurement:
+        """End the process, and wait for it, so that its memory is free."""
+        self.process.kill()
+        self.process.wait()
+        return Measurement(self.job)
+
+
+def _environment(job: Job, caches: str) -> dict[str, str]:
+    """Without the caches of earlier runs. A cold start gets an empty one, which the next entry of its library uses."""
+    settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+    settings |= JAX_SETTINGS
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
+    if job.work.alone:
+        folder = f"{caches}/{job.entry.library}"
+        settings |= {"JAX_COMPILATION_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+    return settings
