@@ -13,12 +13,12 @@ import io
 import json
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
-from benchmarks.suite.works import MODULES, TORCH, WORKS, Entry, Work, shrink
+from benchmarks.suite.rows import about
+from benchmarks.suite.works import MODULES, WORKS, Entry, Work, shrink
 
 WARM_UP, REPETITIONS = 3, 5
 
@@ -49,8 +49,7 @@ def run(work: Work, entry: Entry, dtype: str, out: Any) -> None:
         values=values,
         times=times,
         memory=library.peak_memory(),
-        device=device_name(entry.library),
-        versions=versions(entry.library),
+        about=about(entry.library),
     )
 
 
@@ -71,39 +70,6 @@ def to_list(value: Any) -> Any:
 
 def say(out: io.TextIOBase, **values: Any) -> None:
     print(json.dumps(values), file=out, flush=True)
-
-
-def versions(library: str) -> dict[str, str]:
-    """Of the packages that decide the speed of a library."""
-    names = {
-        "mlax": ("mlax", "jax", "jaxlib"),
-        "plain JAX": ("jax", "jaxlib", "optax"),
-        "Flax NNX": ("flax", "jax", "jaxlib", "optax"),
-        "Equinox": ("equinox", "jax", "jaxlib", "optax"),
-        "PyTorch": ("torch", "torchvision", "transformers"),
-    }[library]
-    return {name: found for name in names if (found := installed(name))}
-
-
-def installed(name: str) -> str | None:
-    if name == "mlax":
-        import mlax
-
-        return mlax.__version__
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def device_name(library: str) -> str:
-    if library == TORCH:
-        import torch
-
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    import jax
-
-    return jax.devices()[0].device_kind
 
 
 if __name__ == "__main__":

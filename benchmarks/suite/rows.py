@@ -6,29 +6,59 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.works import MLAX, PEERS, Claim, Work
+from benchmarks.suite.works import EQUINOX, FLAX, JAX, MLAX, PEERS, TORCH, Claim, Work
 
 Row = dict[str, Any]
-UNITS = {"time": "ms", "memory": "GiB", "rate": "tokens/s", "start": "s"}
+PACKAGES = {
+    MLAX: ("mlax", "jax"),
+    JAX: ("jax", "optax"),
+    FLAX: ("flax", "jax", "optax"),
+    EQUINOX: ("equinox", "jax", "optax"),
+    TORCH: ("torch", "torchvision", "transformers"),
+}
 
 
 def to_rows(work: Work, entry: str, first: float, report: Row) -> list[Row]:
     """The rows of one entry: a time or a rate, and the memory where the device tells."""
-    about = {
-        "work": work.name,
-        "title": work.title,
-        "library": entry,
-        "date": datetime.date.today().isoformat(),
-        "device": report["device"],
-        "versions": report["versions"],
-    }
+    described = {"work": work.name, "title": work.title, "library": entry}
     rows = [{"metric": "time", "value": first, "unit": "s"} if work.alone else _speed(work, report["times"])]
     if report["memory"] and not work.alone:
         rows.append({"metric": "memory", "value": report["memory"] / 2**30, "unit": "GiB"})
-    return [{**about, **row} for row in rows]
+    return [{**described, **row, **report["about"]} for row in rows]
+
+
+def about(library: str) -> Row:
+    """The date, the device, and the versions of the packages that decide the speed of a library."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": _device(library),
+        "versions": {name: found for name in PACKAGES[library] if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    if name == "mlax":
+        import mlax
+
+        return mlax.__version__
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device(library: str) -> str:
+    if library == TORCH:
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    import jax
+
+    return jax.devices()[0].device_kind
 
 
 def _speed(work: Work, times: Sequence[float]) -> Row:
@@ -95,14 +125,13 @@ def _is_meant(claim: Claim, name: str) -> bool:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line for each work, and a column for each library, variants included."""
-    about = [_about(rows)]
     columns = list(dict.fromkeys(row["library"].split(",")[0] for row in rows))
     header = ["work", *columns]
     lines = [header, ["---"] * len(header)]
     for _, group in itertools.groupby(rows, key=lambda row: row["work"]):
         group = list(group)
         lines.append([group[0]["title"], *(_cell(group, column) for column in columns)])
-    return "\n".join([*about, "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join([_describe(rows), "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _cell(rows: list[Row], column: str) -> str:
@@ -120,11 +149,11 @@ def _rounded(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value))) if value < 100 else 0}f}"
 
 
-def _about(rows: Sequence[Row]) -> str:
+def _describe(rows: Sequence[Row]) -> str:
     versions: dict[str, str] = {}
     for row in rows:
         versions |= row["versions"]
     dates = sorted({row["date"] for row in rows})
-    names = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in ("jaxlib",))
+    names = ", ".join(f"{name} {number}" for name, number in versions.items())
     devices = ", ".join(sorted({row["device"] for row in rows}))
     return f"{devices}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; {names}."

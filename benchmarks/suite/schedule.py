@@ -1,7 +1,7 @@
 """Run entries in processes of their own: several compile side by side, then each measures while the others idle.
 
-A process holds its memory until it has measured, so that a group is as large as the device's memory allows. Entries
-that measure the start of a process run alone.
+A process of JAX takes the memory that its work needs when it starts, and holds it until it has measured: a group is as
+large as the device's memory allows. Entries that measure the start of a process run alone.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.suite.works import TORCH, Entry, Work
 
 ROOT = Path(__file__).parents[2]
-JAX_SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the device
+DEVICE_GIB = 132.0  # an H200 has 139
 
 
 class Job(NamedTuple):
@@ -45,7 +45,6 @@ class Pool(NamedTuple):
     tiny: bool = False
     together: int = 6  # processes that compile side by side
     limit: float = 150.0  # seconds to compile, and to measure
-    gib: float = 125.0  # of device memory for all of them
 
     def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
         """Measure all, and yield each when it has been."""
@@ -58,15 +57,19 @@ class Pool(NamedTuple):
                     yield worker.measure() if ready else worker.stop()
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        group: list[Job] = []
-        for job in jobs:
-            is_full = sum(each.work.gib for each in group) + job.work.gib > self.gib or len(group) == self.together
-            if group and (is_full or job.work.alone or group[-1].work.alone):
-                yield group
-                group = []
-            group.append(job)
-        if group:
+        """Groups that fit, in order; small jobs come earlier, beside large ones that leave room."""
+        waiting = list(jobs)
+        while waiting:
+            group = [waiting[0]]
+            for job in waiting[1:]:
+                if self._fits([*group, job]):
+                    group.append(job)
+            waiting = [job for job in waiting if job not in group]
             yield group
+
+    def _fits(self, group: list[Job]) -> bool:
+        is_alone = any(job.work.alone for job in group)
+        return not is_alone and len(group) <= self.together and sum(job.work.gib for job in group) <= DEVICE_GIB
 
 
 class _Worker:
@@ -101,7 +104,7 @@ class _Worker:
 
     def wait_for(self, state: str) -> dict[str, Any]:
         """The report of a state; empty if the process fails or takes too long."""
-        end = time.perf_counter() + self.limit
+        end = (self.start if state == "ready" else time.perf_counter()) + self.limit
         while True:
             try:
                 report = self.reports.get(timeout=max(0.0, end - time.perf_counter()))
@@ -127,7 +130,9 @@ class _Worker:
 def _environment(job: Job, caches: str) -> dict[str, str]:
     """Without the caches of earlier runs. A cold start gets an empty one, which the next entry of its library uses."""
     settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
-    settings |= JAX_SETTINGS
+    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (
+        f"{job.work.gib / (DEVICE_GIB + 8):.3f}"  # of memory taken at the start
+    )
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
     if job.work.alone:
         folder = f"{caches}/{job.entry.library}"

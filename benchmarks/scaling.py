@@ -1,0 +1,154 @@
+"""Claim: time, memory and compilation grow with depth, width, length and batch no faster than theory says.
+
+    python -m benchmarks.scaling [--rows FILE]      # 3 minutes on two cores, one on a GPU
+
+Training steps of a GPT, one axis doubled at a time. The exponent of an axis is the slope of a line through the
+logarithms of the three largest sizes: in small ones what does not grow hides what does. Memory is that of
+activations, gradients and workspace, what XLA allocates besides the arguments. On a GPU time is measured, and programs
+compile side by side; on a CPU compilation is, in seconds of its threads together.
+"""
+
+import argparse
+import concurrent.futures
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import mlax
+from benchmarks.suite.rows import about, append
+from mlax import dtypes, ops, optim, train, zoo
+
+IS_GPU = jax.default_backend() == "gpu"
+BASE = {"depth": 3, "width": 768, "length": 512, "batch": 8} if IS_GPU else {}
+BASE = BASE or {"depth": 2, "width": 64, "length": 64, "batch": 4}
+DOUBLINGS, FITTED, TOLERANCE = 3, 3, 0.15
+METRICS = ("time", "memory") if IS_GPU else ("memory", "compilation")
+HEAD, VOCABULARY, CALLS, WORKERS = 64, 512, 5, 8
+
+
+class Theory(NamedTuple):
+    """The exponents that a step has asymptotically; what does not grow makes those of smaller ones less."""
+
+    time: float
+    memory: float
+    compilation: float
+
+
+AXES = {
+    # a scan compiles one block; time and activations are one block's times the depth
+    "depth, scanned": Theory(1, 1, 0),
+    "depth, unrolled": Theory(1, 1, 1),
+    # matrix products are quadratic in the width, as are the gradients of their kernels; activations are linear
+    "width": Theory(2, 2, 0),
+    # attention is quadratic in the length, all else linear; cuDNN never stores the scores, XLA on a CPU does
+    "length": Theory(2, 1 if IS_GPU else 2, 0),
+    "batch": Theory(1, 1, 0),
+}
+
+
+class Point(NamedTuple):
+    size: int
+    time: float  # ms
+    memory: float  # MiB
+    compilation: float  # s
+
+
+def main(rows_path: Path | None) -> int:
+    points = measure_all([(axis, 2**i) for axis in AXES for i in range(DOUBLINGS + 1)])
+    rows, failures = [], 0
+    for axis, theory in AXES.items():
+        curve = [points[axis, 2**i] for i in range(DOUBLINGS + 1)]
+        for metric in METRICS:
+            row = to_row(axis, metric, curve, getattr(theory, metric))
+            holds = row["value"] <= row["theory"] + TOLERANCE
+            values = ", ".join(f"{value:.3g}" for value in row["points"].values())
+            words = f"{metric} ~ {axis} ^ {row['value']:.2f}, theory {row['theory']:g} ({values})"
+            print(f"{'holds' if holds else 'FAILS'}: {words}", flush=True)
+            rows.append(row)
+            failures += not holds
+    if rows_path:
+        append(rows, rows_path)
+    return 1 if failures else 0
+
+
+def to_row(axis: str, metric: str, curve: list[Point], theory: float) -> dict[str, Any]:
+    """The fitted exponent beside the theoretical one, and what it was fitted to."""
+    values = {point.size: getattr(point, metric) for point in curve}
+    logs = [(math.log(size), math.log(value)) for size, value in values.items()][-FITTED:]
+    slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
+    row = {"work": "scaling", "title": axis, "library": "mlax", "metric": metric, "value": slope, "unit": "exponent"}
+    return {**row, "theory": theory, "points": values, **about("mlax")}
+
+
+def measure_all(sizes: list[tuple[str, int]]) -> dict[tuple[str, int], Point]:
+    """Compile all, then time each while nothing else runs."""
+    with concurrent.futures.ThreadPoolExecutor(WORKERS if IS_GPU else 1) as pool:
+        compiled = dict(zip(sizes, pool.map(compile_step, sizes), strict=True))
+    return {
+        size: Point(number, time_step(step, arguments), memory(step), seconds)
+        for size, (number, step, arguments, seconds) in compiled.items()
+    }
+
+
+def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, float]:
+    """The value of the axis, the compiled step, the shapes of its arguments, and the seconds that compiling took."""
+    (axis, _, mode), numbers = size[0].partition(", "), dict(BASE)
+    numbers[axis] *= size[1]
+    model = make_model(numbers, "unroll" if mode == "unrolled" else "scan")
+    tokens = jax.ShapeDtypeStruct((numbers["batch"], numbers["length"]), jnp.int32)
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        logits, new = model.fwd(batch, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return ops.softmax_cross_entropy(logits, batch, accum_dtype="float32"), new
+
+    step = train.step(objective, optim.AdamW(1e-3))
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    state = jax.eval_shape(step.init, jax.random.key(1), *variables)
+    start = time.process_time()  # of all threads: unlike the wall clock, not changed by what else runs
+    compiled = jax.jit(step.advance, donate_argnums=0).lower(state, tokens).compile()
+    return numbers[axis], compiled, (state, tokens), time.process_time() - start
+
+
+def make_model(numbers: dict[str, int], mode: str) -> Any:
+    model = zoo.GPT2(
+        vocabulary=VOCABULARY,
+        positions=numbers["length"],
+        width=numbers["width"],
+        depth=numbers["depth"],
+        heads=max(1, numbers["width"] // HEAD),
+    )
+    model = mlax.override(model, mlax.Repeat, mode=mode)
+    return dtypes.mixed_bfloat16(model) if IS_GPU else model
+
+
+def memory(step: Any) -> float:
+    return step.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def time_step(step: Any, arguments: Any) -> float:
+    """The milliseconds of a step, the median of several; of zeros, which take as long as anything."""
+    state, tokens = jax.tree.map(zeros, arguments)
+    times = []
+    for _ in range(CALLS + 1):
+        start = time.perf_counter()
+        state, metrics = step(state, tokens)
+        jax.block_until_ready(metrics)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+def zeros(leaf: Any) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key(0) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=Path, help="a file that the rows are appended to")
+    sys.exit(main(parser.parse_args().rows))
