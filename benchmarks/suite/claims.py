@@ -1,0 +1,52 @@
+"""Claims about rows, and whether the libraries computed the same."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.suite.rows import Row
+from benchmarks.suite.works import MLAX, PEERS, Claim, Work
+
+
+def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> tuple[str, bool]:
+    """A claim in words, with what was measured, and whether it holds."""
+    values = {row["library"]: row for row in rows if row["work"] == work.name and row["metric"] == claim.metric}
+    own, is_rate = values.get(claim.entry), claim.metric == "rate"
+    if own is None:
+        return f"{work.title}: {claim.entry} was not measured", False
+    value, unit, relation = own["value"], own["unit"], "at least" if is_rate else "at most"
+    others = {name: row["value"] for name, row in values.items() if _is_meant(claim, name)}
+    if claim.of is None:
+        bound, words = claim.bound, f"{relation} {claim.bound:,g} {unit}"
+    elif not others:
+        return f"{work.title}: {claim.entry} has nothing to be compared with", False
+    else:
+        best = (max if is_rate else min)(others, key=others.__getitem__)
+        bound, words = claim.bound * others[best], f"{relation} {claim.bound:g} x {best}, {others[best]:,.4g} {unit}"
+    holds = value >= bound if is_rate else value <= bound
+    return f"{work.title}: {claim.entry} {value:,.4g} {unit}, {words}", holds
+
+
+def _is_meant(claim: Claim, name: str) -> bool:
+    return not name.startswith(MLAX) if claim.of == PEERS else name == claim.of
+
+
+def differences(work: Work, values: dict[str, Any]) -> list[str]:
+    """The entries whose losses or tokens are not mlax's."""
+    own = values.get(MLAX)
+    if own is None or work.alone:  # those initialize by themselves
+        return []
+    return [
+        f"{entry}: {_shorten(each)}, mlax: {_shorten(own)}"
+        for entry, each in values.items()
+        if not _is_same(work, own, each)
+    ]
+
+
+def _is_same(work: Work, own: Any, other: Any) -> bool:
+    if work.program == "decode":  # in bfloat16 near ties go either way, and all that follows with them
+        return own == other or work.tolerance > 1e-3
+    return all(abs(a - b) <= work.tolerance * abs(own[0]) for a, b in zip(own, other, strict=True))
+
+
+def _shorten(values: Any) -> str:
+    return ", ".join(f"{each:.4f}" if isinstance(each, float) else f"{each[0][:4]}..." for each in values)
