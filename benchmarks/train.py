@@ -213,23 +213,23 @@ class TimedFeed:
         return repr(self.feed)
 
     def stream(self, *args: Any, **options: Any) -> Any:
-        self.source, self.times = self.feed.stream(*args, **options), []
+        self.batches, self.times = self.feed.stream(*args, **options), []
         return self
 
     def __enter__(self) -> Any:
-        self.source.__enter__()
+        self.batches.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.source.__exit__(*error)
+        self.batches.__exit__(*error)
 
     def __iter__(self) -> Any:
-        for batch in self.source:
+        for batch in self.batches:
             self.times.append(time.perf_counter())
             yield batch
 
     def position(self) -> Any:
-        return self.source.position()
+        return self.batches.position()
 
     def seconds_per_step(self) -> float:
         """The mean seconds between two batches, without the first fifth."""

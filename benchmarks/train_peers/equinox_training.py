@@ -1,4 +1,5 @@
-"""Equinox: modules that are pytrees, written for one example and mapped over the batch, `eqx.filter_jit`."""
+"""Equinox: modules that are pytrees, written for one example and mapped over the batch, `eqx.filter_jit`
+with donation."""
 
 import equinox as eqx
 import jax
@@ -103,7 +104,7 @@ def build(model, rate, decay):
     """step(x, y) -> loss."""
     optimizer = optax.adamw(rate, weight_decay=decay)
 
-    @eqx.filter_jit
+    @eqx.filter_jit(donate="all")
     def step(model, state, x, y):
         def loss(model):
             return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y).mean()

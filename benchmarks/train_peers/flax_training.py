@@ -1,4 +1,4 @@
-"""Flax NNX: modules that hold their weights, `nnx.Optimizer`, `nnx.jit`."""
+"""Flax NNX: modules that hold their weights, `nnx.Optimizer`, `nnx.jit` with donation, `nnx.cached_partial`."""
 
 from functools import partial
 
@@ -83,7 +83,7 @@ def build(model, rate, decay):
     """step(x, y) -> loss."""
     optimizer = nnx.Optimizer(model, optax.adamw(rate, weight_decay=decay), wrt=nnx.Param)
 
-    @nnx.jit
+    @partial(nnx.jit, donate_argnums=(0, 1))
     def step(model, optimizer, x, y):
         def loss(model):
             return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
@@ -92,4 +92,4 @@ def build(model, rate, decay):
         optimizer.update(model, grads)
         return value
 
-    return lambda x, y: step(model, optimizer, x, y)
+    return nnx.cached_partial(step, model, optimizer)
