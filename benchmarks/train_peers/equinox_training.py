@@ -1,5 +1,4 @@
-"""Equinox: modules that are pytrees, written for one example and mapped over the batch, `eqx.filter_jit`
-with donation."""
+"""Equinox: modules that are pytrees, written for one example and mapped over the batch, `filter_jit` with donation."""
 
 import equinox as eqx
 import jax

@@ -105,10 +105,12 @@ class MetricsLog:
         self._lines: list[str] = []
         self._warned = False
         self._calls = 0
+        self._on_host = jax.default_backend() == "cpu"  # nothing is to be copied
 
     def add(self, step: int, metrics: Metrics) -> list[Record]:
         """Add the metrics of the call that ended with `step`; returns the records read, none if it is too early."""
-        metrics.packed.copy_to_host_async()  # starts when the step ends, so that a later read need not wait for it
+        if not self._on_host:
+            metrics.packed.copy_to_host_async()  # starts when the step ends, so that a later read need not wait for it
         self._pending.append((step, metrics))
         if len(self._pending) > self.lag:
             self._pending[-1 - self.lag][1].packed.block_until_ready()
@@ -122,7 +124,7 @@ class MetricsLog:
     def read(self, keep: int = 0) -> list[Record]:
         """Read and write all but the last `keep` calls."""
         ready = [self._pending.popleft() for _ in range(max(len(self._pending) - keep, 0))]
-        records = [record for step, metrics in ready for record in self._records(step, metrics.to_numpy())]
+        records = [record for step, metrics in ready for record in self._records(step, metrics)]
         for record in records:
             self.write(record)
         self._read_at = time.monotonic()
@@ -148,10 +150,10 @@ class MetricsLog:
             return
         self._lines = []
 
-    def _records(self, step: int, metrics: dict[str, np.ndarray]) -> Iterator[Record]:
-        for i in range(self.steps_per_call):
-            values = {name: (value if self.steps_per_call == 1 else value[i]).item() for name, value in metrics.items()}
-            yield {"step": step - self.steps_per_call + 1 + i, **values}
+    def _records(self, step: int, metrics: Metrics) -> Iterator[Record]:
+        values = np.asarray(metrics.packed).reshape(self.steps_per_call, -1).tolist()
+        for number, row in enumerate(values, step - self.steps_per_call + 1):
+            yield {"step": number, **dict(zip(metrics.names, row, strict=True))}
 
 
 def truncate_log(path: Path, step: int) -> int:
@@ -214,8 +216,8 @@ def _append_or_undo(path: Path, text: str) -> None:
 
 def _to_json(value: Any) -> Any:
     """The value in what JSON can express: null instead of a float that is not finite."""
+    if isinstance(value, float):  # first, since nearly all are
+        return float(f"{value:.7g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _to_json(each) for key, each in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
     return value

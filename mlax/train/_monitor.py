@@ -41,6 +41,7 @@ PEAK_FLOPS = {
 }
 # The terminal may be gone, closed, or unable to show a character: no reason to lose a training.
 PRINT_ERRORS = (OSError, ValueError)
+REFRESH = 1.0  # seconds between two drawings of the progress bar, each of which takes the time of some small steps
 NOT_SHOWN = ("skipped", "gradient_norm", "scale", "step", "seconds")  # on the progress bar
 
 
@@ -137,6 +138,7 @@ class Progress:
         self._evaluation = ""  # the last one, formatted
         self._ticks: collections.deque[tuple[float, int]] = collections.deque(maxlen=40)  # (time, steps done by then)
         self._printed_at, self._tenth = time.monotonic(), 10 * start // max(steps, 1)
+        self._drawn_at = -math.inf
         columns = [TextColumn("{task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}")]
         remaining = TimeRemainingColumn(elapsed_when_finished=True)
         self.bar = Bar(*columns, remaining, expand=True, disable=not self.terminal, auto_refresh=False)
@@ -179,7 +181,9 @@ class Progress:
         tenth, now = 10 * step // max(self.steps, 1), time.monotonic()
         with contextlib.suppress(*PRINT_ERRORS):
             self.bar.update(self.task, completed=step, description=text)
-            self.bar.refresh()
+            if now - self._drawn_at >= REFRESH or step >= self.steps:
+                self._drawn_at = now
+                self.bar.refresh()
         line = "  ".join(filter(None, (f"{step}/{self.steps}", text, self._time_left(step))))
         if self.notebook is not None:
             self.notebook.show(line)

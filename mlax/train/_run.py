@@ -128,11 +128,12 @@ class RunFolder:
 
     def update_curves(self, *, every: float = 60.0, last: bool = False) -> None:
         """Plot the curves in a low-priority subprocess, unless it did within `every` seconds; the `last` time, wait."""
+        if not last and time.monotonic() - self._plotted_at < every:
+            return
         metrics, curves = self.path("metrics.jsonl"), self.path("curves.png")
         if metrics is None or curves is None or not self.is_main or not metrics.exists() or not _has_matplotlib():
             return
-        busy = self._plotting is not None and self._plotting.poll() is None
-        if not last and (busy or time.monotonic() - self._plotted_at < every):
+        if not last and self._plotting is not None and self._plotting.poll() is None:
             return
         self._stop_plotting()  # it has fewer metrics, and finishing later would overwrite the last plot
         self._plotted_at = time.monotonic()
