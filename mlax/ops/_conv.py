@@ -18,6 +18,7 @@ from mlax.ops._cpu import (
     with_chunked_kernel_grad,
     with_undilated_kernel_grad,
 )
+from mlax.ops._image_forms import fold_strides, prefers_folded_strides
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Padding, PadWith, Sizes, pad, resolve_transposed_windows, resolve_windows
 
@@ -46,6 +47,9 @@ def conv(
     if pad_with != "zeros":
         x = pad(x, axes.spatial, windows.padding, pad_with)
         windows = windows._replace(padding=((0, 0),) * len(window))
+
+    if prefers_folded_strides(x, axes, windows, groups):
+        x, kernel, windows = fold_strides(x, kernel, windows)
 
     def convolve(x: Array, kernel: Array) -> Array:
         return lax.conv_general_dilated(

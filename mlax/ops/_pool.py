@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import explicit_sharding, is_narrow, reduce_mean, reduce_sum
+from mlax._jax import explicit_sharding, is_narrow, reduce_mean, reduce_sum, with_vjp
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import materialize
+from mlax.ops._image_forms import gather_pool_grad, prefers_gathered_pool_grad
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Padding, Sizes, Windows, axis_window_slices, pad, resolve_windows, window_slices
 
@@ -269,7 +270,7 @@ def _reduce_windows(x: Array, axes: Layout, windows: Windows, combine: Combine) 
     is_small = math.prod(windows.window) <= MAX_UNROLLED
     is_disjoint = all(stride >= window for stride, window in zip(windows.strides, windows.window, strict=True))
     if combine is maximum and is_small:
-        return _window_max(window_slices(x, axes, windows))
+        return _max_of_windows(x, axes, windows)
     if is_disjoint and is_small:
         return _fold(combine, window_slices(x, axes, windows))
     for number, axis in reversed(list(enumerate(axes.spatial))):
@@ -303,23 +304,43 @@ def _divisor_before(dtype: Any, count: int) -> float:
     return 2.0 ** min((count - 1).bit_length(), 15) if dtype == jnp.float16 else 1.0
 
 
+def _max_of_windows(x: Array, axes: Layout, windows: Windows) -> Array:
+    """The maximum of each window of a padded input, as `maximum` of each element and the next would give it."""
+
+    def plain(x: Array, consts: None = None) -> Array:
+        return _max_of_slices(window_slices(x, axes, windows))
+
+    def forward(x: Array, consts: None) -> tuple[Array, Array]:
+        return _max_and_argmax(window_slices(x, axes, windows))
+
+    def backward(argmax: Array, x: Array, consts: None, y_grad: Array) -> Array:
+        return gather_pool_grad(argmax, y_grad, x.shape, axes, windows)
+
+    return (with_vjp(plain, forward, backward) if prefers_gathered_pool_grad(x, windows) else plain)(x)
+
+
 @jax.custom_jvp
-def _window_max(slices: list[Array]) -> Array:
-    """The maximum of several arrays, as `maximum` of each and the next would give it."""
+def _max_of_slices(slices: list[Array]) -> Array:
     return functools.reduce(lax.max, slices)
 
 
-@_window_max.defjvp
-def _window_max_jvp(primals, tangents):
+@_max_of_slices.defjvp
+def _max_of_slices_jvp(primals, tangents):
     """The residual is the index of the maximum, one byte for each window, not all elements of the windows."""
     (slices,), (dots,) = primals, tangents
+    _, argmax = _max_and_argmax(slices)
+    argmax = materialize(argmax)  # else XLA recomputes it, from elements that it has to keep
+    parts = [lax.select(argmax == number, dot, lax.full_like(dot, 0)) for number, dot in enumerate(dots)]
+    return _max_of_slices(slices), functools.reduce(lax.add, parts)
+
+
+def _max_and_argmax(slices: list[Array]) -> tuple[Array, Array]:
+    """The maximum of several arrays, and the index of the first that has it."""
     top, argmax = slices[0], lax.full_like(slices[0], 0, np.uint8)
     for number, each in enumerate(slices[1:], 1):
         argmax = lax.select(each > top, lax.full_like(argmax, number), argmax)
         top = lax.max(top, each)
-    argmax = materialize(argmax)  # else XLA recomputes it, from elements that it has to keep
-    parts = [lax.select(argmax == number, dot, lax.full_like(dot, 0)) for number, dot in enumerate(dots)]
-    return _window_max(slices), functools.reduce(lax.add, parts)
+    return top, argmax
 
 
 def _reduce_axis(x: Array, axis: int, combine: Combine, count: int, window: int, stride: int, dilation: int) -> Array:

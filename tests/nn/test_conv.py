@@ -119,6 +119,35 @@ def test_chunked_derivatives_equal_those_of_jax(case, monkeypatch):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layer"),
+    [
+        ((2, 17, 20, 3), nn.Conv(5, 7, strides=2, padding=3)),
+        ((2, 19, 1), nn.Conv(4, 5, strides=3, padding="SAME")),
+    ],
+)
+def test_strides_that_a_gpu_folds_into_channels_change_no_derivative(shape, layer, monkeypatch):
+    x = jax.random.normal(RNG, shape, jnp.bfloat16).astype(jnp.float32)
+    trainables, _ = layer.init(RNG, x)
+
+    def derivatives(x, trainables):
+        y, pull = jax.vjp(lambda x, trainables: layer.fwd(x, trainables)[0], x, trainables)
+        return y, pull(jnp.cos(y))
+
+    plain = jax.jit(lambda *args: derivatives(*args))(x, trainables)
+    monkeypatch.setattr(inspect.getmodule(ops.conv), "prefers_folded_strides", lambda *_: True)
+    folded = jax.jit(lambda *args: derivatives(*args)).trace(x, trainables)
+    strides = [
+        each.params["window_strides"] for each in folded.jaxpr.eqns if each.primitive.name == "conv_general_dilated"
+    ]
+    assert all(max(each) == 1 for each in strides)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        folded.lower().compile()(x, trainables),
+        plain,
+    )
+
+
 def test_narrow_and_sharded_convolutions_are_not_chunked():
     x = jnp.zeros((8, 5, 5, 16))
     axes = parse_layout("conv", "channel_last", x)

@@ -1,6 +1,7 @@
 """Pooling against PyTorch, against loops over windows, and its errors."""
 
 import functools
+import inspect
 import math
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import mlax
-from mlax import nn
+from mlax import nn, ops
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
@@ -64,6 +65,31 @@ def test_outputs_and_gradients_agree_with_pytorch_including_ties(case, layout):
     y, d_x = pulled(layer, x, jnp.asarray(image(TORCH[f"{case}/weight"]), jnp.float32))
     np.testing.assert_allclose(y, image(TORCH[f"{case}/y"]), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d_x, image(TORCH[f"{case}/d_x"]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["max_line", "max_overlap", "max_ceil", "max_volume"])
+def test_the_gradient_that_a_gpu_gathers_agrees_with_pytorch(case, monkeypatch):
+    monkeypatch.setattr(inspect.getmodule(ops.max_pool), "prefers_gathered_pool_grad", lambda *_: True)
+    x, weight = (jnp.asarray(loops.last(TORCH[f"{case}/{name}"]), jnp.float32) for name in ("x", "weight"))
+    y, pull = jax.vjp(lambda x: POOLS[case].fwd(x, None)[0], x)
+    np.testing.assert_allclose(y, loops.last(TORCH[f"{case}/y"]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(*pull(weight), loops.last(TORCH[f"{case}/d_x"]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gathered_gradient_has_every_derivative(monkeypatch):
+    x = jnp.asarray(loops.last(TORCH["max_line/x"]), jnp.float32)
+
+    def derivatives(x):
+        def cubes(x):
+            return jnp.sum(POOLS["max_line"].fwd(x, None)[0] ** 3)
+
+        each = jax.vmap(jax.grad(lambda x: cubes(x[None])))(x)
+        return each, *jax.jvp(jax.grad(cubes), (x,), (jnp.cos(x),)), jax.jvp(cubes, (x,), (jnp.cos(x),))
+
+    plain = jax.jit(lambda x: derivatives(x))(x)
+    monkeypatch.setattr(inspect.getmodule(ops.max_pool), "prefers_gathered_pool_grad", lambda *_: True)
+    gathered = jax.jit(lambda x: derivatives(x))(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gathered, plain)
 
 
 @settings(max_examples=10, deadline=None)
