@@ -141,9 +141,12 @@ def _dot_with(x: jax.Array, axes: Axes, number: float) -> jax.Array:
     if sharding is not None:
         kept = [entry for axis, entry in enumerate(sharding.spec) if axis not in axes]
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*kept))
-    filled = lax.full([x.shape[axis] for axis in axes], number, x.dtype)
-    dimensions = ((axes, tuple(range(len(axes)))), ((), ()))
-    return lax.expand_dims(lax.dot_general(x, filled, dimensions, out_sharding=sharding), axes)
+    filled, each = lax.full([x.shape[axis] for axis in axes], number, x.dtype), tuple(range(len(axes)))
+    if axes == each:  # on the left, since XLA would transpose `x` there
+        total = lax.dot_general(filled, x, ((each, axes), ((), ())), out_sharding=sharding)
+    else:
+        total = lax.dot_general(x, filled, ((axes, each), ((), ())), out_sharding=sharding)
+    return lax.expand_dims(total, axes)
 
 
 def _broadcast(weight: jax.Array, axes: Axes, shape: Sequence[Any], sharding: NamedSharding | None) -> jax.Array:

@@ -4,14 +4,23 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, divide_by_count, explicit_sharding, is_narrow, reduce_sum, with_jvps, with_vjp
+from mlax._jax import broadcast_like, divide_by_count, is_narrow, reduce_sum, with_jvps, with_vjp
 from mlax.ops._checks import check_floating, check_same_dtype
-from mlax.ops._norms import divide_by_rms, global_mean, mean, scale_and_shift, standardize, vary_alike
+from mlax.ops._cpu import is_cpu
+from mlax.ops._norms import (
+    divide_by_rms,
+    global_mean,
+    mean,
+    moments,
+    moments_in_two_passes,
+    scale_and_shift,
+    standardize,
+    vary_alike,
+)
 
 CANCELLATION = 64  # mean ** 2 / variance up to which mean(x * x) - mean(x) ** 2 is precise enough
 
@@ -164,31 +173,15 @@ def _compute_moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     """The mean and the variance over `axes`, in one pass over `x` where that is precise.
 
     A CPU reads a shifted array more slowly than `x` itself, so there the variance is mean(x * x) - mean(x) ** 2, unless
-    its digits cancel out. Elsewhere the first element is subtracted before, so that they do not. A narrow dtype does
-    not have the digits, and an explicitly sharded axis does not have a first element.
+    its digits cancel out.
     """
-    if is_narrow(x.dtype) or 0 in x.shape:
-        return _moments_in_two_passes(x, axes)
-    if jax.default_backend() == "cpu":
-        center = mean(x, axes)
-        square = center * center
-        var = mean(x * x, axes) - square
-        cancels = jnp.any(~(square <= CANCELLATION * var) & (square > 0))
-        return lax.cond(cancels, lambda: _moments_in_two_passes(x, axes), lambda: (center, var))
-    if explicit_sharding(x, axes) is not None:
-        return _moments_in_two_passes(x, axes)
-    first = x
-    for axis in axes:
-        first = lax.slice_in_dim(first, 0, 1, axis=axis)
-    away = x - first
-    center, square = mean(away, axes), mean(away * away, axes)
-    return center + first, lax.max(square - center * center, lax.full_like(square, 0))
-
-
-def _moments_in_two_passes(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    if not is_cpu() or is_narrow(x.dtype) or 0 in x.shape:
+        return moments(x, axes)
     center = mean(x, axes)
-    away = x - center
-    return center, mean(away * away, axes)
+    square = center * center
+    var = mean(x * x, axes) - square
+    cancels = jnp.any(~(square <= CANCELLATION * var) & (square > 0))
+    return lax.cond(cancels, lambda: moments_in_two_passes(x, axes), lambda: (center, var))
 
 
 def _average_groups(x: Array, axis: int, groups: int) -> Array:

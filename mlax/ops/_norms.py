@@ -12,6 +12,8 @@ from jaxtyping import Array, Float
 from mlax._jax import (
     broadcast_like,
     expand_last,
+    explicit_sharding,
+    is_narrow,
     mean_product,
     pcast_like,
     reduce_mean,
@@ -19,6 +21,7 @@ from mlax._jax import (
     with_vjp,
 )
 from mlax.ops._checks import check_floating, check_same_dtype
+from mlax.ops._cpu import is_cpu
 from mlax.ops._gpu import norm_gradient_kernel, norm_kernel, on_gpu, prefers_norm_kernel
 from mlax.ops._windows import axis_window_slices
 
@@ -133,9 +136,10 @@ def layer_norm_forward(
 ) -> tuple[Array, Array, Array]:
     """The layer norm over `axes`, and the mean and the inverse deviation, in `dtype` and with axes of size 1."""
     wide = lax.convert_element_type(x, dtype)
-    center = mean(wide, axes)
-    y, factor, _ = divide_by_rms(wide - center, axes, eps)
-    return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype), center, factor
+    center, var = moments_in_two_passes(wide, axes) if is_cpu() else moments(wide, axes)
+    center, factor = materialize_each(center, lax.rsqrt(var + eps))
+    y = scale_and_shift((wide - center) * factor, scale, shift)
+    return lax.convert_element_type(y, x.dtype), center, factor
 
 
 def layer_norm_backward(
@@ -151,8 +155,9 @@ def layer_norm_backward(
     wide = lax.convert_element_type(dy, center.dtype)
     y = (lax.convert_element_type(x, center.dtype) - center) * factor
     by_y = wide * y
-    dx = scale_and_shift(wide, scale, None) - _mean_scaled(wide, scale, axes) - y * _mean_scaled(by_y, scale, axes)
-    return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
+    constant, slope = materialize_each(_mean_scaled(wide, scale, axes), _mean_scaled(by_y, scale, axes))
+    dx = factor * (scale_and_shift(wide, scale, None) - constant - y * slope)
+    return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
 
 
 def _layer_norm_backward_kernel(
@@ -169,17 +174,21 @@ def _rms_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
     """RMS norm of (x, scale), whose backward pass keeps `x` and the inverse root mean square only."""
 
     def plain(primals: Any, consts: Any = None) -> Array:
-        return normalize(*primals)[0]
+        x, scale = primals
+        y = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)[0]
+        return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype)
 
     def normalize(x: Array, scale: Array | None) -> tuple[Array, Array]:
-        y, factor, _ = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)
-        return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype), factor
+        wide = lax.convert_element_type(x, dtype)
+        (factor,) = materialize_each(lax.rsqrt(mean(wide * wide, axes) + eps))
+        return lax.convert_element_type(scale_and_shift(wide * factor, scale, None), x.dtype), factor
 
     def differentiate(x: Array, factor: Array, scale: Array | None, dy: Array) -> tuple[Array, Array | None]:
         wide, y = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) * factor
         by_y = wide * y
-        dx = scale_and_shift(wide, scale, None) - y * _mean_scaled(by_y, scale, axes)
-        return lax.convert_element_type(factor * dx, x.dtype), _sum_like(scale, by_y)
+        (slope,) = materialize_each(_mean_scaled(by_y, scale, axes))
+        dx = factor * (scale_and_shift(wide, scale, None) - y * slope)
+        return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y)
 
     def forward(primals: Any, consts: Any) -> tuple[Array, Array]:
         x, scale = primals
@@ -252,6 +261,34 @@ def scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array
     if shift is not None:
         x = x + expand_last(lax.convert_element_type(shift, x.dtype), x)
     return x
+
+
+def moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """The mean and the variance over `axes`, which remain as axes of size 1, in one pass over `x` where it is precise.
+
+    The first element is subtracted before, so that no digits cancel out. A narrow dtype does not have the digits, and
+    an explicitly sharded axis does not have a first element.
+    """
+    if is_narrow(x.dtype) or 0 in x.shape or explicit_sharding(x, axes) is not None:
+        return moments_in_two_passes(x, axes)
+    first = x
+    for axis in axes:
+        first = lax.slice_in_dim(first, 0, 1, axis=axis)
+    away = x - first
+    center, square = mean(away, axes), mean(away * away, axes)
+    return center + first, lax.max(square - center * center, lax.full_like(square, 0))
+
+
+def moments_in_two_passes(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """The mean and the variance over `axes`, which remain as axes of size 1."""
+    center = mean(x, axes)
+    away = x - center
+    return center, mean(away * away, axes)
+
+
+def materialize_each(*statistics: Array) -> list[Array]:
+    """The arrays, not fused into what reads them: XLA would compute them again there, or write them broadcast."""
+    return [lax.optimization_barrier(each) for each in statistics]
 
 
 def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
