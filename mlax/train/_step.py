@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -203,15 +204,20 @@ class Step(metaclass=Documented):
         `init_rng, rng = jax.random.split(rng)`, then `step.init(rng, *model.init(init_rng, x))`. With a plan the step
         is compiled after the model is initialized.
         """
-        init_rng, rng = random.split(rng)
         if self.plan is not None:
+            init_rng, rng = random.split(rng)
             state = self.init(rng, *model.init(init_rng, x))
             self.compile(state, batch)
             return state
         variables = variable_shapes(model, x)
         self._check_trained(variables[0])
+        # a GPU takes a second to allocate its memory when it is first used, while the step is traced
+        allocation = threading.Thread(target=lambda: jax.block_until_ready(jax.device_put(np.zeros(()))))
+        allocation.start()
         self.start_compile(jax.eval_shape(self.init, rng, *variables), shape_dtypes(batch))
         try:
+            allocation.join()
+            init_rng, rng = random.split(rng)
             return self.init(rng, *model.init(init_rng, x))
         except BaseException:
             self.wait()
