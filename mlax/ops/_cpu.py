@@ -7,7 +7,6 @@ into every jaxpr. Dtypes below 32 bits keep the plain form, since sums of produc
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
 
 CHUNK_BYTES = 2**19  # of windows, which stay in the cache of a core
 MIN_CHANNELS = 128  # of all examples together, below which JAX's own kernel gradient is as fast
-MAX_CORES = 2  # up to which a convolution in chunks is measured to be faster than XLA's, which uses all of them
 MAX_DEPTHWISE_WINDOW = 64  # elements; a larger window would make a large program
 
 
@@ -89,7 +87,7 @@ def prefers_chunked_kernel_grad(x: Array, axes: Layout, groups: int, accum_dtype
 
 
 def with_chunked_kernel_grad(convolve: Convolve, axes: Layout, windows: Windows, precision: Any) -> Convolve:
-    """`convolve`, whose derivative by the kernel, and on few cores its value, is computed a few examples at a time."""
+    """`convolve`, whose derivative by the kernel is computed a few examples at a time."""
 
     def x_jvp(dot: Array, x: Array, kernel: Array) -> Array:
         return chunked(dot, kernel)
@@ -97,13 +95,8 @@ def with_chunked_kernel_grad(convolve: Convolve, axes: Layout, windows: Windows,
     def kernel_jvp(dot: Array, x: Array, kernel: Array) -> Array:
         return _chunked_conv(x, dot, axes, windows, precision)
 
-    def forward(x: Array, kernel: Array) -> Array:
-        return _chunked_conv(x, kernel, axes, windows, precision)
-
     chunked = with_jvps(convolve, x_jvp, kernel_jvp)
-    if _num_cores() > MAX_CORES:
-        return chunked
-    return with_jvps(forward, x_jvp, kernel_jvp)
+    return chunked
 
 
 def _chunked_conv(x: Array, kernel: Array, axes: Layout, windows: Windows, precision: Any) -> Array:
@@ -132,11 +125,6 @@ def _chunked_conv(x: Array, kernel: Array, axes: Layout, windows: Windows, preci
     chunks = x.reshape(-1, examples, *x.shape[1:])
     y = lax.map(lambda chunk: product(chunk, matrix), chunks).reshape(x.shape[0], *windows.count, -1)
     return lax.transpose(y, [order.index(axis) for axis in range(y.ndim)])
-
-
-def _num_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prefers_undilated_kernel_grad(x: Array, strides: tuple[int, ...], groups: int, accum_dtype: Any) -> bool:
