@@ -30,7 +30,16 @@ from mlax._jax._name_stack import (
     source_line,
 )
 from mlax._jax._private import with_weak_type
-from mlax._jax._random import abstract_key, constant, is_abstract_key, is_typed_key, name_hash, named_key, sample
+from mlax._jax._random import (
+    abstract_key,
+    constant,
+    fold_in,
+    is_abstract_key,
+    is_typed_key,
+    name_hash,
+    named_key,
+    sample,
+)
 from mlax._jax._reductions import (
     broadcast_like,
     divide,
@@ -78,6 +87,7 @@ __all__ = [
     "euclidean_norm",
     "expand_last",
     "explicit_sharding",
+    "fold_in",
     "fused_op_names",
     "fusion_barrier",
     "global_norm",

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax._jax import abstract_key, fusion_barrier, is_abstract_key, to_host, write_slice
+from mlax._jax import abstract_key, fold_in, fusion_barrier, is_abstract_key, to_host, write_slice
 from mlax.core._checks import check_is_dict
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
@@ -366,7 +366,7 @@ def unstack(tree: Any, times: int) -> list[Any]:
 
 
 def _init_copy(layer: Layer, x: Any, rng: jax.Array, index: Any) -> tuple[Tree, Tree]:
-    return layer.init(jax.random.fold_in(rng, index), x)
+    return layer.init(fold_in(rng, index), x)
 
 
 def _offload(variables: tuple[Tree, Tree], in_host: bool) -> tuple[Tree, Tree]:

@@ -88,6 +88,8 @@ FIRST = {
     # JAX
     "tracing": "jax/02_tracing",
     "recompilation": "jax/04_shapes",
+    "compilation cache": "guides/profiling",
+    "cold start": "guides/profiling",
     "random seed": "jax/06_randomness",
     # names of the reference
     "dropout": "reference/nn",
