@@ -134,6 +134,7 @@ def _environment(job: Job, caches: str) -> dict[str, str]:
         f"{job.work.gib / (DEVICE_GIB + 8):.3f}"  # of memory taken at the start
     )
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
+    settings["TORCHINDUCTOR_COMPILE_THREADS"] = "16" if job.work.alone else "4"  # or it starts a process for each core
     if job.work.alone:
         folder = f"{caches}/{job.entry.library}"
         settings |= {"JAX_COMPILATION_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}

@@ -1,7 +1,5 @@
 """PyTorch: `torch.compile`, bfloat16 autocast, fused AdamW, flash attention, images channels-last."""
 
-import os
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -11,7 +9,6 @@ from benchmarks.suite.inputs import make_batch, make_decoder_weights, make_promp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_float32_matmul_precision("high")  # TF32, as JAX does
-torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def wait(result):
