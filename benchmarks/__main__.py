@@ -20,7 +20,7 @@ from benchmarks.suite.claims import differences, judge
 from benchmarks.suite.rows import append, merge, read, to_rows
 from benchmarks.suite.schedule import Job, Pool
 from benchmarks.suite.tables import page_tables, readme_tables, write_tables
-from benchmarks.suite.works import WORKS, shrink
+from benchmarks.suite.works import TORCH, WORKS, shrink
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,15 +42,38 @@ def main() -> int:
     if options.command == "render":
         return render(options.files)
     rows = options.folder / f"{options.command}-{datetime.datetime.now():%Y%m%d-%H%M%S}.jsonl"
-    if options.command == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        torch = [options.torch] if options.torch != sys.executable else []
-        return run_scripts([*([script, *torch] for script in CPU_SET), SCALING], rows)
-    if options.command == "check":
-        os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    status = run_suite(select(options.only), rows, options) if options.only != ["scaling"] else 0
-    is_with_scaling = options.command == "gpu" and (not options.only or "scaling" in options.only)
-    return max(status, run_scripts([SCALING], rows)) if is_with_scaling else status
+    return {"gpu": run_gpu, "cpu": run_cpu, "check": run_check}[options.command](rows, options)
+
+
+def run_gpu(rows: Path, options: argparse.Namespace) -> int:
+    status = 0
+    if options.only != ["scaling"]:
+        status = run_suite(select(options.only), rows, options)
+    if not options.only or "scaling" in options.only:
+        status = max(status, run_scripts([SCALING], rows))
+    return status
+
+
+def run_cpu(rows: Path, options: argparse.Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    torch = [options.torch] if has_torch(options.torch) else []
+    return run_scripts([*([script, *torch] for script in CPU_SET), SCALING], rows)
+
+
+def run_check(rows: Path, options: argparse.Namespace) -> int:
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    jobs = select(options.only)
+    if not has_torch(options.torch):
+        jobs = [job for job in jobs if job.entry.library != TORCH]
+    return run_suite(jobs, rows, options, tiny=True)
+
+
+def has_torch(python: str) -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    found = subprocess.run([python, "-c", code]).returncode == 0
+    if not found:
+        print(f"PyTorch does not take part: {python} does not have it; pass --torch")
+    return found
 
 
 def select(only: list[str]) -> list[Job]:
@@ -61,8 +84,7 @@ def select(only: list[str]) -> list[Job]:
     return [job for part in only for job in jobs if part in (job.work.name, job.name)] if only else jobs
 
 
-def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace) -> int:
-    tiny = options.command == "check"
+def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace, *, tiny: bool = False) -> int:
     pool = Pool(options.torch, options.folder / "logs", tiny, options.together, options.limit)
     rows, values, failures = [], {}, []
     for job, first, report in pool.measure(jobs):
@@ -77,11 +99,14 @@ def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace) -> int:
         print(f"{job.name}:", *(f"{row['value']:,.4g} {row['unit']}" for row in new), flush=True)
     for work in WORKS:
         if work.name in values:
-            failures += differences(shrink(work) if tiny else work, values[work.name])
-            claims = [] if tiny else [judge(work, claim, rows) for claim in work.claims]
+            wrong = differences(shrink(work) if tiny else work, values[work.name])
+            claims = [(f"{work.title}: {line}", False) for line in wrong] or [
+                (f"{work.title}: all compute the same", True)
+            ]
+            claims += [] if tiny else [judge(work, claim, rows) for claim in work.claims]
             failures += [words for words, holds in claims if not holds]
-            print(*(f"holds: {words}" for words, holds in claims if holds), sep="\n")
-    print(*(f"FAILS: {words}" for words in failures), sep="\n")
+            for words, holds in claims:
+                print(f"{'holds' if holds else 'FAILS'}: {words}")
     return 1 if failures else 0
 
 

@@ -89,7 +89,7 @@ def set_arrays(model, layer, weights, name):
 
 
 def training(model, batch, dtype):
-    @eqx.filter_jit(donate="all-except-first")
+    @eqx.filter_jit(donate="all-except-first")  # the batch comes again
     def step(batch, model, slots):
         def loss(model):
             model = jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, model)

@@ -22,6 +22,7 @@ def gpt2(size, dtype, mode):
 
 def start(size, dtype, mode="unroll"):
     """A step of a model with fresh weights, which are initialized while the step compiles."""
+    train.enable_compilation_cache()
     model, (x, y) = gpt2_model(size, dtype, mode), make_batch(size)
     step, batch = train.step(language_objective(model), ADAMW), {"x": jnp.asarray(x), "y": jnp.asarray(y)}
     return advancing(step, step.init_model(jax.random.key(0), model, batch["x"], batch), batch)

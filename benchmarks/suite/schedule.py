@@ -128,14 +128,14 @@ class _Worker:
 
 
 def _environment(job: Job, caches: str) -> dict[str, str]:
-    """Without the caches of earlier runs. A cold start gets an empty one, which the next entry of its library uses."""
+    """With a share of the device's memory, and without caches of earlier runs.
+
+    What measures a start has an empty folder for caches of its library, which its next entry finds filled.
+    """
     settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
-    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (
-        f"{job.work.gib / (DEVICE_GIB + 8):.3f}"  # of memory taken at the start
-    )
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
-    settings["TORCHINDUCTOR_COMPILE_THREADS"] = "16" if job.work.alone else "4"  # or it starts a process for each core
+    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{job.work.gib / (DEVICE_GIB + 8):.3f}"
     if job.work.alone:
         folder = f"{caches}/{job.entry.library}"
-        settings |= {"JAX_COMPILATION_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
-    return settings
+        return settings | dict.fromkeys(("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), folder)
+    return settings | {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # or each starts a process for each core
