@@ -54,7 +54,14 @@ from mlax._jax._reductions import (
     sums_precisely,
 )
 from mlax._jax._scan import Apply, Function, ScanStep, add_feedback, batched_grad_scan, scan_with_residuals, time_vmap
-from mlax._jax._sharding import explicit_sharding, is_unsharded_cpu, pcast_like, shard_like, with_auto_axes
+from mlax._jax._sharding import (
+    explicit_sharding,
+    is_unsharded_cpu,
+    pcast_like,
+    shard_like,
+    varying_axes,
+    with_auto_axes,
+)
 from mlax._jax._trees import (
     all_stay_finite,
     at_least_float32,
@@ -128,6 +135,7 @@ __all__ = [
     "to_memory_of",
     "tree_add",
     "tree_vdot",
+    "varying_axes",
     "widest_dtype",
     "with_auto_axes",
     "with_jvps",

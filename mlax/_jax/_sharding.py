@@ -13,10 +13,10 @@ def pcast_like(new: Any, like: Any) -> Any:
 
     The carry of a loop inside `jax.shard_map` must have one type, and what it is combined with makes it vary.
     """
-    axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(like)))
+    axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(like)))
 
     def one(leaf: Any) -> Any:
-        more = axes - _varying_axes(leaf)
+        more = axes - varying_axes(leaf)
         return lax.pcast(leaf, tuple(more), to="varying") if more else leaf
 
     return jax.tree.map(one, new)
@@ -65,5 +65,6 @@ def _axis_names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _varying_axes(leaf: Any) -> frozenset[Any]:
+def varying_axes(leaf: Any) -> frozenset[Any]:
+    """The manual mesh axes of `jax.shard_map` that the array varies over."""
     return jax.typeof(leaf).manual_axis_type.varying

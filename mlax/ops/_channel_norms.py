@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, divide_by_count, is_narrow, reduce_sum, with_jvps, with_vjp
+from mlax._jax import broadcast_like, divide_by_count, is_narrow, reduce_sum, varying_axes, with_jvps, with_vjp
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu
 from mlax.ops._norms import (
@@ -66,14 +66,15 @@ def normalize_batch(
     check_same_dtype("normalize_batch", x=x, scale=scale, shift=shift)
     check_floating("normalize_batch", x)
     dtype, others = jnp.dtype(accum_dtype or x.dtype), _other_axes(x, axis)
-    if dtype == jnp.float16 or axis_name is not None:
-        y, center, var = _normalize_batch_plainly(x, scale, shift, others, eps, dtype, axis_name)
+    names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if dtype == jnp.float16 or not varying_axes(x).issuperset(names):  # `vmap` cannot batch the rule's own sums over it
+        y, center, var = _normalize_batch_plainly(x, scale, shift, others, eps, dtype, names)
     else:
         center, var = _channel_moments(others)(lax.convert_element_type(x, dtype))
-        norm = _channel_norm_rule(others, axis % x.ndim, None, eps, dtype)
+        center, var = _pool_moments(center, var, names)
+        norm = _channel_norm_rule(others, axis % x.ndim, None, eps, dtype, names)
         y = norm(*_vary_primals((x, scale, shift), (center, lax.rsqrt(var + eps))))
-    count = math.prod(x.shape[each] for each in others) * (1 if axis_name is None else lax.axis_size(axis_name))
-    return y, lax.squeeze(center, others), lax.squeeze(var, others), count
+    return y, lax.squeeze(center, others), lax.squeeze(var, others), _count(x, others, names)
 
 
 def batch_statistics(
@@ -122,17 +123,20 @@ def group_norm(
 
 
 @functools.cache
-def _channel_norm_rule(axes: tuple[int, ...], axis: int, groups: int | None, eps: float, dtype: Any) -> Any:
+def _channel_norm_rule(
+    axes: tuple[int, ...], axis: int, groups: int | None, eps: float, dtype: Any, names: tuple[Any, ...] = ()
+) -> Any:
     """Batch norm and group norm of (x, scale, shift), given the mean and the inverse deviation of each channel.
 
-    These are over `axes` and, unless `groups` is None, over each group of channels along `axis`. The derivative is that
-    of `plain`, which computes them, too. It keeps `x` and the statistics only, and takes two passes over `x` and `dy`.
+    These are over `axes`, over the mesh axes `names` and, unless `groups` is None, over each group of channels along
+    `axis`. The derivative is that of `plain`, which computes them, too. It keeps `x` and the statistics only, and takes
+    two passes over `x` and `dy`.
     """
 
     def plain(primals: Any, consts: Any) -> Array:
         x, scale, shift = primals
         if groups is None:
-            return _normalize_batch_plainly(x, scale, shift, axes, eps, dtype)[0]
+            return _normalize_batch_plainly(x, scale, shift, axes, eps, dtype, names)[0]
         return _normalize_groups_plainly(x, scale, shift, groups, axis, eps, dtype)
 
     def forward(primals: Any, statistics: Any) -> tuple[Array, None]:
@@ -150,7 +154,9 @@ def _channel_norm_rule(axes: tuple[int, ...], axis: int, groups: int | None, eps
         constant, slope = dshift * scaled, dscale * scaled  # their means are the gradients of mean and deviation
         if groups is not None:
             constant, slope = (_average_groups(each, axis, groups) for each in (constant, slope))
-        count = math.prod(x.shape[each] for each in axes)
+        if names:
+            constant, slope = lax.psum((constant, slope), names)
+        count = _count(x, axes, names)
         constant, slope = (factor * divide_by_count(each, count) for each in (constant, factor * slope))
         dx = wide * (factor * scaled) - (centered * slope + constant)
         gradients = _sum_examples(scale, dscale, axis), _sum_examples(shift, dshift, axis)
@@ -186,6 +192,19 @@ def _compute_moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     return lax.cond(cancels, lambda: moments_in_two_passes(x, axes), lambda: (center, var))
 
 
+def _pool_moments(center: Array, var: Array, names: tuple[Any, ...]) -> tuple[Array, Array]:
+    """The mean and the variance over all devices along `names`, from those of each."""
+    if not names:
+        return center, var
+    pooled = lax.pmean(center, names)
+    away = center - pooled
+    return pooled, lax.pmean(var + away * away, names)
+
+
+def _count(x: Array, axes: tuple[int, ...], names: tuple[Any, ...]) -> Any:
+    return math.prod(x.shape[each] for each in axes) * (lax.axis_size(names) if names else 1)
+
+
 def _average_groups(x: Array, axis: int, groups: int) -> Array:
     """`x` with each channel along `axis` replaced by the mean of its group."""
     size = x.shape[axis] // groups
@@ -211,12 +230,12 @@ def _normalize_batch_plainly(
     axes: tuple[int, ...],
     eps: float,
     dtype: Any,
-    axis_name: Any = None,
+    names: tuple[Any, ...] = (),
 ) -> tuple[Array, Array, Array]:
     """Batch norm by its definition, differentiated by JAX; and the mean and the variance."""
     wide = lax.convert_element_type(x, dtype)
-    center = global_mean(wide, axes, axis_name)
-    y, _, var = divide_by_rms(wide - broadcast_like(center, wide), axes, eps, axis_name)
+    center = global_mean(wide, axes, names or None)
+    y, _, var = divide_by_rms(wide - broadcast_like(center, wide), axes, eps, names or None)
     return lax.convert_element_type(scale_and_shift(y, *_expand_channels(axes, scale, shift)), x.dtype), center, var
 
 
