@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.suite.claims import differences, judge
+from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import append, merge, read, to_rows
 from benchmarks.suite.schedule import Job, Pool
 from benchmarks.suite.tables import page_tables, readme_tables, write_tables
@@ -86,11 +86,11 @@ def select(only: list[str]) -> list[Job]:
 
 def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace, *, tiny: bool = False) -> int:
     pool = Pool(options.torch, options.folder / "logs", tiny, options.together, options.limit)
-    rows, values, failures = [], {}, []
+    rows, values, verdicts = [], {}, []
     for job, first, report in pool.measure(jobs):
         if not report:
-            failures.append(f"{job.name} failed: see {pool.logs}")
-            print(failures[-1], flush=True)
+            verdicts.append((f"{job.name}: runs (see {pool.logs})", False))
+            print(f"{job.name}: failed", flush=True)
             continue
         new = to_rows(job.work, job.entry.name, first, report)
         append(new, path)
@@ -99,15 +99,11 @@ def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace, *, tiny:
         print(f"{job.name}:", *(f"{row['value']:,.4g} {row['unit']}" for row in new), flush=True)
     for work in WORKS:
         if work.name in values:
-            wrong = differences(shrink(work) if tiny else work, values[work.name])
-            claims = [(f"{work.title}: {line}", False) for line in wrong] or [
-                (f"{work.title}: all compute the same", True)
-            ]
-            claims += [] if tiny else [judge(work, claim, rows) for claim in work.claims]
-            failures += [words for words, holds in claims if not holds]
-            for words, holds in claims:
-                print(f"{'holds' if holds else 'FAILS'}: {words}")
-    return 1 if failures else 0
+            verdicts += compare(shrink(work) if tiny else work, values[work.name])
+            verdicts += [] if tiny else [judge(work, claim, rows) for claim in work.claims]
+    for words, holds in verdicts:
+        print(f"{'holds' if holds else 'FAILS'}: {words}")
+    return 0 if all(holds for _, holds in verdicts) else 1
 
 
 def run_scripts(commands: list[list[str]], rows: Path) -> int:

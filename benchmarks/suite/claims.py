@@ -7,8 +7,11 @@ from benchmarks.suite.rows import Row
 from benchmarks.suite.works import MLAX, PEERS, Claim, Work
 
 
-def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> tuple[str, bool]:
-    """A claim in words, with what was measured, and whether it holds."""
+Verdict = tuple[str, bool]  # a claim in words, with what was measured, and whether it holds
+
+
+def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> Verdict:
+    """Whether a claim holds."""
     values = {row["library"]: row for row in rows if row["work"] == work.name and row["metric"] == claim.metric}
     own, is_rate = values.get(claim.entry), claim.metric == "rate"
     if own is None:
@@ -30,15 +33,15 @@ def _is_meant(claim: Claim, name: str) -> bool:
     return not name.startswith(MLAX) if claim.of == PEERS else name == claim.of
 
 
-def differences(work: Work, values: dict[str, Any]) -> list[str]:
-    """The entries whose losses or tokens are not mlax's."""
+def compare(work: Work, values: dict[str, Any]) -> list[Verdict]:
+    """Whether each entry has mlax's losses or tokens."""
     own = values.get(MLAX)
-    if own is None or work.alone:  # those initialize by themselves
+    if own is None or work.alone:  # those initialize their own weights
         return []
+    others = {entry: each for entry, each in values.items() if entry != MLAX}
     return [
-        f"{entry}: {_shorten(each)}, mlax: {_shorten(own)}"
-        for entry, each in values.items()
-        if not _is_same(work, own, each)
+        (f"{work.title}: {entry} computes {_shorten(each)}, mlax {_shorten(own)}", _is_same(work, own, each))
+        for entry, each in others.items()
     ]
 
 
