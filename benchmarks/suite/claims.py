@@ -6,7 +6,6 @@ from typing import Any
 from benchmarks.suite.rows import Row
 from benchmarks.suite.works import MLAX, PEERS, Claim, Work
 
-
 Verdict = tuple[str, bool]  # a claim in words, with what was measured, and whether it holds
 
 
