@@ -17,6 +17,7 @@ from mlax._jax import broadcast_like, reduce_mean, reduce_sum, with_jvps, with_v
 from mlax.ops._activations import soft_cap
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import is_cpu
+from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel
 
 
 class LossSpec(NamedTuple):
@@ -86,7 +87,14 @@ def _cross_entropy(spec: LossSpec) -> Callable[[Any, Any], Array]:
 
 def cross_entropy_rows(logits: Array, labels: Array, mask: Array | None, spec: LossSpec) -> tuple[Array, Rows]:
     """The loss of each row and what its gradient needs; not differentiable."""
-    value, rows = _rows(logits, labels, spec, _max_and_sum_at_once if _prefers_one_pass(spec) else _max_and_sum)
+    reduce = _max_and_sum_at_once if _prefers_one_pass(spec) else _max_and_sum
+    if (
+        _are_classes(labels)
+        and spec.softcap is None
+        and prefers_loss_kernel(logits, _classes(logits, spec), spec.dtype)
+    ):
+        reduce = functools.partial(_max_and_sum_by_kernel, logits)
+    value, rows = _rows(logits, labels, spec, reduce)
     return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value)), rows
 
 
@@ -197,6 +205,20 @@ def _max_and_sum_at_once(x: Array, labels: Array, spec: LossSpec) -> tuple[Array
     start = (jnp.asarray(-jnp.inf, x.dtype), jnp.asarray(0, x.dtype))
     top, total = lax.reduce((x, counts), start, combine, (x.ndim - 1,))
     return top[..., None], total
+
+
+def _max_and_sum_by_kernel(logits: Array, x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
+    """As `_max_and_sum`, by a kernel that reads the logits in their own dtype, before they are widened to `x`."""
+
+    def kernel(logits: Array, labels: Array) -> tuple[Array, Array]:
+        rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
+        top, total = other_powers_kernel(*rows, _classes(logits, spec))
+        return top.reshape(*labels.shape, 1), total.reshape(labels.shape)
+
+    def plain(logits: Array, labels: Array) -> tuple[Array, Array]:
+        return _max_and_sum(_widen(logits, spec.dtype), labels, spec)
+
+    return on_gpu(kernel, plain, logits, labels)
 
 
 def _expected_gap(logits: Array, top: Array, labels: Array, spec: LossSpec) -> Array:

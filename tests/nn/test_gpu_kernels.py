@@ -81,6 +81,30 @@ def test_the_norm_kernels_compute_the_plain_norms(monkeypatch, width, centered):
         np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-7)
 
 
+@needs_mosaic
+@pytest.mark.parametrize("classes", [1024, 1100, 2257])
+def test_the_loss_kernel_leaves_the_label_and_the_padding_out_of_the_sum(monkeypatch, classes):
+    interpret_kernels(monkeypatch)
+    logits, labels = 8 * draw(0, 4, -(-classes // 128) * 128), jnp.asarray([0, 7, classes - 1, classes])
+    top, others = GPU.other_powers_kernel(logits, labels, classes)
+    valid = np.asarray(logits[:, :classes], np.float64)
+    np.testing.assert_array_equal(top, valid.max(1))
+    is_other = np.arange(classes) != np.asarray(labels)[:, None]
+    np.testing.assert_allclose(others, (is_other * np.exp(valid - valid.max(1, keepdims=True))).sum(1), rtol=1e-5)
+
+
+@needs_mosaic
+def test_the_cross_entropy_reduces_its_logits_by_one_kernel(monkeypatch):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, table = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1152, 128), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    loss = functools.partial(ops.tied_cross_entropy, accum_dtype="float32")
+    gradient = jax.grad(lambda x, table, labels: loss(x, table, labels).sum(), argnums=(0, 1))
+    lowered = jax.jit(gradient).trace(x, table, labels).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
 def draw(seed: int, *shape: int) -> Any:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
