@@ -17,7 +17,7 @@ from mlax._jax import broadcast_like, reduce_mean, reduce_sum, with_jvps, with_v
 from mlax.ops._activations import soft_cap
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import is_cpu
-from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel
+from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
 
 
 class LossSpec(NamedTuple):
@@ -115,6 +115,14 @@ def _rows(logits: Array, labels: Array, spec: LossSpec, reduce: Callable[..., An
 
 def logit_gradient(logits: Array, labels: Array, mask: Array | None, rows: Rows, grad: Array, spec: LossSpec) -> Array:
     """The gradient of the logits, of that of the loss of each row, in the dtype of the logits."""
+    by_xla = functools.partial(_logit_gradient, spec=spec)
+    if not _prefers_kernel(logits, labels, spec):
+        return by_xla(logits, labels, mask, rows, grad)
+    kernel = functools.partial(_logit_gradient_by_kernel, spec=spec)
+    return on_gpu(kernel, by_xla, logits, labels, mask, rows, grad)
+
+
+def _logit_gradient(logits: Array, labels: Array, mask: Array | None, rows: Rows, grad: Array, spec: LossSpec) -> Array:
     x, (top, log_sum) = _read(logits, spec), rows
     log_sum = log_sum[..., None]
     factor = _total(labels, spec.smoothing, spec.dtype)[..., None] + 2 * spec.z_loss * (top + log_sum)
@@ -173,6 +181,11 @@ def _prefers_one_pass(spec: LossSpec) -> bool:
     return not is_cpu() and jnp.finfo(spec.dtype).bits >= 32  # a narrow sum would be rounded at every step
 
 
+def _prefers_kernel(logits: Array, labels: Array, spec: LossSpec) -> bool:
+    has_kernel = _are_classes(labels) and spec.softcap is None
+    return has_kernel and prefers_loss_kernel(logits, _classes(logits, spec), spec.dtype)
+
+
 def _max_and_sum(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
     """The largest of `x`, (..., 1), and the sum of `exp(x - top)`, (...).
 
@@ -219,6 +232,22 @@ def _max_and_sum_by_kernel(logits: Array, x: Array, labels: Array, spec: LossSpe
         return _max_and_sum(_widen(logits, spec.dtype), labels, spec)
 
     return on_gpu(kernel, plain, logits, labels)
+
+
+def _logit_gradient_by_kernel(
+    logits: Array, labels: Array, mask: Array | None, rows: Rows, grad: Array, spec: LossSpec
+) -> Array:
+    top, log_sum = rows.top.reshape(-1), rows.log_sum.reshape(-1)
+    grad = _widen(grad.reshape(-1), spec.dtype)
+    classes = _classes(logits, spec)
+    factors = (
+        grad * (1 + 2 * spec.z_loss * (top + log_sum)),
+        grad * (spec.smoothing / classes),
+        grad * (1 - spec.smoothing),
+    )
+    is_valid = None if mask is None else mask.reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
+    return softmax_gradient_kernel(*flat, is_valid, top, log_sum, factors, classes).reshape(logits.shape)
 
 
 def _expected_gap(logits: Array, top: Array, labels: Array, spec: LossSpec) -> Array:

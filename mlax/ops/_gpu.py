@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from mlax.ops._checks import is_static
 
@@ -173,45 +173,79 @@ def other_powers_kernel(
 
     Columns from `classes` on do not count.
     """
-    pl, plgpu = _pallas()
-    rows = logits.shape[0]
-    chunks = classes // CHUNK
-    load, load_rest = _row_loader(CHUNK), _row_loader(THREADS)
+    chunks, read_columns = classes // CHUNK, _column_reader(classes)
 
     def body(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
         row = lax.axis_index("block")
-        label = labels_ref[row]
 
-        def read(start: Any, size: int, load: Any) -> tuple[Any, Any]:
-            """The logits that count, and whether each is another class than the label."""
-            column = start + plgpu.broadcasted_iota(np.int32, (size,), 0, layout=_row_layout(size))
-            x = load(logits_ref.at[row, pl.ds(start, size)])
-            return jnp.where(column < classes, x, LOWEST), jnp.where((column != label) & (column < classes), 1.0, 0.0)
+        def read(start: Any, size: int) -> tuple[Any, Any]:
+            """The logits, and 1 for each other class than the label."""
+            x, column, is_class = read_columns(logits_ref.at[row], start, size)
+            return jnp.where(is_class, x, LOWEST), jnp.where(is_class & (column != labels_ref[row]), 1.0, 0.0)
 
         def add_chunk(index: Any, sums: Any) -> Any:
             """The largest logit and the sum of powers of each column of the chunks so far."""
             top, others = sums
-            x, is_other = read(index * CHUNK, CHUNK, load)
+            x, is_other = read(index * CHUNK, CHUNK)
             new = jnp.maximum(top, x)
             return new, others * jnp.exp(top - new) + is_other * jnp.exp(x - new)
 
-        x, is_other = read(0, CHUNK, load)
-        tops, sums = lax.fori_loop(1, chunks, add_chunk, (x, is_other))
+        tops, sums = lax.fori_loop(1, chunks, add_chunk, read(0, CHUNK))
         top = jnp.max(tops)
         others = jnp.sum(sums * jnp.exp(tops - top))
         for start in range(chunks * CHUNK, classes, THREADS):
-            x, is_other = read(start, THREADS, load_rest)
+            x, is_other = read(start, THREADS)
             new = jnp.maximum(top, jnp.max(x))
             others = others * jnp.exp(top - new) + jnp.sum(is_other * jnp.exp(x - new))
             top = new
         top_ref[row], others_ref[row] = top, others
 
+    rows = logits.shape[0]
     statistic = jax.ShapeDtypeStruct((rows,), np.float32)
     top, others = _launch(body, [statistic, statistic], (rows,), logits, labels)
     return top, others
 
 
-def _launch(body: Callable[..., None], out_types: list[Any], grid: tuple[int, ...], *arrays: Array) -> list[Array]:
+def softmax_gradient_kernel(
+    logits: Float[Array, "n v"],
+    labels: Integer[Array, " n"],
+    is_valid: Bool[Array, " n"] | None,
+    top: Float[Array, " n"],
+    log_sum: Float[Array, " n"],
+    factors: tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]],
+    classes: int,
+) -> Float[Array, "n v"]:
+    """`a * exp(logits - top - log_sum) - b - c * is_label`, for factors (a, b, c), in place of the logits.
+
+    It is 0 in columns from `classes` on, and in rows that are not valid.
+    """
+    chunks, read_columns = logits.shape[-1] // CHUNK, _column_reader(classes)
+
+    def body(logits_ref: Any, labels_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any) -> None:
+        row = lax.axis_index("block")
+        *factor_refs, valid_ref = _fill_gaps(refs, True, True, True, is_valid is not None)
+        by_softmax, by_class, by_label = (ref[row] for ref in factor_refs)
+        label, top, log_sum = labels_ref[row], top_ref[row], sum_ref[row]
+
+        def replace(start: Any, size: int) -> None:
+            pl, _ = _pallas()
+            x, column, is_class = read_columns(logits_ref.at[row], start, size)
+            gradient = by_softmax * jnp.exp((x - top) - log_sum) - by_class
+            gradient = jnp.where(column == label, gradient - by_label, gradient)
+            keep = is_class if valid_ref is None else is_class & (valid_ref[row] != 0)
+            logits_ref[row, pl.ds(start, size)] = jnp.where(keep, gradient, 0.0).astype(logits.dtype)
+
+        lax.fori_loop(0, chunks, lambda index, _: replace(index * CHUNK, CHUNK), None)
+        for start in range(chunks * CHUNK, logits.shape[-1], THREADS):
+            replace(start, THREADS)
+
+    reference = jax.new_ref(logits)
+    valid = [] if is_valid is None else [is_valid.astype(np.int32)]
+    _launch(body, [], (logits.shape[0],), reference, labels, top, log_sum, *factors, *valid)
+    return jax.freeze(reference)
+
+
+def _launch(body: Callable[..., None], out_types: list[Any], grid: tuple[int, ...], *arrays: Any) -> list[Array]:
     """Run `body` with references to the arrays and to the results, in global memory."""
     _, plgpu = _pallas()
     # no memory is both read and written, so that a block needs no barriers but those of its reductions
@@ -242,6 +276,17 @@ def _row_loader(width: int) -> Callable[[Any], Any]:
     _, plgpu = _pallas()
     layout = _row_layout(width)
     return lambda ref: plgpu.load(ref, layout=layout).astype(np.float32)
+
+
+def _column_reader(classes: int) -> Callable[[Any, Any, int], tuple[Any, Any, Any]]:
+    """A function from a row, a start and a size to its elements, their columns, and which of these are classes."""
+    pl, plgpu = _pallas()
+
+    def read(row_ref: Any, start: Any, size: int) -> tuple[Any, Any, Any]:
+        column = start + plgpu.broadcasted_iota(np.int32, (size,), 0, layout=_row_layout(size))
+        return _row_loader(size)(row_ref.at[pl.ds(start, size)]), column, column < classes
+
+    return read
 
 
 def _for_each_row(function: Callable[[Any, Any], Any], rows: int, blocks: int, carry: Any) -> Any:

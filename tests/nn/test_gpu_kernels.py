@@ -94,15 +94,37 @@ def test_the_loss_kernel_leaves_the_label_and_the_padding_out_of_the_sum(monkeyp
 
 
 @needs_mosaic
-def test_the_cross_entropy_reduces_its_logits_by_one_kernel(monkeypatch):
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_gradient_kernel_writes_the_gradient_of_the_plain_form(monkeypatch, is_masked):
+    interpret_kernels(monkeypatch)
+    logits, labels, classes = 4 * draw(0, 4, 1280), jnp.asarray([0, 7, 1100, 1200]), 1201
+    mask = jnp.asarray([True, False, True, True]) if is_masked else None
+    logits = logits.at[1, 3].set(jnp.nan) if is_masked else logits
+    grad = jnp.asarray([1.0, 0.5, -2.0, 1e-3])
+
+    def loss(x: Any) -> Any:
+        options = {"smoothing": 0.1, "z_loss": 1e-2, "mask": mask, "accum_dtype": "float32"}
+        return (grad * ops.softmax_cross_entropy(x[:, :classes], labels, **options)).sum()
+
+    x = logits[:, :classes].astype(np.float32)
+    top = x.max(1)
+    log_sum = jnp.log(jnp.exp(x - top[:, None]).sum(1))
+    factors = grad * (1 + 2e-2 * (top + log_sum)), grad * 0.1 / classes, grad * 0.9
+    y = GPU.softmax_gradient_kernel(logits, labels, mask, top, log_sum, factors, classes)
+    np.testing.assert_allclose(y.astype(np.float32), jax.grad(loss)(logits).astype(np.float32), rtol=2**-7, atol=1e-5)
+
+
+@needs_mosaic
+def test_the_cross_entropy_and_its_gradient_are_one_kernel_each(monkeypatch):
     monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x, table = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1152, 128), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     loss = functools.partial(ops.tied_cross_entropy, accum_dtype="float32")
     gradient = jax.grad(lambda x, table, labels: loss(x, table, labels).sum(), argnums=(0, 1))
-    lowered = jax.jit(gradient).trace(x, table, labels).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+    lowered = jax.jit(gradient).trace(x, table, labels).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("custom_call @mosaic_gpu") == 2
+    assert lowered.count("output_operand_aliases = [#") == 1  # the gradient takes the memory of the logits
 
 
 def draw(seed: int, *shape: int) -> Any:
