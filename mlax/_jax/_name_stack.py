@@ -15,7 +15,7 @@ class Scope(NamedTuple):
     is_transformation: bool = False
 
 
-WORKAROUND = "xla_workaround"  # the scope of operations that no layer asked for, but that XLA's errors require
+WORKAROUND = "xla_workaround"  # the scope of operations that no layer asked for, such as a sum as a product
 
 
 def path_of(scopes: Iterable[Scope]) -> str:

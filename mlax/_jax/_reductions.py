@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mlax._jax._name_stack import WORKAROUND
 from mlax._jax._sharding import explicit_sharding, pcast_like
 
 Axes = tuple[int, ...]
@@ -35,22 +36,25 @@ def reduce_sum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def reduce_sum_by_product(x: jax.Array, axes: Axes) -> jax.Array:
-    """`reduce_sum`, on a CPU by products with ones in every dtype: for a sum over rows of what is computed for it.
+    """`reduce_sum`, on a CPU as a product with ones in every dtype.
 
-    XLA writes the operands of a sum and of a product to memory, but those of several sums several times.
+    That is faster where `x` is computed from other arrays and read again: XLA writes the operands of a product once,
+    but for a sum also what they are broadcast from (benchmarks/layers.py, LayerNorm).
     """
+    axes = tuple(axis % x.ndim for axis in axes)
     return _sum_by_products(x, axes) if jax.default_backend() == "cpu" else lax.reduce_sum(x, axes)
 
 
 def mean_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """The mean of `x * weight` over the last axes, which `weight` has, and which remain as axes of size 1.
 
-    On a CPU it is a product, which XLA computes in one pass; it does not sum a product so.
+    On a CPU it is a matrix product, for which XLA does not broadcast `weight` in memory.
     """
     axes = tuple(range(x.ndim - weight.ndim, x.ndim))
     if jax.default_backend() != "cpu" or explicit_sharding(x) is not None or x.dtype == jnp.float16:
         return lax.expand_dims(reduce_mean(x * expand_last(weight, x), axes), axes)
-    total = lax.dot_general(x, weight, ((axes, tuple(range(weight.ndim))), ((), ())))
+    with jax.named_scope(WORKAROUND):
+        total = lax.dot_general(x, weight, ((axes, tuple(range(weight.ndim))), ((), ())))
     return lax.expand_dims(divide_by_count(total, math.prod(weight.shape)), axes)
 
 
@@ -142,10 +146,10 @@ def _dot_with(x: jax.Array, axes: Axes, number: float) -> jax.Array:
         kept = [entry for axis, entry in enumerate(sharding.spec) if axis not in axes]
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*kept))
     filled, each = lax.full([x.shape[axis] for axis in axes], number, x.dtype), tuple(range(len(axes)))
-    if axes == each:  # on the left, since XLA would transpose `x` there
-        total = lax.dot_general(filled, x, ((each, axes), ((), ())), out_sharding=sharding)
-    else:
-        total = lax.dot_general(x, filled, ((axes, each), ((), ())), out_sharding=sharding)
+    left, right = (filled, x) if axes == each else (x, filled)  # XLA would transpose an `x` on the left in memory
+    dimensions = (each, axes) if axes == each else (axes, each)
+    with jax.named_scope(WORKAROUND):
+        total = lax.dot_general(left, right, (dimensions, ((), ())), out_sharding=sharding)
     return lax.expand_dims(total, axes)
 
 
@@ -174,7 +178,8 @@ def _outer_with_ones(weight: jax.Array, axes: Axes, sizes: list[Any], sharding: 
         spec = PartitionSpec(*((sharding.spec if axis in axes else now)[axis] for axis in order))
         sharding = NamedSharding(sharding.mesh, spec)
     ones = lax.full(sizes, 1.0, weight.dtype)
-    outer = lax.dot_general(ones, lax.squeeze(weight, axes), (((), ()), ((), ())), out_sharding=sharding)
+    with jax.named_scope(WORKAROUND):
+        outer = lax.dot_general(ones, lax.squeeze(weight, axes), (((), ()), ((), ())), out_sharding=sharding)
     return lax.transpose(outer, [order.index(axis) for axis in range(weight.ndim)])
 
 

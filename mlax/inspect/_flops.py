@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlax._jax import is_backward_pass, layer_path
+from mlax._jax import is_backward_pass, is_workaround, layer_path
 from mlax.core import short_repr
 from mlax.inspect._trip_counts import Lanes
 
@@ -101,7 +101,7 @@ def _runs(equation: Any, times: int, lanes: Lanes) -> int:
 
 def _product_flops(equation: Any) -> int:
     params = equation.params
-    if equation.primitive.name == "dot_general":
+    if equation.primitive.name == "dot_general" and not is_workaround(equation):
         (contracted, _), _ = params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
