@@ -121,7 +121,7 @@ WORKS = (
         "the same, vocabulary padded to 50,304",
         "gpt2",
         GPT2(vocabulary=50_304),
-        (UNROLLED, Entry(TORCH), Entry(JAX)),
+        (UNROLLED, Entry(TORCH)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 57.0)),
         gib=26,
     ),
