@@ -1,4 +1,4 @@
-"""Claims: on a CPU, no layer is slower than Flax NNX's or Equinox's by more than 5%, forward and in training; a GELU MLP
+"""Claims: on a CPU, no layer is more than 5% slower than Flax NNX's or Equinox's, forward and in training; a GELU MLP
 block and the training step of a small CNN are no slower than PyTorch's.
 
 Lists where mlax is slower. All compute the same thing in float32, except for Flax's norms, whose variance is by default
