@@ -48,7 +48,7 @@ GROUPS = {
     },
     "ops": {
         "Losses": "softmax_cross_entropy linear_cross_entropy tied_cross_entropy ctc_loss",
-        "Activations": "softmax gelu glu prelu quick_gelu squared_relu snake soft_cap",
+        "Activations": "softmax gelu exact_gelu glu prelu quick_gelu squared_relu snake soft_cap",
         "Linear maps and embeddings": "linear embedding embedding_bag tied_logits",
         "Convolution": "conv conv_transpose patches pad",
         "Pooling": "max_pool mean_pool pool global_pool adaptive_pool",

@@ -57,7 +57,7 @@ class CrossEntropyHead(Wrapper):
         options |= {"mask": self._mask(labels, x.get("lengths"))}
         fused, vectors = {**options, "softcap": self.softcap, "chunks": self.chunks}, x["x"]
         self.layer.check_variables(vectors, trainables, non_trainables)
-        if isinstance(self.layer, Linear):
+        if isinstance(self.layer, Linear) and self.layer.activation is None:
             weights = cast(trainables, vectors.dtype)
             losses = ops.linear_cross_entropy(
                 vectors, labels=labels, **weights, precision=self.layer.precision, **fused

@@ -16,7 +16,7 @@ from mlax.nn._variables import broadcast_shape
 
 @frozen
 class Linear(Layer):
-    """A linear (dense) layer over the last axis: `x @ kernel + bias`.
+    """A linear (dense) layer over the last axis: `activation(x @ kernel + bias)`.
 
     (..., d) to (..., features), in the dtype of the input; d is read at `init`.
     Trainables: kernel (d, features); bias (features,) unless `bias=False`.
@@ -33,6 +33,7 @@ class Linear(Layer):
     bias: bool = True  # whether to add a bias
     kernel_init: Initializer = lecun()  # of the kernel
     bias_init: Initializer = Zeros()  # of the bias
+    activation: Callable[[jax.Array], jax.Array] | None = None  # after the bias, such as ops.gelu
     precision: PrecisionLike = None  # of the products, as in jax.lax
     accum_dtype: DType = None  # None: the input's
     param_dtype: DType = None  # None: the input's
@@ -51,8 +52,8 @@ class Linear(Layer):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype)
-        y = ops.linear(x, **weights, precision=self.precision, accum_dtype=self.accum_dtype)
-        return y, non_trainables
+        numerics = {"precision": self.precision, "accum_dtype": self.accum_dtype}
+        return ops.linear(x, **weights, activation=self.activation, **numerics), non_trainables
 
 
 @frozen

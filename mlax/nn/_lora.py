@@ -27,6 +27,7 @@ from mlax.core import (
     short_repr,
     unflatten_paths,
     untie,
+    with_fields,
 )
 from mlax.dtypes import cast
 from mlax.nn._linear import Linear
@@ -97,11 +98,13 @@ class LoRA(Wrapper):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         base = {name: leaf for name, leaf in trainables.items() if name != "lora"}
-        y, _ = self.layer.fwd(x, base, rng=rng, inference_mode=inference_mode)
+        linear = with_fields(self.layer, activation=None)  # which comes after the sum
+        y, _ = linear.fwd(x, base, rng=rng, inference_mode=inference_mode)
         lora = cast(trainables["lora"], x.dtype)
         numerics = {"precision": self.layer.precision, "accum_dtype": self.layer.accum_dtype}
         update = ops.linear(ops.linear(x, lora["down"], **numerics), lora["up"], **numerics)
-        return y + self.factor * update, non_trainables
+        y = y + self.factor * update
+        return y if self.layer.activation is None else self.layer.activation(y), non_trainables
 
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         Layer.check_variables(self, x, trainables, non_trainables)

@@ -70,7 +70,8 @@ class QuantizedLinear(Wrapper):
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = {name: leaf if name == "kernel" else cast(leaf, x.dtype) for name, leaf in trainables.items()}
         numerics = {"precision": self.layer.precision, "accum_dtype": self.layer.accum_dtype}
-        return ops.quantized_linear(x, **weights, **numerics), non_trainables
+        y = ops.quantized_linear(x, **weights, **numerics)
+        return y if self.layer.activation is None else self.layer.activation(y), non_trainables
 
     def tensor_parallel_axes(self, number):
         _, outputs = ops.kernel_axes(self.dtype)

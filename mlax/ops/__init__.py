@@ -1,7 +1,7 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
 from mlax.core import name_types as name_types
-from mlax.ops._activations import gelu, glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
+from mlax.ops._activations import exact_gelu, gelu, glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention, attention_weights
 from mlax.ops._attention_backend import AttentionBackend, attention_backend
 from mlax.ops._attention_checks import check_lengths
@@ -103,6 +103,7 @@ __all__ = [
     "dynamic_ntk_frequencies",
     "embedding",
     "embedding_bag",
+    "exact_gelu",
     "gelu",
     "global_pool",
     "glu",

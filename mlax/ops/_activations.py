@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from mlax._jax import broadcast_like, divide, expand_last, reduce_sum, with_vjp
 from mlax.ops._checks import check_floating, check_same_dtype
+from mlax.ops._gpu import gelu_gradient_kernel, gelu_kernel, on_gpu, prefers_gelu_kernel
 
 
 def gelu(x: Float[Array, "..."], approximate: bool = True) -> Float[Array, "..."]:
@@ -22,6 +23,22 @@ def gelu(x: Float[Array, "..."], approximate: bool = True) -> Float[Array, "..."
     """
     check_floating("gelu", x)
     return _gelu(bool(approximate))((x,))
+
+
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU in its exact form, as PyTorch's default: `gelu(x, approximate=False)`."""
+    return gelu(x, approximate=False)
+
+
+def activate(
+    x: Float[Array, "... d"], bias: Float[Array, " d"] | None, activation: Callable[[jax.Array], jax.Array]
+) -> Float[Array, "... d"]:
+    """`activation(x + bias)`, on a GPU in one pass for `gelu` and `exact_gelu`."""
+    if bias is None:
+        return activation(x)
+    if activation in (gelu, exact_gelu) and prefers_gelu_kernel(x):
+        return _biased_gelu(activation is gelu)((x, bias))
+    return activation(x + expand_last(bias, x))
 
 
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -141,6 +158,31 @@ def _gelu(approximate: bool) -> Callable[..., Array]:
 
     def backward(residuals: None, primals: Any, consts: Any, grad: Array) -> Any:
         return (grad * slope(*primals),)
+
+    return with_vjp(plain, forward, backward)
+
+
+@functools.cache
+def _biased_gelu(approximate: bool) -> Callable[..., Array]:
+    """GELU of the sum of (x, bias) by kernels."""
+
+    def plain(primals: Any, consts: Any = None) -> Array:
+        x, bias = primals
+        return jax.nn.gelu(x + expand_last(bias, x), approximate=approximate)
+
+    def forward(primals: Any, consts: Any) -> tuple[Array, None]:
+        kernel = functools.partial(gelu_kernel, approximate=approximate)
+        return on_gpu(kernel, lambda *primals: plain(primals), *primals), None
+
+    def backward(residuals: None, primals: Any, consts: Any, grad: Array) -> Any:
+        def kernel(x: Array, bias: Array, grad: Array) -> tuple[Array, Array]:
+            dx, dbias = gelu_gradient_kernel(x, bias, grad, approximate=approximate)
+            return dx, lax.convert_element_type(dbias, bias.dtype)
+
+        def by_xla(x: Array, bias: Array, grad: Array) -> tuple[Array, Array]:
+            return jax.vjp(lambda *primals: plain(primals), x, bias)[1](grad)
+
+        return on_gpu(kernel, by_xla, *primals, grad)
 
     return with_vjp(plain, forward, backward)
 

@@ -5,6 +5,7 @@ refuses. The backend is read while tracing, as in _cpu.py. A block is one warpgr
 reduces it, writes what depends on the result, and goes on to another row.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ MAX_WIDTH = 4096  # elements of a row that fit in the registers of a warpgroup
 MIN_ROWS = 1024  # below which XLA is as fast
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 16, 8  # for each multiprocessor; each block of a backward pass writes partial sums
 CHUNK = 1024  # elements of a long row that are read at a time: 16 bytes for each thread
+GELU_BLOCKS = 5  # for each multiprocessor, and for each chunk of columns
+GELU_SCALE, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of x + cube * x ** 3, in the form by a sigmoid
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 
 
@@ -66,6 +69,11 @@ def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: 
     """Whether to compute a layer or RMS norm by a kernel (benchmarks/row_kernels.py)."""
     is_row_norm = axes == (x.ndim - 1,) and scale is not None and scale.ndim == 1 and x.shape[-1] <= MAX_WIDTH
     return is_row_norm and kernel_obstacle(x, accum_dtype) is None
+
+
+def prefers_gelu_kernel(x: Any) -> bool:
+    """Whether to add a bias and apply GELU by a kernel (benchmarks/row_kernels.py); XLA, too, fuses them in float32."""
+    return kernel_obstacle(x, jnp.dtype(np.float32)) is None
 
 
 def prefers_loss_kernel(logits: Any, classes: int, accum_dtype: Any) -> bool:
@@ -166,6 +174,68 @@ def norm_gradient_kernel(
     return dx.reshape(x.shape), dscale.sum(0), dshift.sum(0)
 
 
+def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximate: bool) -> Float[Array, "*n d"]:
+    """`gelu(x + bias)`."""
+    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * _multiprocessors(), _chunk_size(x)
+    pl, _ = _pallas()
+    load = _row_loader(size)
+
+    def body(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
+        columns = pl.ds(lax.axis_index("column") * size, size)
+        wide_bias = load(bias_ref.at[columns])
+
+        def activate(row: Any, _: None) -> None:
+            wide = load(x_ref.at[row, columns]) + wide_bias
+            y_ref[row, columns] = (wide * _gelu_cdf(wide, approximate)).astype(x.dtype)
+
+        _for_each_row(activate, rows, blocks, None)
+
+    out_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    (y,) = _launch(body, [out_type], (blocks, width // size), x.reshape(rows, width), bias)
+    return y.reshape(x.shape)
+
+
+def gelu_gradient_kernel(
+    x: Float[Array, "*n d"], bias: Float[Array, " d"], dy: Float[Array, "*n d"], *, approximate: bool
+) -> tuple[Float[Array, "*n d"], Float[Array, " d"]]:
+    """The gradients of `gelu_kernel` by x, and by the bias in float32."""
+    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], GELU_BLOCKS * _multiprocessors(), _chunk_size(x)
+    pl, plgpu = _pallas()
+    load = _row_loader(size)
+
+    def body(x_ref: Any, bias_ref: Any, dy_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
+        columns = pl.ds(lax.axis_index("column") * size, size)
+        wide_bias = load(bias_ref.at[columns])
+
+        def differentiate(row: Any, total: Any) -> Any:
+            wide = load(x_ref.at[row, columns]) + wide_bias
+            dx = load(dy_ref.at[row, columns]) * _gelu_slope(wide, approximate)
+            dx_ref[row, columns] = dx.astype(x.dtype)
+            return total + dx
+
+        zeros = plgpu.layout_cast(jnp.zeros((size,), np.float32), _row_layout(size))
+        dbias_ref[lax.axis_index("block"), columns] = _for_each_row(differentiate, rows, blocks, zeros)
+
+    out_types = [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((blocks, width), np.float32)]
+    flat = x.reshape(rows, width), bias, dy.reshape(rows, width)
+    dx, dbias = _launch(body, out_types, (blocks, width // size), *flat)
+    return dx.reshape(x.shape), dbias.sum(0)
+
+
+def _gelu_cdf(x: Any, approximate: bool) -> Any:
+    """GELU over `x`: the distribution function of the normal distribution, or its approximation."""
+    if approximate:
+        return 1 / (1 + jnp.exp(-GELU_SCALE * (x + GELU_CUBE * x * x * x)))
+    return 0.5 + 0.5 * lax.erf(x * math.sqrt(0.5))
+
+
+def _gelu_slope(x: Any, approximate: bool) -> Any:
+    cdf = _gelu_cdf(x, approximate)
+    if approximate:
+        return cdf + x * (cdf * (1 - cdf)) * (GELU_SCALE * (1 + 3 * GELU_CUBE * x * x))
+    return cdf + x * jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
 def other_powers_kernel(
     logits: Float[Array, "n v"], labels: Integer[Array, " n"], classes: int
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
@@ -262,6 +332,11 @@ def _pallas() -> tuple[Any, Any]:
     from jax.experimental.pallas import mosaic_gpu
 
     return pallas, mosaic_gpu
+
+
+def _chunk_size(x: Array) -> int:
+    """The columns of a wide row that a block reads."""
+    return next(size for size in (CHUNK, CHUNK // 2, CHUNK // 4, THREADS) if x.shape[-1] % size == 0)
 
 
 def _row_layout(width: int) -> Any:

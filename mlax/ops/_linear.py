@@ -1,6 +1,7 @@
 """Products with a kernel or an embedding table over the last axis, and embedding lookups."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from mlax._jax import broadcast_like, expand_last, explicit_sharding, reduce_sum, take_rows
+from mlax.ops._activations import activate
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._cpu import flatten_rows
 
@@ -19,10 +21,14 @@ def linear(
     kernel: Float[Array, "d f"],
     bias: Float[Array, " f"] | None = None,
     *,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
     precision: lax.PrecisionLike = None,
     accum_dtype: Any = None,
 ) -> Float[Array, "... f"]:
-    """A linear map: `x @ kernel + bias`, in the dtype of `x`; products are summed in `accum_dtype` if given."""
+    """A linear map: `activation(x @ kernel + bias)`, in the dtype of `x`.
+
+    Products are summed in `accum_dtype` if given. On a GPU, the bias and `ops.gelu` or `ops.exact_gelu` are one pass.
+    """
     if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"linear: the input has the shape {x.shape} but the kernel {kernel.shape}; "
@@ -30,8 +36,11 @@ def linear(
         )
     check_same_dtype("linear", x=x, kernel=kernel, bias=bias)
     y = _dot(flatten_rows(x), kernel, 0, precision, accum_dtype).reshape(*x.shape[:-1], kernel.shape[1])
-    if bias is not None:
-        y = y + expand_last(lax.convert_element_type(bias, y.dtype), y)
+    bias = None if bias is None else lax.convert_element_type(bias, y.dtype)
+    if activation is not None:
+        y = activate(y, bias, activation)
+    elif bias is not None:
+        y = y + expand_last(bias, y)
     return lax.convert_element_type(y, x.dtype)
 
 

@@ -130,7 +130,7 @@ class BERTBlock(Composite):
         return {
             "attend": nn.MultiHeadAttention(self.heads, dropout=self.dropout, kernel_init=Normal(0.02)),
             "norm1": nn.LayerNorm(eps=self.eps),
-            "up": nn.Linear(self.hidden, kernel_init=Normal(0.02)),
+            "up": nn.Linear(self.hidden, activation=ops.exact_gelu, kernel_init=Normal(0.02)),
             "down": nn.Linear(self.width, kernel_init=Normal(0.02)),
             "norm2": nn.LayerNorm(eps=self.eps),
             "drop": nn.Dropout(self.dropout),
@@ -138,7 +138,7 @@ class BERTBlock(Composite):
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
         x = sub.norm1(x + sub.drop(sub.attend({"x": x, "lengths": lengths})))
-        return sub.norm2(x + sub.drop(sub.down(_gelu(sub.up(x)))))
+        return sub.norm2(x + sub.drop(sub.down(sub.up(x))))
 
 
 @frozen
@@ -162,14 +162,14 @@ class BERTMaskedLM(Composite):
     def parts(self):
         return {
             **self.encoder.parts(),
-            "transform": nn.Linear(self.encoder.width, kernel_init=Normal(0.02)),
+            "transform": nn.Linear(self.encoder.width, activation=ops.exact_gelu, kernel_init=Normal(0.02)),
             "head_norm": nn.LayerNorm(eps=self.encoder.eps),
             "bias": nn.Bias(),
         }
 
     def wire(self, sub: Sub, tokens: Any, lengths: Any = None, segments: Any = None) -> Any:
         x = self.encoder.wire(sub, tokens, lengths, segments)  # (b, t, d)
-        x = sub.head_norm(_gelu(sub.transform(x)))
+        x = sub.head_norm(sub.transform(x))
         return sub.bias(sub.embed(x))  # (b, t, v)
 
     def example_input(self) -> Any:
@@ -279,10 +279,6 @@ def _size(family: str, size: str) -> tuple[int, int, int]:
     if size not in sizes:
         raise ValueError(f"{family}: the size is {size!r}, but must be one of {', '.join(sizes)}.")
     return sizes[size]
-
-
-def _gelu(x: Any) -> Any:
-    return ops.gelu(x, approximate=False)
 
 
 def _check_no_pooler(model: BERTMaskedLM | BERTClassifier) -> None:

@@ -142,7 +142,7 @@ class ConvNeXtBlock(Composite):
         parts = {
             "conv": nn.Conv(self.width, 7, padding=3, groups="depthwise", kernel_init=KERNEL_INIT),
             "norm": nn.LayerNorm(eps=EPS),
-            "up": nn.Linear(4 * self.width, kernel_init=KERNEL_INIT),
+            "up": nn.Linear(4 * self.width, activation=ops.exact_gelu, kernel_init=KERNEL_INIT),
             "down": nn.Linear(self.width, kernel_init=KERNEL_INIT),
             "scale": nn.Scaler(scale_init=Constant(self.layer_scale)),
         }
@@ -150,7 +150,7 @@ class ConvNeXtBlock(Composite):
 
     def wire(self, sub: Sub, x: Any, index: Any = None) -> Any:  # (b, h, w, c), ()
         y = sub.up(sub.norm(sub.conv(x)))  # (b, h, w, 4 c)
-        y = sub.scale(sub.down(ops.gelu(y, approximate=False)))
+        y = sub.scale(sub.down(y))
         return x + y if index is None else (x + sub.drop(y, index), index + 1)
 
 

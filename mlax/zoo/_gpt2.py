@@ -98,14 +98,14 @@ class GPT2Block(Composite):
             "norm1": nn.LayerNorm(eps=self.eps),
             "attend": nn.MultiHeadAttention(self.heads, causal=True, dropout=self.dropout, kernel_init=Normal(0.02)),
             "norm2": nn.LayerNorm(eps=self.eps),
-            "up": nn.Linear(4 * self.width, kernel_init=Normal(0.02)),
+            "up": nn.Linear(4 * self.width, activation=ops.gelu, kernel_init=Normal(0.02)),
             "down": nn.Linear(self.width, kernel_init=Normal(0.02)),
             "drop": nn.Dropout(self.dropout),
         }
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
         x = x + sub.drop(sub.attend({"x": sub.norm1(x), "lengths": lengths}))
-        return x + sub.drop(sub.down(ops.gelu(sub.up(sub.norm2(x)))))
+        return x + sub.drop(sub.down(sub.up(sub.norm2(x))))
 
 
 def gpt2(size: Literal["small", "medium", "large", "xl"] = "small") -> GPT2:

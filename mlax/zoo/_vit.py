@@ -160,14 +160,14 @@ class ViTBlock(Composite):
             "norm1": nn.LayerNorm(eps=self.eps),
             "attend": nn.MultiHeadAttention(self.heads, dropout=self.attention_dropout, kernel_init=KERNEL_INIT),
             "norm2": nn.LayerNorm(eps=self.eps),
-            "up": nn.Linear(self.hidden, kernel_init=KERNEL_INIT),
+            "up": nn.Linear(self.hidden, activation=ops.exact_gelu, kernel_init=KERNEL_INIT),
             "down": nn.Linear(self.width, kernel_init=KERNEL_INIT),
             "drop": nn.Dropout(self.dropout),
         }
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, t, d)
         x = x + sub.drop(sub.attend(sub.norm1(x)))
-        return x + sub.drop(sub.down(ops.gelu(sub.up(sub.norm2(x)), approximate=False)))
+        return x + sub.drop(sub.down(sub.up(sub.norm2(x))))
 
 
 def vit(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import ops
+from mlax import nn, ops
 
 GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
@@ -127,6 +127,31 @@ def test_the_cross_entropy_and_its_gradient_are_one_kernel_each(monkeypatch):
     assert lowered.count("output_operand_aliases = [#") == 1  # the gradient takes the memory of the logits
 
 
+@needs_mosaic
+@pytest.mark.parametrize("activation", [ops.gelu, ops.exact_gelu])
+def test_the_kernels_of_bias_and_gelu_compute_the_plain_form(monkeypatch, activation):
+    interpret_kernels(monkeypatch)
+    x, bias, dy = draw(0, 6, 1152), draw(1, 1152), draw(2, 6, 1152)
+    wide = [each.astype(np.float32) for each in (x, bias)]
+    y, pull_back = jax.vjp(lambda x, bias: activation(x + bias), *wide)
+    options = {"approximate": activation is ops.gelu}
+    np.testing.assert_allclose(GPU.gelu_kernel(x, bias, **options).astype(np.float32), y, rtol=2**-8, atol=2**-9)
+    gradients = GPU.gelu_gradient_kernel(x, bias, dy, **options)
+    for gradient, exact in zip(gradients, pull_back(dy.astype(np.float32)), strict=True):
+        np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-8)
+
+
+@needs_mosaic
+def test_a_linear_layer_with_gelu_adds_its_bias_inside_of_the_kernel(monkeypatch):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    layer, x = nn.Linear(256, activation=ops.gelu), jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), x)[0]
+    gradient = jax.value_and_grad(lambda weights, x: layer.fwd(x, weights)[0].astype(np.float32).sum())
+    lowered = jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("custom_call @mosaic_gpu") == 2
+
+
 def draw(seed: int, *shape: int) -> Any:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
@@ -142,3 +167,4 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPU, "_multiprocessors", lambda: 1)
     monkeypatch.setattr(GPU, "FORWARD_BLOCKS", 2)
     monkeypatch.setattr(GPU, "BACKWARD_BLOCKS", 2)
+    monkeypatch.setattr(GPU, "GELU_BLOCKS", 2)

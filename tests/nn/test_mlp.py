@@ -47,6 +47,19 @@ REFERENCES = {
 }
 
 
+@pytest.mark.parametrize("wrap", [lambda layer: layer, lambda layer: nn.LoRA(layer, 2), "quantize"])
+def test_the_activation_of_a_linear_layer_comes_after_its_bias_and_its_adapter(wrap):
+    x = jax.random.normal(RNG, (4, 8))
+    plain, active = nn.Linear(6), nn.Linear(6, activation=ops.exact_gelu)
+    if wrap == "quantize":
+        trainables = active.init(RNG, x)[0]
+        (plain, weights), (active, _) = (nn.quantize(layer, trainables) for layer in (plain, active))
+    else:
+        plain, active = wrap(plain), wrap(active)
+        weights = jax.tree.map(lambda leaf: leaf + 0.1, plain.init(RNG, x)[0])
+    assert_close(active.fwd(x, weights)[0], jax.nn.gelu(plain.fwd(x, weights)[0], approximate=False), 1e-6)
+
+
 @pytest.mark.parametrize("approximate", [True, False])
 def test_gelu_is_that_of_jax_and_its_backward_pass_keeps_the_input_alone(approximate):
     theirs = functools.partial(jax.nn.gelu, approximate=approximate)
