@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,9 +16,11 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from mlax._jax import broadcast_like, reduce_mean, reduce_sum, with_jvps, with_vjp
 from mlax.ops._activations import soft_cap
-from mlax.ops._checks import check_floating
+from mlax.ops._checks import check_floating, is_static
 from mlax.ops._cpu import is_cpu
 from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
+
+MAX_REDUCED = 16384  # elements that XLA reduces on a GPU without splitting them
 
 
 class LossSpec(NamedTuple):
@@ -28,6 +31,7 @@ class LossSpec(NamedTuple):
     dtype: Any  # of the sums and the result
     softcap: float | None = None  # of the logits
     classes: int | None = None  # None: all columns of the logits; those after the last class are padding
+    has_lowest_padding: bool = False  # whether its logits are the lowest number; they need no mask then
 
 
 class Rows(NamedTuple):
@@ -125,7 +129,9 @@ def logit_gradient(logits: Array, labels: Array, mask: Array | None, rows: Rows,
 def _logit_gradient(logits: Array, labels: Array, mask: Array | None, rows: Rows, grad: Array, spec: LossSpec) -> Array:
     x, (top, log_sum) = _read(logits, spec), rows
     log_sum = log_sum[..., None]
-    factor = _total(labels, spec.smoothing, spec.dtype)[..., None] + 2 * spec.z_loss * (top + log_sum)
+    factor = _total(labels, spec.smoothing, spec.dtype)[..., None]
+    if spec.z_loss:
+        factor = factor + 2 * spec.z_loss * (top + log_sum)
     target = _is_label(x, labels).astype(spec.dtype) if _are_classes(labels) else _widen(labels, spec.dtype)
     # the largest logit is subtracted first: with the logarithm it would be rounded to the spacing of large numbers
     softmax = lax.exp((x - top) - log_sum)
@@ -191,13 +197,24 @@ def _max_and_sum(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]
 
     The label's own term, 1 where it is the largest, is left out of the sum: a small loss is not rounded to that of 1.
     """
-    axis = x.ndim - 1
-    visible = x if spec.classes is None else jnp.where(_is_class(x, spec), x, jnp.full_like(x, -jnp.inf))
-    top = lax.stop_gradient(lax.expand_dims(lax.reduce_max(visible, (axis,)), (axis,)))
+    top = _reduce_by_blocks(lambda x: lax.reduce_max(x, (x.ndim - 1,)), _mask_columns(x, spec, -jnp.inf))
+    top = lax.stop_gradient(top[..., None])
     powers = _mask_columns(lax.exp(x - broadcast_like(top, x)), spec)
     if _are_classes(labels):
         powers = jnp.where(_is_label(x, labels), jnp.zeros_like(powers), powers)
-    return top, reduce_sum(powers, (-1,))
+    return top, _reduce_by_blocks(lambda x: reduce_sum(x, (-1,)), powers)
+
+
+def _reduce_by_blocks(reduce: Callable[[Array], Array], x: Array) -> Array:
+    """`reduce(x)` over the last axis, on a GPU first in blocks that fit one kernel.
+
+    XLA splits longer rows itself, into blocks of any size, which it may not be able to read by vectors.
+    """
+    size, sharding = x.shape[-1], jax.typeof(x).sharding
+    if is_cpu() or not is_static(size) or sharding.mesh.auto_axes or any(sharding.spec[-1:]):
+        return reduce(x)
+    number = next((n for n in range(1, 65) if size % (8 * n) == 0 and size // n <= MAX_REDUCED), 1)
+    return reduce(x) if number == 1 else reduce(reduce(x.reshape(*x.shape[:-1], number, size // number)))
 
 
 def _max_and_sum_at_once(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
@@ -205,8 +222,7 @@ def _max_and_sum_at_once(x: Array, labels: Array, spec: LossSpec) -> tuple[Array
     counts = jnp.ones_like(x)
     if _are_classes(labels):
         counts = jnp.where(_is_label(x, labels), jnp.zeros_like(x), counts)
-    if spec.classes is not None:
-        x, counts = jnp.where(_is_class(x, spec), x, jnp.full_like(x, -jnp.inf)), _mask_columns(counts, spec)
+    x, counts = _mask_columns(x, spec, -jnp.inf), _mask_columns(counts, spec)
 
     def combine(a: Any, b: Any) -> tuple[Array, Array]:
         (top_a, sum_a), (top_b, sum_b) = a, b
@@ -291,13 +307,11 @@ def _is_label(x: Array, labels: Array) -> Array:
     return _columns(x) == labels[..., None].astype(np.int32)
 
 
-def _is_class(x: Array, spec: LossSpec) -> Array:
-    return _columns(x) < _classes(x, spec)
-
-
-def _mask_columns(x: Array, spec: LossSpec) -> Array:
-    """`x` with zeros in the columns that are padding."""
-    return x if spec.classes is None else jnp.where(_is_class(x, spec), x, jnp.zeros_like(x))
+def _mask_columns(x: Array, spec: LossSpec, value: float = 0.0) -> Array:
+    """`x` with `value` in the columns that are padding."""
+    if spec.classes is None or spec.has_lowest_padding:
+        return x
+    return jnp.where(_columns(x) < spec.classes, x, jnp.full_like(x, value))
 
 
 def _columns(x: Array) -> Array:

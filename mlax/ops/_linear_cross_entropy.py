@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from mlax._jax import expand_last, explicit_sharding, pcast_like, reduce_sum, with_vjp
+from mlax.ops._activations import min_value
 from mlax.ops._checks import check_floating, check_same_dtype, is_static
-from mlax.ops._cpu import flatten_rows, is_cpu
+from mlax.ops._cpu import is_cpu
 from mlax.ops._cross_entropy import LossSpec, cross_entropy_rows, logit_gradient, plain_cross_entropy
 
 ALIGNED = 8  # of which a multiple needs no padding: 16 bytes of a narrow dtype
@@ -101,13 +102,15 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
     _check_arguments(head, x, weights, bias, labels)
     classes = weights.shape[1 - head.axis]
     if _prefers_padding(classes, weights, bias):
-        head = head._replace(loss=head.loss._replace(classes=classes))
+        # a soft cap would raise the lowest number, and smoothing gives padding a gradient
+        has_lowest_padding = head.loss.softcap is None and not head.loss.smoothing
+        head = head._replace(loss=head.loss._replace(classes=classes, has_lowest_padding=has_lowest_padding))
     arrays = (x, weights, bias), Tokens(labels, mask)
     (x, weights, bias), tokens = pcast_like(arrays, arrays)
     tokens = jax.tree.map(lambda each: _shard_like_rows(each, x), tokens)
     if head.chunks == 1:
-        primals, tokens = _flatten_tokens((x, weights, bias), tokens)
-        return _whole(head)(primals, tokens).reshape(labels.shape)
+        x, tokens = _flatten_tokens(x, tokens)
+        return _whole(head)((x, weights, bias), tokens).reshape(labels.shape)
     axis, length = x.ndim - 2, x.shape[-2]
     head = head._replace(chunks=min(head.chunks, length))
     if more := -length % head.chunks:
@@ -122,14 +125,15 @@ def _whole(head: Head) -> Callable[..., Array]:
     """The losses with the logits of all tokens at once, which the backward pass reads again."""
 
     def forward(primals: Any, tokens: Tokens) -> tuple[Array, Any]:
-        logits = _logits(head, *primals)
+        logits = _logits(head, _pad_columns(head, primals))
         losses, rows = cross_entropy_rows(logits, *tokens, head.loss)
         return losses, (logits, rows)
 
     def backward(residuals: Any, primals: Any, tokens: Tokens, grad: Array) -> Any:
         logits, rows = residuals
         d_logits = logit_gradient(logits, *tokens, rows, grad, head.loss)
-        return _trim(head, _gradients(head, d_logits, primals, primals[0].dtype), primals)
+        x, weights, _ = _pad_columns(head, primals)
+        return _trim(head, _gradients(head, d_logits, (x, weights, primals[2]), x.dtype), primals)
 
     return with_vjp(functools.partial(_plain, head), forward, backward)
 
@@ -160,8 +164,8 @@ def _by_chunks(head: Head) -> Callable[..., Array]:
 
 
 def _scan_chunks(head: Head, primals: Any, tokens: Tokens, grad: Array) -> tuple[Array, Any]:
-    """The losses, and the gradients of the primals, of that of each loss: those of weights and bias in a wide dtype."""
-    x, weights, bias = primals
+    """The losses, and the gradients of the padded primals, those of weights and bias in a wide dtype."""
+    x, weights, bias = _pad_columns(head, primals)
     axis = x.ndim - 2
     size = x.shape[axis] // head.chunks
 
@@ -169,45 +173,41 @@ def _scan_chunks(head: Head, primals: Any, tokens: Tokens, grad: Array) -> tuple
         def cut(array: Array) -> Array:
             return lax.dynamic_slice_in_dim(array, index * size, size, axis)
 
-        chunk = jax.tree.map(cut, (x, tokens, grad))
-        (part,), local = _flatten_tokens((chunk[0],), chunk[1])
-        logits = _logits(head, part, weights, bias)
-        losses, rows = cross_entropy_rows(logits, *local, head.loss)
-        d_logits = logit_gradient(logits, *local, rows, chunk[2].reshape(losses.shape), head.loss)
-        d_x, *more = _gradients(head, d_logits, (part, weights, bias), head.loss.dtype)
-        outputs = losses.reshape(chunk[2].shape), lax.convert_element_type(d_x, x.dtype).reshape(chunk[0].shape)
-        return jax.tree.map(lax.add, sums, more), outputs
+        part, local, part_grad = jax.tree.map(cut, (x, tokens, grad))
+        rows, local = _flatten_tokens(part, local)
+        logits = _logits(head, (rows, weights, bias))
+        losses, statistics = cross_entropy_rows(logits, *local, head.loss)
+        d_logits = logit_gradient(logits, *local, statistics, part_grad.reshape(losses.shape), head.loss)
+        d_x, *more = _gradients(head, d_logits, (rows, weights, primals[2]), head.loss.dtype)
+        return jax.tree.map(lax.add, sums, more), (losses.reshape(part_grad.shape), d_x.reshape(part.shape))
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, head.loss.dtype), [weights, bias])
-    start = pcast_like(list(_pad_columns(head, *zeros)), (primals, tokens, grad))
-    sums, outputs = lax.scan(run, start, jnp.arange(head.chunks, dtype=np.int32))
+    learned = [weights, None if primals[2] is None else bias]
+    start = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, head.loss.dtype), learned)
+    sums, outputs = lax.scan(run, pcast_like(start, grad), jnp.arange(head.chunks, dtype=np.int32))
     losses, d_x = (lax.collapse(jnp.moveaxis(each, 0, axis), axis, axis + 2) for each in outputs)
     return losses, (d_x, *sums)
 
 
 def _plain(head: Head, primals: Any, tokens: Tokens) -> Array:
     """The losses by their formula."""
-    return plain_cross_entropy(
-        _logits(head._replace(loss=head.loss._replace(classes=None)), *primals), *tokens, head.loss
-    )
+    return plain_cross_entropy(_logits(head, primals), *tokens, head.loss)
 
 
-def _logits(head: Head, x: Array, weights: Array, bias: Array | None) -> Array:
-    """The logits, in the dtype of `x`, with columns of zeros as padding."""
-    weights, bias = _pad_columns(head, weights, bias)
+def _logits(head: Head, primals: Any) -> Array:
+    """The logits, in the dtype of x."""
+    x, weights, bias = primals
     dimensions = (((x.ndim - 1,), (head.axis,)), ((), ()))
     logits = lax.dot_general(x, weights, dimensions, precision=head.precision)
     return logits if bias is None else logits + expand_last(bias, logits)
 
 
 def _gradients(head: Head, d_logits: Array, primals: Any, wide: Any) -> Any:
-    """The gradients of x, in its dtype, and of the padded weights and bias, in a wide one."""
+    """The gradients of x, in its dtype, and of weights and bias, if there is one, in a wide one."""
     x, weights, bias = primals
     rows = tuple(range(x.ndim - 1))
-    padded, _ = _pad_columns(head, weights, bias)
     d_x = lax.dot_general(
         d_logits,
-        padded,
+        weights,
         (((x.ndim - 1,), (1 - head.axis,)), ((), ())),
         precision=head.precision,
         out_sharding=_explicit(x),
@@ -225,9 +225,8 @@ def _gradients(head: Head, d_logits: Array, primals: Any, wide: Any) -> Any:
 
 
 def _trim(head: Head, gradients: Any, primals: Any) -> Any:
-    """The gradients without padding, in the dtypes of the primals."""
-    classes = head.loss.classes
-    d_x, d_weights, d_bias = gradients
+    """The gradients without those of padding, in the dtypes of the primals."""
+    (d_x, d_weights, d_bias), classes = gradients, head.loss.classes
     if classes is not None:
         d_weights = lax.slice_in_dim(d_weights, 0, classes, axis=1 - head.axis)
         d_bias = None if d_bias is None else d_bias[:classes]
@@ -236,16 +235,24 @@ def _trim(head: Head, gradients: Any, primals: Any) -> Any:
     )
 
 
-def _pad_columns(head: Head, weights: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """Weights and bias with zeros for the classes that are padding."""
+def _pad_columns(head: Head, primals: Any) -> Any:
+    """The primals with classes that are padding: zeros, and if it may be, the bias that is the lowest number.
+
+    Adding it is part of the product on a GPU, where comparing each column with the number of classes is not.
+    """
+    x, weights, bias = primals
     if head.loss.classes is None:
-        return weights, bias
+        return primals
     more = -head.loss.classes % TILE
-    return _pad_end(weights, 1 - head.axis, more), None if bias is None else _pad_end(bias, 0, more)
+    lowest = min_value(x.dtype) if head.loss.has_lowest_padding else 0.0
+    if bias is None and head.loss.has_lowest_padding:
+        bias = jnp.zeros_like(lax.index_in_dim(weights, 0, head.axis, keepdims=False))
+    padded_bias = None if bias is None else _pad_end(bias, 0, more, lowest)
+    return x, _pad_end(weights, 1 - head.axis, more), padded_bias
 
 
-def _pad_end(x: Array, axis: int, more: int) -> Array:
-    return jnp.pad(x, [(0, more if each == axis else 0) for each in range(x.ndim)])
+def _pad_end(x: Array, axis: int, more: int, value: float = 0.0) -> Array:
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, more if each == axis else 0, 0) for each in range(x.ndim)])
 
 
 def _common_value(grad: Array, mask: Array | None) -> tuple[Array, Array]:
@@ -256,10 +263,16 @@ def _common_value(grad: Array, mask: Array | None) -> tuple[Array, Array]:
     return high.max(), low.min() == high.max()
 
 
-def _flatten_tokens(arrays: tuple[Any, ...], tokens: Tokens) -> tuple[tuple[Any, ...], Tokens]:
-    """The vectors, the first of the arrays, and the tokens, as rows where products over two axes are faster."""
-    x = flatten_rows(arrays[0])
-    return (x, *arrays[1:]), jax.tree.map(lambda each: each.reshape(x.shape[:-1]), tokens)
+def _flatten_tokens(x: Array, tokens: Tokens) -> tuple[Array, Tokens]:
+    """The vectors and the tokens as rows, so that the gradient of the logits can take their place in memory.
+
+    Not where axes but the first are or may be sharded: they would have to be gathered.
+    """
+    sharding = jax.typeof(x).sharding
+    if x.ndim < 3 or x.size == 0 or sharding.mesh.auto_axes or any(sharding.spec[1:-1]):
+        return x, tokens
+    x = x.reshape(-1, x.shape[-1])
+    return x, jax.tree.map(lambda each: each.reshape(x.shape[:-1]), tokens)
 
 
 def _prefers_padding(classes: Any, weights: Array, bias: Array | None) -> bool:
