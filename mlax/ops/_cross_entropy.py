@@ -91,13 +91,8 @@ def _cross_entropy(spec: LossSpec) -> Callable[[Any, Any], Array]:
 
 def cross_entropy_rows(logits: Array, labels: Array, mask: Array | None, spec: LossSpec) -> tuple[Array, Rows]:
     """The loss of each row and what its gradient needs; not differentiable."""
-    reduce = _max_and_sum_at_once if _prefers_one_pass(spec) else _max_and_sum
-    if (
-        _are_classes(labels)
-        and spec.softcap is None
-        and prefers_loss_kernel(logits, _classes(logits, spec), spec.dtype)
-    ):
-        reduce = functools.partial(_max_and_sum_by_kernel, logits)
+    by_kernel = _prefers_kernel(logits, labels, spec)
+    reduce = functools.partial(_max_and_sum_by_kernel, logits) if by_kernel else _max_and_sum
     value, rows = _rows(logits, labels, spec, reduce)
     return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value)), rows
 
@@ -182,11 +177,6 @@ def _differentiable_cross_entropy(spec: LossSpec) -> Callable[[Array, Array], Ar
     return with_jvps(loss, by_logits, by_labels)
 
 
-def _prefers_one_pass(spec: LossSpec) -> bool:
-    """Whether to find the largest logit and the sum in one pass: where memory is slower than the exponentials."""
-    return not is_cpu() and jnp.finfo(spec.dtype).bits >= 32  # a narrow sum would be rounded at every step
-
-
 def _prefers_kernel(logits: Array, labels: Array, spec: LossSpec) -> bool:
     has_kernel = _are_classes(labels) and spec.softcap is None
     return has_kernel and prefers_loss_kernel(logits, _classes(logits, spec), spec.dtype)
@@ -215,25 +205,6 @@ def _reduce_by_blocks(reduce: Callable[[Array], Array], x: Array) -> Array:
         return reduce(x)
     number = next((n for n in range(1, 65) if size % (8 * n) == 0 and size // n <= MAX_REDUCED), 1)
     return reduce(x) if number == 1 else reduce(reduce(x.reshape(*x.shape[:-1], number, size // number)))
-
-
-def _max_and_sum_at_once(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
-    """As `_max_and_sum`, in one pass: sums of two parts are rescaled to the larger of their maxima."""
-    counts = jnp.ones_like(x)
-    if _are_classes(labels):
-        counts = jnp.where(_is_label(x, labels), jnp.zeros_like(x), counts)
-    x, counts = _mask_columns(x, spec, -jnp.inf), _mask_columns(counts, spec)
-
-    def combine(a: Any, b: Any) -> tuple[Array, Array]:
-        (top_a, sum_a), (top_b, sum_b) = a, b
-        decay = lax.exp(jnp.where(top_a == top_b, jnp.zeros_like(top_a), -lax.abs(top_a - top_b)))
-        is_first = top_a > top_b
-        total = jnp.where(is_first, sum_a, sum_b) + decay * jnp.where(is_first, sum_b, sum_a)
-        return lax.max(top_a, top_b), total
-
-    start = (jnp.asarray(-jnp.inf, x.dtype), jnp.asarray(0, x.dtype))
-    top, total = lax.reduce((x, counts), start, combine, (x.ndim - 1,))
-    return top[..., None], total
 
 
 def _max_and_sum_by_kernel(logits: Array, x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:

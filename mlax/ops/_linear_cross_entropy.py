@@ -20,6 +20,7 @@ from mlax.ops._activations import min_value
 from mlax.ops._checks import check_floating, check_same_dtype, is_static
 from mlax.ops._cpu import is_cpu
 from mlax.ops._cross_entropy import LossSpec, cross_entropy_rows, logit_gradient, plain_cross_entropy
+from mlax.ops._gpu import prefers_loss_kernel
 
 ALIGNED = 8  # of which a multiple needs no padding: 16 bytes of a narrow dtype
 TILE = 128  # to a multiple of which other vocabularies are padded
@@ -102,8 +103,7 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
     _check_arguments(head, x, weights, bias, labels)
     classes = weights.shape[1 - head.axis]
     if _prefers_padding(classes, weights, bias):
-        # a soft cap would raise the lowest number, and smoothing gives padding a gradient
-        has_lowest_padding = head.loss.softcap is None and not head.loss.smoothing
+        has_lowest_padding = _prefers_lowest_padding(head, x, classes)
         head = head._replace(loss=head.loss._replace(classes=classes, has_lowest_padding=has_lowest_padding))
     arrays = (x, weights, bias), Tokens(labels, mask)
     (x, weights, bias), tokens = pcast_like(arrays, arrays)
@@ -210,7 +210,7 @@ def _gradients(head: Head, d_logits: Array, primals: Any, wide: Any) -> Any:
         weights,
         (((x.ndim - 1,), (1 - head.axis,)), ((), ())),
         precision=head.precision,
-        out_sharding=_explicit(x),
+        out_sharding=_out_sharding(x, d_logits),
     )
     pair = (d_logits, x) if head.axis else (x, d_logits)
     d_weights = lax.dot_general(
@@ -218,7 +218,7 @@ def _gradients(head: Head, d_logits: Array, primals: Any, wide: Any) -> Any:
         ((rows, rows), ((), ())),
         precision=head.precision,
         preferred_element_type=wide,
-        out_sharding=_explicit(weights),
+        out_sharding=_out_sharding(weights, d_logits),
     )
     d_bias = None if bias is None else reduce_sum(lax.convert_element_type(d_logits, wide), rows)
     return d_x, d_weights, d_bias
@@ -281,6 +281,18 @@ def _prefers_padding(classes: Any, weights: Array, bias: Array | None) -> bool:
     return is_static(classes) and classes % ALIGNED > 0 and not is_cpu() and not is_sharded
 
 
+def _prefers_lowest_padding(head: Head, x: Array, classes: int) -> bool:
+    """Whether to exclude padding by a bias, which costs less than a mask, except in a kernel.
+
+    A soft cap would raise the lowest number, and smoothing gives padding a gradient.
+    """
+    if head.loss.softcap is not None or head.loss.smoothing:
+        return False
+    rows = x.size // x.shape[-1] // head.chunks if is_static(*x.shape) else 0
+    logits = jax.ShapeDtypeStruct((rows, classes + -classes % TILE), x.dtype)
+    return not prefers_loss_kernel(logits, classes, head.loss.dtype)
+
+
 def _shard_like_rows(each: Array, x: Array) -> Array:
     """One number of each row of `x`, on an explicit mesh sharded like the rows."""
     sharding = explicit_sharding(x)
@@ -289,10 +301,10 @@ def _shard_like_rows(each: Array, x: Array) -> Array:
     return jax.sharding.reshard(each, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1])))
 
 
-def _explicit(x: Array) -> NamedSharding | None:
-    """The sharding of `x` where JAX wants to be told that of a product, on an explicit mesh."""
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.explicit_axes else None
+def _out_sharding(like: Array, factor: Array) -> NamedSharding | None:
+    """That of a product with `factor`, sharded like `like`; only an explicit mesh requires it."""
+    mesh = jax.typeof(factor).sharding.mesh
+    return NamedSharding(mesh, jax.typeof(like).sharding.spec) if mesh.explicit_axes else None
 
 
 def _check_arguments(head: Head, x: Array, weights: Array, bias: Array | None, labels: Array) -> None:
