@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import mlax
 from mlax import nn, optim, train
@@ -65,7 +64,7 @@ class Block(mlax.Composite):
 
 @mlax.frozen
 class LanguageModel(mlax.Composite):
-    """Predict the next byte: (b, t) bytes to (b, t, 256) logits.
+    """Predict the next byte: (b, t) bytes to (b, t, 256) logits, or, given the next bytes, to their losses (b, t).
 
     With a key-value `cache` of that many bytes, each call continues from the previous ones, with the same weights.
     """
@@ -81,11 +80,12 @@ class LanguageModel(mlax.Composite):
             "embed": nn.Embed(256, self.width, table_init=mlax.Normal(1.0)),
             "blocks": mlax.Repeat(block, self.depth, mode="unroll"),
             "norm": nn.RMSNorm(),
-            "head": nn.Linear(256, bias=False),
+            "head": nn.CrossEntropyHead(nn.Linear(256, bias=False)),
         }
 
-    def wire(self, sub, x):
-        return sub.head(sub.norm(sub.blocks(sub.embed(x))))
+    def wire(self, sub, x, labels=None):
+        x = sub.norm(sub.blocks(sub.embed(x)))
+        return sub.head(x if labels is None else {"x": x, "labels": labels})
 
 
 def corpus(limit=8_000_000):
@@ -114,10 +114,9 @@ def train_model(model, optimizer, config):
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         text = batch["text"].astype(jnp.int32)  # (b, t + 1)
-        logits, non_trainables = model.fwd(
-            text[:, :-1], trainables, non_trainables, rng=rng, inference_mode=inference_mode
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])  # (b, t)
+        losses, non_trainables = model.fwd(
+            (text[:, :-1], text[:, 1:]), trainables, non_trainables, rng=rng, inference_mode=inference_mode
+        )  # (b, t)
         return {"loss": losses, "bits_per_byte": losses / math.log(2)}, non_trainables
 
     text, test_text = corpus()

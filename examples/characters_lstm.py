@@ -35,7 +35,7 @@ class Config:
 
 @mlax.frozen
 class LanguageModel(mlax.Composite):
-    """Predict the next byte: (b, t) bytes to (b, t, 256) logits.
+    """Predict the next byte: (b, t) bytes to (b, t, 256) logits, or, given the next bytes, to their losses (b, t).
 
     With `carry` it continues from the carries of the previous bytes: (carries, bytes) to (carries, logits), with the
     same weights.
@@ -50,15 +50,17 @@ class LanguageModel(mlax.Composite):
         return {
             "embed": nn.Embed(256, self.width, table_init=mlax.Normal(1.0)),
             "layers": nn.Stacked(*[layer, nn.RMSNorm()] * self.depth, carry=self.carry),
-            "head": nn.Linear(256),
+            "head": nn.CrossEntropyHead(nn.Linear(256)),
         }
 
-    def wire(self, sub, x):
-        if not self.carry:
-            return sub.head(sub.layers(sub.embed(x)))
-        carries, x = x
-        carries, y = sub.layers((carries, sub.embed(x)))
-        return carries, sub.head(y)
+    def wire(self, sub, *inputs):
+        if self.carry:
+            carries, x = inputs
+            carries, y = sub.layers((carries, sub.embed(x)))
+            return carries, sub.head(y)
+        x, *labels = inputs
+        y = sub.layers(sub.embed(x))
+        return sub.head({"x": y, "labels": labels[0]} if labels else y)
 
     def start(self, batch):
         """The initial carries, h and c for each layer."""

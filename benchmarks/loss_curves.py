@@ -1,0 +1,198 @@
+"""Claim: over 300 steps of GPT-2, the loss is that of the plain form within the noise of bfloat16, for each fast form.
+
+Plain is the same model with the gradients that JAX derives, attention by XLA, no kernels of Pallas, and Optax's loss of
+float32 logits. Each hand-written derivative and each kernel is switched in alone, then all of them. All runs have the
+same initial weights, learn the same text, a random walk over the vocabulary, and compute in bfloat16. The noise is the
+difference that another rounding of the initial weights to bfloat16 makes. Compared are means over 20 steps.
+
+    python benchmarks/loss_curves.py                                     # 10 minutes on an H200
+    python benchmarks/loss_curves.py --depth 4 --batch 16 --length 512   # 1 minute
+    python benchmarks/loss_curves.py --depth 2 --width 64 --vocabulary 1001 --batch 8 --length 64    # on a CPU
+
+It exits with an error if a curve leaves the noise. Typical: see docs/benchmarks.md.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import FAILED, print_table, verdict
+
+import mlax
+from mlax import dtypes, nn, ops, optim, zoo
+
+MODULES = {
+    "norm": ("mlax.ops._norms",),
+    "gelu": ("mlax.ops._activations",),
+    "loss": ("mlax.ops._cross_entropy", "mlax.ops._linear_cross_entropy"),
+}
+KINDS = tuple(MODULES)
+WINDOW = 20  # steps whose mean is compared
+TOLERANCE = 3.0  # times the noise
+FLOOR = 0.005  # of the noise, in nats
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a training step is computed."""
+
+    derivatives: tuple[str, ...] = ()  # kinds of operations with hand-written ones
+    kernels: tuple[str, ...] = ()  # kinds of operations with kernels of Pallas
+    has_head: bool = False  # whether output layer and loss are one, by nn.CrossEntropyHead
+    chunks: int = 1  # of the head
+    attention: str | None = "xla"
+    is_perturbed: bool = False  # whether the initial weights are rounded differently
+
+
+PLAIN = "plain"
+NOISE = "plain, other rounding"
+FORMS = {
+    PLAIN: Form(),
+    NOISE: Form(is_perturbed=True),
+    "derivative of norms": Form(derivatives=("norm",)),
+    "kernel of norms": Form(derivatives=("norm",), kernels=("norm",)),
+    "derivative of GELU": Form(derivatives=("gelu",)),
+    "kernel of GELU": Form(derivatives=("gelu",), kernels=("gelu",)),
+    "head with its loss": Form(derivatives=("loss",), has_head=True),
+    "head with its loss, in 8 chunks": Form(derivatives=("loss",), has_head=True, chunks=8),
+    "kernel of the loss": Form(derivatives=("loss",), kernels=("loss",), has_head=True),
+    "fused attention": Form(attention=None),
+    "all": Form(derivatives=KINDS, kernels=KINDS, has_head=True, attention=None),
+}
+
+
+def main(options: argparse.Namespace) -> None:
+    has_kernels = ops.kernel_backend(jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16), accum_dtype="float32")
+    forms = {name: form for name, form in FORMS.items() if not form.kernels or has_kernels.startswith("mosaic")}
+    forms |= {"all": FORMS["all"]}  # on other devices, without kernels
+    lowered = {name: lower(form, options) for name, form in forms.items()}  # one at a time: they patch modules
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
+    curves = {name: run(compiled[name], forms[name], options) for name in forms}
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump({name: curve.tolist() for name, curve in curves.items()}, file)
+    means = {name: curve.reshape(-1, WINDOW).mean(1) for name, curve in curves.items()}
+    noise = max(FLOOR, np.abs(means[NOISE] - means[PLAIN]).max())
+    rows = []
+    for name, mean in means.items():
+        gap = np.abs(mean - means[PLAIN]).max()
+        claim = "" if name in (PLAIN, NOISE) else verdict(f"within {TOLERANCE:g} x noise", gap <= TOLERANCE * noise)
+        rows.append((name, f"{mean[0]:.4f}", f"{mean[-1]:.4f}", f"{gap:.4f}", claim))
+    title = f"Loss over {options.steps} steps of GPT-2, {options.depth} x {options.width}, on {jax.devices()[0]}"
+    print_table(title, ("form", "first 20", "last 20", "largest gap", ""), rows)
+    sys.exit(bool(FAILED))
+
+
+@contextlib.contextmanager
+def use(form: Form) -> Iterator[None]:
+    """Compute with this form's derivatives and kernels what is traced inside."""
+    with contextlib.ExitStack() as stack:
+        for kind, names in MODULES.items():
+            for module in map(importlib.import_module, names):
+                if kind not in form.derivatives:
+                    stack.enter_context(mock.patch.object(module, "with_vjp", keep_plain))
+                if kind not in form.kernels and hasattr(module, f"prefers_{kind}_kernel"):
+                    stack.enter_context(mock.patch.object(module, f"prefers_{kind}_kernel", return_value=False))
+                clear_caches(module)
+        jax.clear_caches()
+        yield
+    for module in map(importlib.import_module, sum(MODULES.values(), ())):
+        clear_caches(module)
+
+
+def keep_plain(plain: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+    """In place of `with_vjp`: the function without its hand-written passes."""
+    return lambda primals, consts=None: plain(primals, consts)
+
+
+def clear_caches(module: Any) -> None:
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
+def lower(form: Form, options: argparse.Namespace) -> Any:
+    """The training step: (trainables, state, number of the step) to these and the loss."""
+    model = make_model(form, options)
+    optimizer = optim.AdamW(3e-4)
+
+    def step(trainables: Any, state: Any, number: jax.Array) -> Any:
+        text = draw_text(number, options)
+
+        def mean_loss(trainables: Any) -> jax.Array:
+            if form.has_head:
+                return model.fwd((text[:, :-1], None, text[:, 1:]), trainables)[0].mean()
+            logits, _ = model.fwd(text[:, :-1], trainables)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+        loss, gradients = jax.value_and_grad(mean_loss)(trainables)
+        trainables, state = optimizer.update(gradients, state, trainables)
+        return trainables, state, loss
+
+    with use(form):
+        trainables = jax.eval_shape(functools.partial(initialize, model, options, form.is_perturbed))
+        state = jax.eval_shape(optimizer.init, trainables)
+        return jax.jit(step, donate_argnums=(0, 1)).lower(trainables, state, jax.ShapeDtypeStruct((), np.int32))
+
+
+def run(compiled: Any, form: Form, options: argparse.Namespace) -> np.ndarray:
+    """The losses of all steps."""
+    model = make_model(form, options)
+    trainables = jax.jit(functools.partial(initialize, model, options, form.is_perturbed))()
+    state, losses = optim.AdamW(3e-4).init(trainables), []
+    for number in range(options.steps):
+        trainables, state, loss = compiled(trainables, state, jnp.asarray(number, np.int32))
+        losses.append(loss)
+    return np.asarray(jnp.stack(losses), np.float64)
+
+
+def make_model(form: Form, options: argparse.Namespace) -> mlax.Layer:
+    model = zoo.GPT2(
+        vocabulary=options.vocabulary,
+        positions=options.length,
+        width=options.width,
+        depth=options.depth,
+        heads=options.width // 64 or 1,
+    )
+    model = mlax.override(model, nn.MultiHeadAttention, implementation=form.attention)
+    model = mlax.override(model, nn.CrossEntropyHead, chunks=form.chunks)
+    return dtypes.mixed_bfloat16(mlax.override(model, mlax.Repeat, mode="unroll"))
+
+
+def initialize(model: mlax.Layer, options: argparse.Namespace, is_perturbed: bool) -> Any:
+    trainables, _ = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, options.length), np.int32))
+    if not is_perturbed:
+        return trainables
+    return jax.tree.map(lambda leaf: leaf * (1 + 2.0**-10), trainables)  # a quarter of the spacing in bfloat16
+
+
+def draw_text(number: jax.Array, options: argparse.Namespace) -> jax.Array:
+    """Tokens (b, t + 1): each is the last one plus a small random step, so that there is something to learn."""
+    key, first = jax.random.split(jax.random.fold_in(jax.random.key(1), number))
+    shape = (options.batch, options.length + 1)
+    steps = (
+        jax.random.randint(key, shape, 0, 4).at[:, 0].set(jax.random.randint(first, shape[:1], 0, options.vocabulary))
+    )
+    return (jnp.cumsum(steps, 1) % options.vocabulary).astype(np.int32)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"steps": 300, "depth": 12, "width": 768, "vocabulary": 50_257, "batch": 32}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--out", help="a file for the curves, JSON")
+    main(parser.parse_args())
