@@ -7,7 +7,7 @@ from mlax.ops._attention_backend import AttentionBackend, attention_backend
 from mlax.ops._attention_checks import check_lengths
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
-from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
+from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, causal_block_attention
 from mlax.ops._channel_norms import batch_norm, batch_statistics, group_norm, normalize_batch
 from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers

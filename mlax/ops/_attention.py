@@ -14,7 +14,14 @@ from mlax.ops._attention_backend import AttentionBackend, attention_backend, hol
 from mlax.ops._attention_checks import check_attention
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
-from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, dense_attention, dense_weights
+from mlax.ops._attention_scores import (
+    ScoreInputs,
+    ScoreSpec,
+    causal_block_attention,
+    dense_attention,
+    dense_weights,
+    prefers_causal_blocks,
+)
 
 
 def attention(
@@ -156,6 +163,8 @@ def _attend_dense(
     primals: Any, consts: ScoreInputs, spec: ScoreSpec, dropout: float = 0.0, rng: jax.Array | None = None
 ) -> jax.Array:
     q, k, v, inputs, sinks = _group_heads(primals, consts)
+    if not dropout and prefers_causal_blocks(q, k, spec):
+        return _ungroup_heads(causal_block_attention(q, k, v, inputs, sinks, spec))
     return _ungroup_heads(dense_attention(q, k, v, inputs, sinks, spec, dropout, rng))
 
 

@@ -12,10 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import broadcast_like, divide, pcast_like, reduce_sum, with_jvps
+from mlax._jax import broadcast_like, divide, is_unsharded_cpu, pcast_like, reduce_sum, with_jvps
 from mlax.ops._activations import min_value, softmax_parts
+from mlax.ops._checks import is_static
 from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
+
+MIN_BLOCK_ROWS = 64  # of queries, below which the products of a block are too small
+MAX_BLOCKS = 4  # as each is a copy of the attention in the program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,57 @@ def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, inputs: ScoreInputs, s
     if spec.accum_dtype == jnp.float32 and v.dtype.itemsize < 4:  # summed in float32 anyway, and cast by the product
         spec = dataclasses.replace(spec, accum_dtype=None)
     return accum_einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, spec).astype(q.dtype)
+
+
+def prefers_causal_blocks(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> bool:
+    """Whether to compute a causal attention in blocks of queries, each with the keys up to its end only.
+
+    On a CPU the scores that are masked anyway then cost nothing (benchmarks/layers.py).
+    """
+    return (
+        is_unsharded_cpu(q)
+        and is_unsharded_cpu(k)
+        and spec.causal
+        and spec.ordered
+        and is_static(q.shape[3], k.shape[2])
+        and q.shape[3] >= 2 * MIN_BLOCK_ROWS
+    )
+
+
+def causal_block_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, inputs: ScoreInputs, sinks: jax.Array | None, spec: ScoreSpec
+) -> jax.Array:
+    """`dense_attention` of ordered queries and keys, in blocks of queries, each with the keys that it may attend to."""
+    t, s = q.shape[3], k.shape[2]
+    rows = -(-t // min(MAX_BLOCKS, t // MIN_BLOCK_ROWS))
+    blocks = []
+    for start in range(0, t, rows):
+        stop = min(start + rows, t)
+        queries = lax.slice_in_dim(q, start, stop, axis=3)
+        keys, values = (lax.slice_in_dim(each, 0, min(stop, s), axis=2) for each in (k, v))
+        blocks.append(dense_attention(queries, keys, values, _slice_inputs(inputs, start, stop), sinks, spec))
+    return lax.concatenate(blocks, 3)
+
+
+def _slice_inputs(inputs: ScoreInputs, start: int, stop: int) -> ScoreInputs:
+    """The inputs of the queries from `start` to `stop` and the keys before `stop`; axes of size 1 stay."""
+
+    def cut(x: Any, queries: int | None = None, keys: int | None = None) -> Any:
+        for axis, first in ((queries, start), (keys, 0)):
+            if x is not None and axis is not None and x.shape[axis] != 1:
+                x = lax.slice_in_dim(x, first, min(stop, x.shape[axis]), axis=axis)
+        return x
+
+    return ScoreInputs(
+        query_positions=cut(inputs.query_positions, queries=1),
+        key_positions=cut(inputs.key_positions, keys=1),
+        key_indices=cut(inputs.key_indices, keys=0),
+        key_limit=inputs.key_limit,
+        query_segments=cut(inputs.query_segments, queries=1),
+        key_segments=cut(inputs.key_segments, keys=1),
+        mask=cut(inputs.mask, queries=3, keys=4),
+        bias=cut(inputs.bias, queries=3, keys=4),
+    )
 
 
 def dense_weights(

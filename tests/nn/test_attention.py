@@ -138,6 +138,29 @@ def pull(function, at):
     return slope, jax.grad(squared)(at), column
 
 
+@pytest.mark.parametrize("keys", [7, 4])
+def test_causal_attention_in_blocks_of_queries_equals_that_of_all_at_once(keys, monkeypatch):
+    q, k, v, bias, sinks = normals((2, 7, 4, 3), (2, keys, 2, 3), (2, keys, 2, 3), (1, 4, 7, keys), (4,))
+    options = {
+        "segments": (jnp.arange(14).reshape(2, 7) // 5, jnp.arange(2 * keys).reshape(2, keys) // 5),
+        "lengths": jnp.asarray([keys - 1, keys]),
+        "mask": jnp.arange(keys)[None, None, None] != 2,
+    }
+
+    def attend(q, k, v, bias, sinks):
+        return ops.attention(q, k, v, bias=bias, sinks=sinks, causal=True, window=5, alibi=True, **options)
+
+    def derivatives(rows):
+        monkeypatch.setattr(inspect.getmodule(ops.causal_block_attention), "MIN_BLOCK_ROWS", rows)
+        primals = (q, k, v, bias, sinks)
+        y, pull = jax.vjp(lambda *primals: attend(*primals), *primals)
+        return y, pull(q), jax.jvp(lambda *primals: attend(*primals), primals, primals)[1]
+
+    whole, blocks = (jax.jit(derivatives, static_argnums=0)(rows) for rows in (8, 2))
+    for one, other in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
+        assert_close_to_scale(one, other)
+
+
 @pytest.mark.parametrize("mode", [pytest.param("mixed", marks=pytest.mark.thorough), "x64"])  # below in float32
 def test_the_chunked_form_has_every_derivative_of_the_plain_one(mode, monkeypatch):
     monkeypatch.setattr(inspect.getmodule(ops.chunked_attention), "QUERY_BLOCK", 3)
