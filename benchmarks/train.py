@@ -141,13 +141,12 @@ def mlax_loops(name: str) -> tuple[dict[str, np.ndarray], dict[str, Callable[[],
 
 def mlax_step(model: Any, x: Any) -> tuple[Any, Any]:
     import jax
-    import optax
 
-    from mlax import optim, train
+    from mlax import ops, optim, train
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
         logits, non_trainables = model.fwd(batch["x"], trainables, non_trainables, inference_mode=inference_mode)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]), non_trainables
+        return ops.softmax_cross_entropy(logits, batch["y"]), non_trainables
 
     step = train.step(objective, optim.AdamW(RATE, decay=DECAY, decayed=("**",)))
     return step, step.init(jax.random.key(1), *model.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype)))

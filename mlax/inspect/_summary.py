@@ -119,7 +119,7 @@ def summary(model: Layer, x: Any, *, inference_mode: bool = False) -> Summary:
     products and convolutions in the jaxpr, two for a multiplication and an addition: twice the number of MACs. The
     backward pass is that of the trainables: the first layer needs no gradient of its input. With `inference_mode=True`
     there is none. What is computed counts: all scores of an attention, masked ones too, as in published counts; but not
-    the tiles of a causal one that `implementation="chunked"` skips, which it does for long sequences.
+    the tiles of a causal one that are skipped, in long sequences and on CPUs, unless with `implementation="xla"`.
 
     >>> model = mlax.Series(up=nn.Linear(32), act=jax.nn.gelu, head=nn.Linear(4))
     >>> inspect.summary(model, jnp.ones((8, 16))).total.parameters

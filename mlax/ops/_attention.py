@@ -101,7 +101,11 @@ def attention(
     if dropout > 0.0:
         return _attend_dense(primals, consts, spec, dropout, rng)
     # cuDNN's derivatives other than the gradient are those of a form that does not hold all scores if they are many
-    composed = _compose(spec, is_chunked=backend == "chunked" or (backend == "cudnn" and holds_too_many_scores(q, k)))
+    composed = _compose(
+        spec,
+        is_chunked=backend == "chunked" or (backend == "cudnn" and holds_too_many_scores(q, k)),
+        in_blocks=implementation is None and prefers_causal_blocks(q, k, spec),
+    )
     if backend != "cudnn":
         return composed(primals, consts)
     fused = cudnn_attention(spec, composed)
@@ -154,18 +158,22 @@ def attention_weights(
 
 
 @functools.cache
-def _compose(spec: ScoreSpec, *, is_chunked: bool) -> Callable[..., jax.Array]:
+def _compose(spec: ScoreSpec, *, is_chunked: bool, in_blocks: bool) -> Callable[..., jax.Array]:
     """Attention of (q, k, v, bias, sinks) by XLA's operations."""
-    return functools.partial(_attend_chunked if is_chunked else _attend_dense, spec=spec)
+    form = _attend_chunked if is_chunked else _attend_blocks if in_blocks else _attend_dense
+    return functools.partial(form, spec=spec)
 
 
 def _attend_dense(
     primals: Any, consts: ScoreInputs, spec: ScoreSpec, dropout: float = 0.0, rng: jax.Array | None = None
 ) -> jax.Array:
     q, k, v, inputs, sinks = _group_heads(primals, consts)
-    if not dropout and prefers_causal_blocks(q, k, spec):
-        return _ungroup_heads(causal_block_attention(q, k, v, inputs, sinks, spec))
     return _ungroup_heads(dense_attention(q, k, v, inputs, sinks, spec, dropout, rng))
+
+
+def _attend_blocks(primals: Any, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
+    q, k, v, inputs, sinks = _group_heads(primals, consts)
+    return _ungroup_heads(causal_block_attention(q, k, v, inputs, sinks, spec))
 
 
 def _attend_chunked(primals: Any, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:

@@ -43,7 +43,8 @@ def attention_backend(
       with `accum_dtype="float32"`, as mixed precision sets it, or `implementation="cudnn"`.
     - "chunked" for long sequences, from 2^28 scores in total, or on a CPU from 2^20 per head: memory grows with t + s
       and not with t x s.
-    - "xla" for the rest: plain products, which XLA fuses.
+    - "xla" for the rest: plain products, which XLA fuses. On a CPU causal attention goes by up to 4 blocks of queries,
+      each with the keys up to its end, unless `implementation="xla"` asks for all scores at once.
 
     The device is JAX's default backend while tracing. `lax.platform_dependent` alone cannot decide, since cuDNN's form
     cannot even be traced where cuDNN is not installed. cuDNN is asked by compiling the forward and the backward pass

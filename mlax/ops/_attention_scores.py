@@ -87,17 +87,17 @@ def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, inputs: ScoreInputs, s
 
 
 def prefers_causal_blocks(q: jax.Array, k: jax.Array, spec: ScoreSpec) -> bool:
-    """Whether to compute a causal attention in blocks of queries, each with the keys up to its end only.
+    """Whether to compute causal attention of q (b, t, h, k) and k (b, s, g, k) in blocks of queries.
 
-    On a CPU the scores that are masked anyway then cost nothing (benchmarks/layers.py).
+    On a CPU most of the scores that are masked anyway then cost nothing (benchmarks/layers.py).
     """
     return (
         is_unsharded_cpu(q)
         and is_unsharded_cpu(k)
         and spec.causal
         and spec.ordered
-        and is_static(q.shape[3], k.shape[2])
-        and q.shape[3] >= 2 * MIN_BLOCK_ROWS
+        and is_static(q.shape[1], k.shape[1])
+        and q.shape[1] >= 2 * MIN_BLOCK_ROWS
     )
 
 
