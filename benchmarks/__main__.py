@@ -1,7 +1,7 @@
 """The benchmarks of mlax beside its peers: what they take, whether all compute the same, and whether claims hold.
 
     python -m benchmarks gpu [--only WORK WORK:LIBRARY ...]    # 8 minutes on an H200
-    python -m benchmarks cpu                                   # 25 minutes on two cores
+    python -m benchmarks cpu [--only layers train scaling]     # 20 minutes on two cores
     python -m benchmarks check                                 # the GPU set with tiny models, in float32 on a CPU
     python -m benchmarks render gpu.jsonl cpu.jsonl            # take rows over into benchmarks/results and all tables
 
@@ -18,13 +18,13 @@ from pathlib import Path
 
 from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import append, merge, read, to_rows
-from benchmarks.suite.schedule import Job, Pool
+from benchmarks.suite.schedule import Job, Pool, device_gib
 from benchmarks.suite.tables import page_tables, readme_tables, write_tables
 from benchmarks.suite.works import TORCH, WORKS, shrink
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-CPU_SET, SCALING = ("benchmarks/layers.py", "benchmarks/train.py"), ["-m", "benchmarks.scaling"]
+SCALING = ["-m", "benchmarks.scaling"]
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     )
     parser.add_argument("command", choices=("gpu", "cpu", "check", "render"))
     parser.add_argument("files", nargs="*", type=Path, help="of rows, to render")
-    parser.add_argument("--only", nargs="*", default=[], help="works, WORK:LIBRARY or scaling, in the order to run")
+    parser.add_argument("--only", nargs="*", default=[], help="works, WORK:LIBRARY, scripts, in the order to run")
     parser.add_argument("--torch", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--together", type=int, default=8, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a program may take to compile")
@@ -57,7 +57,8 @@ def run_gpu(rows: Path, options: argparse.Namespace) -> int:
 def run_cpu(rows: Path, options: argparse.Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     torch = [options.torch] if has_torch(options.torch) else []
-    return run_scripts([*([script, *torch] for script in CPU_SET), SCALING], rows)
+    commands = {name: [f"benchmarks/{name}.py", *torch] for name in ("layers", "train")} | {"scaling": SCALING}
+    return run_scripts([commands[name] for name in options.only or commands], rows)
 
 
 def run_check(rows: Path, options: argparse.Namespace) -> int:
@@ -85,7 +86,7 @@ def select(only: list[str]) -> list[Job]:
 
 
 def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace, *, tiny: bool = False) -> int:
-    pool = Pool(options.torch, options.folder / "logs", tiny, options.together, options.limit)
+    pool = Pool(options.torch, options.folder / "logs", tiny, options.together, options.limit, device_gib())
     rows, values, verdicts = [], {}, []
     for job, first, report in pool.measure(jobs):
         if not report:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from benchmarks.suite.works import TORCH, Entry, Work
 
 ROOT = Path(__file__).parents[2]
-DEVICE_GIB = 132.0  # an H200 has 139
+H200_GIB = 140.0
+CONTEXT_GIB = 2.0  # that a process takes besides the memory of its arrays
 
 
 class Job(NamedTuple):
@@ -45,6 +46,7 @@ class Pool(NamedTuple):
     tiny: bool = False
     together: int = 6  # processes that compile side by side
     limit: float = 150.0  # seconds to compile, and to measure
+    gib: float = H200_GIB  # the memory of the device
 
     def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
         """Measure all, and yield each when it has been."""
@@ -69,7 +71,18 @@ class Pool(NamedTuple):
 
     def _fits(self, group: list[Job]) -> bool:
         is_alone = any(job.work.alone for job in group)
-        return not is_alone and len(group) <= self.together and sum(job.work.gib for job in group) <= DEVICE_GIB
+        taken = sum(job.work.gib + CONTEXT_GIB for job in group)
+        return not is_alone and len(group) <= self.together and taken <= self.gib
+
+
+def device_gib() -> float:
+    """The memory of the GPU; of an H200 where there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return H200_GIB
+    return float(answer.stdout.split()[0]) / 1024
 
 
 class _Worker:
@@ -84,7 +97,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environment(job, caches),
+                env=_environment(job, caches, pool.gib),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -127,14 +140,14 @@ class _Worker:
         return Measurement(self.job)
 
 
-def _environment(job: Job, caches: str) -> dict[str, str]:
+def _environment(job: Job, caches: str, gib: float) -> dict[str, str]:
     """With a share of the device's memory, and without caches of earlier runs.
 
     What measures a start has an empty folder for caches of its library, which its next entry finds filled.
     """
     settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
-    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{job.work.gib / (DEVICE_GIB + 8):.3f}"
+    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(0.9, job.work.gib / gib):.3f}"
     if job.work.alone:
         folder = f"{caches}/{job.entry.library}"
         return settings | dict.fromkeys(("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), folder)

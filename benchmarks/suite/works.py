@@ -141,7 +141,7 @@ WORKS = (
         ResNet(),
         (Entry(MLAX), Entry(TORCH), Entry(FLAX)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 36.0)),
-        gib=16,
+        gib=20,
     ),
     Work(
         "vit",
@@ -150,7 +150,7 @@ WORKS = (
         ViT(),
         (UNROLLED, SCANNED, Entry(TORCH), Entry(FLAX)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 66.0), Claim(SCANNED.name, 1.05, MLAX)),
-        gib=35,
+        gib=42,
     ),
     Work(
         "decode-b1",
