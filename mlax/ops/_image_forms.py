@@ -1,4 +1,4 @@
-"""Forms of convolutions and pooling over images that run faster on a GPU than those that are best elsewhere.
+"""Forms of convolutions and pooling over images that run faster, above all on a GPU.
 
 As in `_cpu.py`, each has a predicate, `prefers_...`, which reads the backend while tracing.
 """
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from mlax._jax import explicit_sharding, is_narrow
+from mlax.ops._cpu import materialize
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Windows
 
@@ -28,8 +29,12 @@ def is_gpu() -> bool:
 
 
 def prefers_gathered_pool_grad(x: Array, windows: Windows) -> bool:
-    """Whether the gradient of a max pooling is gathered; not over explicit mesh axes, since axes are split."""
-    return is_gpu() and max(windows.dilation) == 1 and explicit_sharding(x) is None
+    """Whether the gradient of a max pooling is gathered: of windows that overlap on a GPU only.
+
+    Not over explicit mesh axes, since axes are split.
+    """
+    is_disjoint = all(stride >= window for stride, window in zip(windows.strides, windows.window, strict=True))
+    return (is_disjoint or is_gpu()) and max(windows.dilation) == 1 and explicit_sharding(x) is None
 
 
 def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes: Layout, windows: Windows) -> Array:
@@ -43,10 +48,7 @@ def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes:
         strides[axis] = stride
     blocks = [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]  # of the input, a stride each
     reach = [-(-window // stride) for window, stride in zip(windows.window, windows.strides, strict=True)]
-    # padded here, not where it is read: there each element would be read by itself, after a check of the bounds
-    padded = lax.optimization_barrier(
-        [_pad_windows(*each, reach, blocks, axes) for each in ((argmax, NOWHERE), (y_grad, 0))]
-    )
+    padded = [materialize(_pad_windows(*each, reach, blocks, axes)) for each in ((argmax, NOWHERE), (y_grad, 0))]
     total: Any = None
     for back in itertools.product(*map(range, reach)):  # how many blocks before the element's own its window starts
         index, grad = (_shift(each, back, reach, blocks, axes) for each in padded)
