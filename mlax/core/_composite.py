@@ -62,12 +62,14 @@ class Sub(metaclass=Documented):
         rng: jax.Array | None,
         inference_mode: bool,
         keys: str = KEYS,
+        join: Callable[[str, str, Any], Any] | None = None,
     ):
         self._parts = parts_of(composite)
         self._composite = composite
         self._call = call  # of (name, part, x)
         self._rng = rng
         self._keys = keys  # the name from which those of `rng` derive
+        self._join = join  # of (name, name, x): the output of two parts in a row, or None
         self._drawn = collections.Counter[str]()
         self.inference_mode = inference_mode
 
@@ -112,6 +114,16 @@ class Sub(metaclass=Documented):
             given = f"got {', '.join(named)} by keyword" if named else "got none"
             raise TypeError(f"{call}: {given}, but a part takes its inputs by position: {call}(x), or {call}(x, t).")
         return self._call(name, self._parts[name], inputs[0] if len(inputs) == 1 else inputs)
+
+
+def call_in_turn(sub: Sub, x: Any) -> Any:
+    """The output of all parts, each called on the output of the one before it; two at once where the first can."""
+    names = list(sub._parts)
+    while names:
+        y = None if sub._join is None or len(names) == 1 else sub._join(names[0], names[1], x)
+        x = sub[names[0]](x) if y is None else y
+        del names[: 1 if y is None else 2]
+    return x
 
 
 class _SubGroup:
@@ -217,8 +229,15 @@ class Composite(Layer):
                     state[name] = new
                 return y
 
+        def join(first: str, second: str, x: Any) -> Any:
+            parts = parts_of(composite)
+            if state.get(first) is not None or state.get(second) is not None:
+                return None
+            with error_scope(first, x):
+                return parts[first].fwd_with_next(x, own.get(first), parts[second], own.get(second))
+
         composite = self.infer_sizes(x)
-        y = _call_wire(composite, Sub(composite, call, rng, inference_mode), x)
+        y = _call_wire(composite, Sub(composite, call, rng, inference_mode, join=join), x)
         return y, join_outputs(join_parts(state), outputs)
 
     def __repr__(self) -> str:

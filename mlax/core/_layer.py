@@ -106,6 +106,10 @@ class Layer(metaclass=Documented):
         """The axis of each trainable, by path, to shard over `number` devices; None: as its parts are sharded."""
         return None
 
+    def fwd_with_next(self, x: Any, trainables: Tree, following: "Layer", next_trainables: Tree) -> Any | None:
+        """The output of the layer `following` on that of this one, if both are faster computed at once; else None."""
+        return None
+
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Raise unless the variables are like those that `init` creates for inputs like `x`."""
         wanted = variable_shapes(self, x)

@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
@@ -22,6 +23,7 @@ from mlax.core import (
 )
 from mlax.nn._conv import Conv
 from mlax.nn._linear import Linear, Scaler
+from mlax.nn._lstm_pair import is_pair_faster, lstm_pair
 from mlax.ops import Sizes
 
 
@@ -248,6 +250,31 @@ class LSTMCell(CompositeCell):
 
     def feedback(self, sub, carry):
         return sub.recurrent(carry[0])
+
+    def scan_with_next(self, x, trainables, following, next_trainables):
+        if type(self) is not LSTMCell or type(following) is not LSTMCell or x.ndim != 3:
+            return None
+        cells = {(cell.features, cell.precision, *cell._variations()) for cell in (self, following)}
+        if cells != {(self.features, self.precision, False, None, None, ())}:
+            return None
+        fits = self._fits(x, x.shape[-1], trainables) and following._fits(x, self.features, next_trainables)
+        if not fits or not is_pair_faster(x, self.features, (trainables, next_trainables)):
+            return None
+        return lstm_pair(x, trainables, next_trainables, precision=self.precision)
+
+    def _variations(self) -> tuple[Any, ...]:
+        return self.peephole, self.projection, self.accum_dtype, self.edits
+
+    def _fits(self, x: Any, width: int, trainables: Any) -> bool:
+        """Whether these are the variables for inputs of this width, in the dtype of x."""
+        gates = 4 * self.features
+        wanted: dict[str, Any] = {"input": {"kernel": (width, gates)}, "recurrent": {"kernel": (self.features, gates)}}
+        if self.bias:
+            wanted["input"]["bias"] = (gates,)
+        if self.recurrent_bias:
+            wanted["recurrent"]["bias"] = (gates,)
+        shapes = jax.tree.map(lambda leaf: leaf.shape, trainables)
+        return shapes == wanted and all(leaf.dtype == x.dtype for leaf in jax.tree.leaves(trainables))
 
     def step(self, sub, carry, ahead):
         c = carry[1]

@@ -10,6 +10,7 @@ from mlax.core import (
     Layer,
     Recurrent,
     Sub,
+    call_in_turn,
     check_layer,
     frozen,
     short_repr,
@@ -112,6 +113,8 @@ class Stacked(Composite):
         return with_fields(self, layers=tuple({**self.parts(), **parts}.values()))
 
     def wire(self, sub: Sub, x: Any) -> Any:
+        if not self.carry and not self.lengths:
+            return call_in_turn(sub, x)
         first, y, lengths = unpack_sequence(self, x)
         if self.carry:
             _check_carries(self, first, sum(_recurrent_of(layer) is not None for layer in self.layers))

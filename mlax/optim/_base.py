@@ -184,6 +184,9 @@ class Optimizer(metaclass=Documented):
         nothing changes either if a new weight is not finite, unless it is updated in host memory. Adam and AdamW check
         the norm of the gradient and the rate instead, which bound their steps.
 
+        To update in place, donate from a function whose arguments are in the order of its results, as in `train.step`:
+        `jax.jit(lambda trainables, state, grads: optimizer.update(grads, state, trainables), donate_argnums=(0, 1))`.
+
         Arrays in host memory, whether gradients, weights or slots, stay there: they are updated a few rows at a time,
         if the optimizer is elementwise or the leaf is a stack of layers.
         """

@@ -80,3 +80,14 @@ def test_finite_steps_are_the_same_as_without_the_check(optimizer):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), update(optimizer, grads, trainables, state), plain
     )
+
+
+@pytest.mark.parametrize("optimizer", [optim.AdamW(1e-2), optim.SGD(0.1, momentum=0.9), optim.Adafactor(0.1)], ids=repr)
+def test_the_form_for_a_gpu_computes_the_same(optimizer, monkeypatch):
+    """There a select of each element skips an update, and not a conditional."""
+    trainables, grads = tree("float32"), tree("float32", 1)
+    wanted = update(optimizer, grads, trainables)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    state = optimizer.init(trainables)
+    found = optimizer.update(grads, state, trainables, skip_nonfinite=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted)
