@@ -8,19 +8,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import broadcast_like, reduce_mean, reduce_sum, with_jvps, with_vjp
+from mlax._jax import broadcast_like, explicit_sharding, reduce_mean, reduce_sum, with_jvps, with_vjp
 from mlax.ops._activations import soft_cap
-from mlax.ops._checks import check_floating, is_static
-from mlax.ops._cpu import is_cpu
+from mlax.ops._checks import check_floating
 from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
-
-MAX_REDUCED = 16384  # elements that XLA reduces on a GPU without splitting them
 
 
 class LossSpec(NamedTuple):
@@ -31,7 +27,6 @@ class LossSpec(NamedTuple):
     dtype: Any  # of the sums and the result
     softcap: float | None = None  # of the logits
     classes: int | None = None  # None: all columns of the logits; those after the last class are padding
-    has_lowest_padding: bool = False  # whether its logits are the lowest number; they need no mask then
 
 
 class Rows(NamedTuple):
@@ -187,24 +182,12 @@ def _max_and_sum(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]
 
     The label's own term, 1 where it is the largest, is left out of the sum: a small loss is not rounded to that of 1.
     """
-    top = _reduce_by_blocks(lambda x: lax.reduce_max(x, (x.ndim - 1,)), _mask_columns(x, spec, -jnp.inf))
+    top = lax.reduce_max(_mask_columns(x, spec, -jnp.inf), (x.ndim - 1,))
     top = lax.stop_gradient(top[..., None])
     powers = _mask_columns(lax.exp(x - broadcast_like(top, x)), spec)
     if _are_classes(labels):
         powers = jnp.where(_is_label(x, labels), jnp.zeros_like(powers), powers)
-    return top, _reduce_by_blocks(lambda x: reduce_sum(x, (-1,)), powers)
-
-
-def _reduce_by_blocks(reduce: Callable[[Array], Array], x: Array) -> Array:
-    """`reduce(x)` over the last axis, on a GPU first in blocks that fit one kernel.
-
-    XLA splits longer rows itself, into blocks of any size, which it may not be able to read by vectors.
-    """
-    size, sharding = x.shape[-1], jax.typeof(x).sharding
-    if is_cpu() or not is_static(size) or sharding.mesh.auto_axes or any(sharding.spec[-1:]):
-        return reduce(x)
-    number = next((n for n in range(1, 65) if size % (8 * n) == 0 and size // n <= MAX_REDUCED), 1)
-    return reduce(x) if number == 1 else reduce(reduce(x.reshape(*x.shape[:-1], number, size // number)))
+    return top, reduce_sum(powers, (-1,))
 
 
 def _max_and_sum_by_kernel(logits: Array, x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
@@ -280,13 +263,13 @@ def _is_label(x: Array, labels: Array) -> Array:
 
 def _mask_columns(x: Array, spec: LossSpec, value: float = 0.0) -> Array:
     """`x` with `value` in the columns that are padding."""
-    if spec.classes is None or spec.has_lowest_padding:
+    if spec.classes is None:
         return x
     return jnp.where(_columns(x) < spec.classes, x, jnp.full_like(x, value))
 
 
 def _columns(x: Array) -> Array:
-    return lax.broadcasted_iota(np.int32, x.shape, x.ndim - 1)
+    return lax.broadcasted_iota(np.int32, x.shape, x.ndim - 1, out_sharding=explicit_sharding(x))
 
 
 def _are_classes(labels: Array) -> bool:

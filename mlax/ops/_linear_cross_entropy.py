@@ -16,11 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from mlax._jax import expand_last, explicit_sharding, pcast_like, reduce_sum, with_vjp
-from mlax.ops._activations import min_value
 from mlax.ops._checks import check_floating, check_same_dtype, is_static
 from mlax.ops._cpu import is_cpu
 from mlax.ops._cross_entropy import LossSpec, cross_entropy_rows, logit_gradient, plain_cross_entropy
-from mlax.ops._gpu import prefers_loss_kernel
 
 ALIGNED = 8  # of which a multiple needs no padding: 16 bytes of a narrow dtype
 TILE = 128  # to a multiple of which other vocabularies are padded
@@ -103,8 +101,7 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
     _check_arguments(head, x, weights, bias, labels)
     classes = weights.shape[1 - head.axis]
     if _prefers_padding(classes, weights, bias):
-        has_lowest_padding = _prefers_lowest_padding(head, x, classes)
-        head = head._replace(loss=head.loss._replace(classes=classes, has_lowest_padding=has_lowest_padding))
+        head = head._replace(loss=head.loss._replace(classes=classes))
     arrays = (x, weights, bias), Tokens(labels, mask)
     (x, weights, bias), tokens = pcast_like(arrays, arrays)
     tokens = jax.tree.map(lambda each: _shard_like_rows(each, x), tokens)
@@ -132,8 +129,7 @@ def _whole(head: Head) -> Callable[..., Array]:
     def backward(residuals: Any, primals: Any, tokens: Tokens, grad: Array) -> Any:
         logits, rows = residuals
         d_logits = logit_gradient(logits, *tokens, rows, grad, head.loss)
-        x, weights, _ = _pad_columns(head, primals)
-        return _trim(head, _gradients(head, d_logits, (x, weights, primals[2]), x.dtype), primals)
+        return _trim(head, _gradients(head, d_logits, _pad_columns(head, primals), d_logits.dtype), primals)
 
     return with_vjp(functools.partial(_plain, head), forward, backward)
 
@@ -178,11 +174,10 @@ def _scan_chunks(head: Head, primals: Any, tokens: Tokens, grad: Array) -> tuple
         logits = _logits(head, (rows, weights, bias))
         losses, statistics = cross_entropy_rows(logits, *local, head.loss)
         d_logits = logit_gradient(logits, *local, statistics, part_grad.reshape(losses.shape), head.loss)
-        d_x, *more = _gradients(head, d_logits, (rows, weights, primals[2]), head.loss.dtype)
+        d_x, *more = _gradients(head, d_logits, (rows, weights, bias), head.loss.dtype)
         return jax.tree.map(lax.add, sums, more), (losses.reshape(part_grad.shape), d_x.reshape(part.shape))
 
-    learned = [weights, None if primals[2] is None else bias]
-    start = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, head.loss.dtype), learned)
+    start = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, head.loss.dtype), [weights, bias])
     sums, outputs = lax.scan(run, pcast_like(start, grad), jnp.arange(head.chunks, dtype=np.int32))
     losses, d_x = (lax.collapse(jnp.moveaxis(each, 0, axis), axis, axis + 2) for each in outputs)
     return losses, (d_x, *sums)
@@ -236,23 +231,16 @@ def _trim(head: Head, gradients: Any, primals: Any) -> Any:
 
 
 def _pad_columns(head: Head, primals: Any) -> Any:
-    """The primals with classes that are padding: zeros, and if it may be, the bias that is the lowest number.
-
-    Adding it is part of the product on a GPU, where comparing each column with the number of classes is not.
-    """
-    x, weights, bias = primals
+    """The primals with zeros for the classes that are padding."""
     if head.loss.classes is None:
         return primals
+    x, weights, bias = primals
     more = -head.loss.classes % TILE
-    lowest = min_value(x.dtype) if head.loss.has_lowest_padding else 0.0
-    if bias is None and head.loss.has_lowest_padding:
-        bias = jnp.zeros_like(lax.index_in_dim(weights, 0, head.axis, keepdims=False))
-    padded_bias = None if bias is None else _pad_end(bias, 0, more, lowest)
-    return x, _pad_end(weights, 1 - head.axis, more), padded_bias
+    return x, _pad_end(weights, 1 - head.axis, more), None if bias is None else _pad_end(bias, 0, more)
 
 
-def _pad_end(x: Array, axis: int, more: int, value: float = 0.0) -> Array:
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, more if each == axis else 0, 0) for each in range(x.ndim)])
+def _pad_end(x: Array, axis: int, more: int) -> Array:
+    return jnp.pad(x, [(0, more if each == axis else 0) for each in range(x.ndim)])
 
 
 def _common_value(grad: Array, mask: Array | None) -> tuple[Array, Array]:
@@ -279,18 +267,6 @@ def _prefers_padding(classes: Any, weights: Array, bias: Array | None) -> bool:
     """Whether matrix products are faster with more classes: a GPU needs rows at a multiple of 16 bytes."""
     is_sharded = explicit_sharding(weights) is not None or (bias is not None and explicit_sharding(bias) is not None)
     return is_static(classes) and classes % ALIGNED > 0 and not is_cpu() and not is_sharded
-
-
-def _prefers_lowest_padding(head: Head, x: Array, classes: int) -> bool:
-    """Whether to exclude padding by a bias, which costs less than a mask, except in a kernel.
-
-    A soft cap would raise the lowest number, and smoothing gives padding a gradient.
-    """
-    if head.loss.softcap is not None or head.loss.smoothing:
-        return False
-    rows = x.size // x.shape[-1] // head.chunks if is_static(*x.shape) else 0
-    logits = jax.ShapeDtypeStruct((rows, classes + -classes % TILE), x.dtype)
-    return not prefers_loss_kernel(logits, classes, head.loss.dtype)
 
 
 def _shard_like_rows(each: Array, x: Array) -> Array:

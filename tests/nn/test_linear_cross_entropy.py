@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mlax
 from mlax import dtypes, nn, ops, zoo
-from mlax.ops import _cross_entropy, _linear_cross_entropy
+from mlax.ops import _gpu, _linear_cross_entropy
 from tests.asserts import assert_close
 
 CLASSES = 133  # padded to 256 on a GPU
@@ -23,8 +23,7 @@ OPTIONS = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
 def form(request, monkeypatch):
     """Each form of the functions, whatever the device."""
     if request.param == "gpu":
-        for module in (_cross_entropy, _linear_cross_entropy):
-            monkeypatch.setattr(module, "is_cpu", lambda: False)
+        monkeypatch.setattr(_linear_cross_entropy, "is_cpu", lambda: False)
     return request.param
 
 
@@ -137,6 +136,25 @@ def test_rows_may_be_sharded_over_a_mesh_or_by_shard_map(form, kind, chunks):
             out_specs=(rows, [(rows, PartitionSpec(), PartitionSpec())]),
         )
         assert_close(mapped((x, kernel, bias, labels), grad), wanted, 1e-5, 1e-6)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_on_a_gpu_the_loss_is_three_products_and_two_kernels(monkeypatch, chunks):
+    """By chunks, they stand in the loop of the forward pass, and in that for other cotangents, which computes no x."""
+    monkeypatch.setattr(_linear_cross_entropy, "is_cpu", lambda: False)
+    monkeypatch.setattr(_gpu, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    shapes = ((2, 2048, 128), jnp.bfloat16), ((128, 2257), jnp.bfloat16), ((2, 2048), np.int32)
+    x, kernel, labels = (jax.ShapeDtypeStruct(*each) for each in shapes)
+
+    def mean(x, kernel, labels):
+        return ops.linear_cross_entropy(x, kernel, labels, chunks=chunks, accum_dtype="float32").mean()
+
+    gradient = jax.jit(jax.grad(mean, (0, 1)))
+    text = gradient.trace(x, kernel, labels).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2 * chunks
+    assert text.count("dot_general") == 3 * chunks
 
 
 def test_the_backward_pass_keeps_logits_in_their_own_dtype():
