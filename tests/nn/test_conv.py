@@ -108,12 +108,12 @@ def test_chunked_derivatives_equal_those_of_jax(case, monkeypatch):
         monkeypatch.setattr(
             inspect.getmodule(ops.conv),
             "prefers_chunked_kernel_grad",
-            lambda *given: asked.append(prefers_chunked_kernel_grad(*given)) or chunks,
+            lambda *_: asked.append(chunks) or chunks,
         )
         return jax.jit(lambda *given: derivatives(*given))(trainables, x)
 
     chunked, own = by(True), by(False)
-    assert asked and all(asked)
+    assert True in asked and False in asked
     for name in own:
         for ours, theirs in zip(jax.tree.leaves(chunked[name]), jax.tree.leaves(own[name]), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
@@ -148,10 +148,12 @@ def test_strides_that_a_gpu_folds_into_channels_change_no_derivative(shape, laye
     )
 
 
-def test_narrow_and_sharded_convolutions_are_not_chunked():
-    x = jnp.zeros((8, 5, 5, 16))
+def test_narrow_small_and_sharded_convolutions_are_not_chunked():
+    x = jnp.zeros((8, 12, 12, 16))
     axes = parse_layout("conv", "channel_last", x)
     assert prefers_chunked_kernel_grad(x, axes, 1, None)
+    assert prefers_chunked_kernel_grad(jnp.zeros((8, 5, 5, 128)), axes, 1, None)
+    assert not prefers_chunked_kernel_grad(jnp.zeros((8, 5, 5, 16)), axes, 1, None)
     assert not prefers_chunked_kernel_grad(x.astype(jnp.bfloat16), axes, 1, None)
     assert not prefers_chunked_kernel_grad(x, axes, 1, jnp.float32)
     assert not prefers_chunked_kernel_grad(x, axes, 2, None)
