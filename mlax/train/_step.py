@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import threading
 from typing import Any
 
 import jax
@@ -209,12 +208,8 @@ class Step(metaclass=Documented):
             return state
         variables = variable_shapes(model, x)
         self._check_trained(variables[0])
-        # a GPU takes a second to allocate its memory when it is first used, while the step is traced
-        allocation = threading.Thread(target=lambda: jax.block_until_ready(jax.device_put(np.zeros(()))))
-        allocation.start()
         self.start_compile(jax.eval_shape(self.init, rng, *variables), shape_dtypes(batch))
         try:
-            allocation.join()
             init_rng, rng = random.split(rng)
             return self.init(rng, *model.init(init_rng, x))
         except BaseException:
