@@ -121,7 +121,7 @@ GROUPS = {
         "Llama and its relatives": "Llama llama mistral qwen2 qwen3 gemma gemma2 gemma3 mixtral phi3",
         "Image classifiers": "ResNet resnet ConvNeXt convnext ViT vit deit resize_positions normalize_images",
         "Diffusion": "UNet unet VAE vae Diffusion ddpm ddim",
-        "Text generation": "stream beam_search Generated generate Greedy Sample decoder",
+        "Text generation": "stream beam_search Generated generate Greedy Sample decoder decoding_backend",
         "Text encoders": "BERT BERTMaskedLM BERTClassifier bert roberta minilm SentenceEncoder",
         "Tokenizers": "load_tokenizer Tokenizer ByteTokenizer EncodedPairs",
         "Serving": "Batcher speculative_generate Speculated",

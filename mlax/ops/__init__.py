@@ -13,6 +13,7 @@ from mlax.ops._checks import check_floating, check_groups, check_kernel, is_stat
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._cross_entropy import softmax_cross_entropy
+from mlax.ops._decode_kernels import decode_attention, fused_linear
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._gpu import kernel_backend
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout

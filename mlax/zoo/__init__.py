@@ -5,11 +5,17 @@ from mlax.zoo._batcher import Batcher
 from mlax.zoo._beam_search import beam_search
 from mlax.zoo._bert import BERT, BERTClassifier, BERTMaskedLM, bert, bert_from_config, minilm, roberta
 from mlax.zoo._convnext import ConvNeXt, convnext, convnext_from_config
-from mlax.zoo._decoder import decoder
+from mlax.zoo._decoder import choose_fusion as choose_fusion
+from mlax.zoo._decoder import decoder, decoding_backend
 from mlax.zoo._decoder import init_state as init_state
 from mlax.zoo._decoder import prepare_decoder as prepare_decoder
+from mlax.zoo._decoder_block import DecoderBlock as DecoderBlock
+from mlax.zoo._decoder_block import find_obstacle as find_obstacle
+from mlax.zoo._decoder_block import has_kernels as has_kernels
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
+from mlax.zoo._generate import Settings as Settings
+from mlax.zoo._generate import generate_tokens as generate_tokens
 from mlax.zoo._gpt2 import GPT2, gpt2, gpt2_from_config
 from mlax.zoo._images import normalize_images
 from mlax.zoo._llama import Llama, llama_from_config
@@ -65,6 +71,7 @@ __all__ = [
     "ddim",
     "ddpm",
     "decoder",
+    "decoding_backend",
     "deit",
     "gemma",
     "gemma2",

@@ -19,7 +19,7 @@ from mlax.zoo._arguments import (
     check_vocabulary,
     explain_errors,
 )
-from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
+from mlax.zoo._decoder import Counters, choose_fusion, init_state, prepare_decoder
 from mlax.zoo._generate import Settings, Source, ends_row, share_counters, start
 from mlax.zoo._sampling import Greedy, Sample
 
@@ -73,7 +73,7 @@ class Batcher(metaclass=Documented):
         self.capacity, self.chunk = capacity, chunk
         self.buckets = _check_buckets(buckets, capacity)
         self._rng, stop = check_sampler("Batcher", sampler, rng), check_stop("Batcher", stop)
-        decoder, weights = prepare_decoder(model, capacity, trainables, fuse=is_on_one_device(trainables))
+        decoder, weights = prepare_decoder(model, capacity, trainables, fuse=choose_fusion(trainables))
         settings = Settings(model, capacity, sampler.structure(), "right", 0, False)
         self._program = Program(decoder, settings)
         self._source = Source(weights, sampler.numbers(), stop, None)

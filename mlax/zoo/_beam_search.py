@@ -11,7 +11,7 @@ from jax import lax
 
 from mlax.core import Layer, Tree, frozen
 from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_stop, explain_errors
-from mlax.zoo._decoder import is_on_one_device, prepare_decoder, row_axes
+from mlax.zoo._decoder import Fuse, choose_fusion, prepare_decoder, row_axes
 from mlax.zoo._generate import Generated, capacity, count_tokens, ends_row, prefill, shift_left
 
 EarlyStopping = Literal["heuristic", "first", "never"]
@@ -62,7 +62,7 @@ def beam_search(
     if early_stopping not in ("heuristic", "first", "never"):
         raise ValueError(f"beam_search: early_stopping is {early_stopping!r}, but must be heuristic, first or never.")
     stop, inputs = check_stop("beam_search", stop), check_inputs("beam_search", inputs)
-    search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad, is_on_one_device(trainables))
+    search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad, choose_fusion(trainables))
     arguments = (trainables, non_trainables, prompts, lengths, inputs, np.float32(length_penalty), stop)
     with explain_errors("beam_search", model, prompts, lengths, inputs):
         tokens, lengths, scores = _search(search, *arguments)
@@ -80,7 +80,7 @@ class BeamSearch:
     early_stopping: EarlyStopping
     padding: Padding
     pad: int
-    fuse: bool  # whether to concatenate the kernels of queries, keys and values
+    fuse: Fuse
 
 
 class Beams(NamedTuple):

@@ -2,10 +2,11 @@
 
 import functools
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from mlax import dtypes, nn
@@ -19,13 +20,21 @@ from mlax.core import (
     fields_of,
     find_layers,
     flatten_paths,
+    get,
     map_layers,
     parts_of,
     unflatten_paths,
     unstack,
     with_fields,
 )
+from mlax.zoo._decoder_block import DecoderBlock, find_obstacle, fuse_blocks, has_kernels
 
+Fuse = Literal[
+    "nothing",
+    "projections",  # queries, keys and values are one product, which sharded kernels cannot be
+    "kernels",  # and blocks compute a token with kernels of their own
+    "interpreted",  # by Pallas, on any device
+]
 PROJECTIONS = ("query", "key", "value")
 FLAGS = ("decode", "decoding", "stateful", "last_only")  # fields of layers that are True in a decoder
 
@@ -86,12 +95,12 @@ def _needs_cache(layer: Layer) -> bool:
     return isinstance(layer, nn.MultiHeadAttention) and (layer.causal or layer.cross)
 
 
-def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: bool = False) -> tuple[Any, Tree]:
+def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: Fuse = "nothing") -> tuple[Any, Tree]:
     """The decoder and its trainables in the form that a loop over tokens is fastest with: (decoder, trainables).
 
     No variables are stacked, so that the loop's carry has each layer's cache as a separate array, which is updated in
-    place; casts of mixed precision are done here, once, not at each token; and with `fuse` queries, keys and values are
-    one product, which sharded kernels cannot be.
+    place; casts of mixed precision are done here, once, not at each token; and what `fuse` says is fused, as
+    `choose_fusion` finds.
     """
     model, trainables = unstack(decoder(model, length), trainables)
     boundaries = sorted(find_layers(model, dtypes.Mixed), key=lambda each: each[0].count("/"))  # outer ones first
@@ -99,7 +108,49 @@ def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: bool =
         own = _leaves_below(trainables, path)
         trainables = unflatten_paths({**flatten_paths(trainables), **dtypes.cast(own, mixed.compute)}.items())
     model = map_layers(model, "", functools.partial(_follow_dtype, trainables))
-    return _fuse_projections(model, trainables) if fuse else (model, trainables)
+    if fuse == "nothing":
+        return model, trainables
+    model, trainables = _fuse_projections(model, trainables)
+    if fuse == "projections":
+        return model, trainables
+    return fuse_blocks(model, trainables, interpret=fuse == "interpreted")
+
+
+def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: int = 1024) -> str:
+    """The backend that computes a token of each row in `zoo.generate`, and why: "pallas: ..." or "xla: ...".
+
+    "pallas" is for one row, with blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as
+    `dtypes.mixed_bfloat16` makes them, on one NVIDIA GPU of Hopper (H100, H200): five kernels a block, and attention
+    reads the filled slots of the cache alone. "xla" is for everything else, also what the kernels refuse to compile.
+    `batch` is the number of rows, `length` the capacity of the cache.
+
+    >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
+    >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
+    >>> zoo.decoding_backend(model, trainables).partition(":")[0]
+    'xla'
+    """
+    check_layer("decoding_backend", "the model", model)
+    fuse = choose_fusion(trainables)
+    if fuse == "nothing":
+        return "xla: the weights are on several devices, or traced"
+    if fuse == "projections":
+        return "xla: the kernels are for NVIDIA GPUs of Hopper, and the weights are on another device"
+    decoders: list[Any] = []
+
+    def prepare(trainables: Tree) -> tuple[Tree, Tree]:
+        found, weights = prepare_decoder(model, length, trainables, fuse=fuse)
+        decoders.append(found)
+        return weights, init_state(found, jnp.zeros((batch, 1), np.int32))
+
+    weights, state = jax.eval_shape(prepare, trainables)
+    blocks = find_layers(decoders[0], DecoderBlock)
+    if not blocks:
+        layers = [layer for _, chain in find_layers(decoders[0], Chain) for layer in chain.layers]
+        return f"xla: {find_obstacle(layers[0] if layers else model)}"
+    path, block = blocks[0]
+    x = jax.ShapeDtypeStruct((batch, 1, block.layer.width), jnp.bfloat16)
+    refusal = block.find_refusal(x, get(weights, path), get(state, path))
+    return "pallas: the device and the model allow it" if refusal is None else f"xla: {refusal}"
 
 
 def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
@@ -129,12 +180,15 @@ def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
     return map_layers(model, "", fuse), unflatten_paths(leaves.items())
 
 
-def is_on_one_device(tree: Tree) -> bool:
-    """Whether no array is sharded, as far as is known; tracers may be."""
-    leaves = jax.tree.leaves(tree)
+def choose_fusion(trainables: Tree) -> Fuse:
+    """What a decoder may fuse with these weights, by their devices: nothing that is sharded, as tracers may be."""
+    leaves = jax.tree.leaves(trainables)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        return False
-    return all(len(leaf.sharding.device_set) == 1 for leaf in leaves if isinstance(leaf, jax.Array))
+        return "nothing"
+    devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.device_set}
+    if len(devices) > 1:
+        return "nothing"
+    return "kernels" if all(map(has_kernels, devices or jax.devices()[:1])) else "projections"
 
 
 class Counters:

@@ -11,7 +11,7 @@ from jax import lax
 
 from mlax.core import Layer, Tree, document_tuple, frozen
 from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_sampler, check_stop, explain_errors
-from mlax.zoo._decoder import Counters, init_state, is_on_one_device, prepare_decoder
+from mlax.zoo._decoder import Counters, Fuse, choose_fusion, init_state, prepare_decoder
 from mlax.zoo._sampling import Greedy, Sample
 
 CHUNK = 16  # tokens between two checks whether all rows have stopped, each of which costs a GPU a pause
@@ -66,11 +66,11 @@ def generate(
     prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
     stop, inputs = check_stop("generate", stop), check_inputs("generate", inputs)
     rng = check_sampler("generate", sampler, rng)
-    settings = Settings(
-        model, max_new_tokens, sampler.structure(), padding, pad, log_probs, is_on_one_device(trainables)
-    )
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs, choose_fusion(trainables))
     with explain_errors("generate", model, prompts, lengths, inputs):
-        return _generate(settings, trainables, non_trainables, prompts, lengths, inputs, sampler.numbers(), stop, rng)
+        return generate_tokens(
+            settings, trainables, non_trainables, prompts, lengths, inputs, sampler.numbers(), stop, rng
+        )
 
 
 @frozen
@@ -83,7 +83,7 @@ class Settings:
     padding: Padding
     pad: int
     log_probs: bool
-    fuse: bool = False  # whether to concatenate the kernels of queries, keys and values
+    fuse: Fuse = "nothing"
 
 
 class Carry(NamedTuple):
@@ -106,7 +106,7 @@ class Source(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _generate(
+def generate_tokens(
     settings: Settings,
     trainables: Tree,
     non_trainables: Tree,
@@ -117,6 +117,7 @@ def _generate(
     stop: Any,
     rng: Any,
 ) -> Generated:
+    """`generate` after its checks: one compiled program."""
     b, n = prompts.shape[0], settings.max_new_tokens
     steps = n - 1 if not stop.size else -(-(n - 1) // CHUNK) * CHUNK
     slots = capacity(prompts, steps + 1)
@@ -137,8 +138,10 @@ def _generate(
         return carry, tokens, scores
 
     loop = (carry, tokens, scores)
-    if not stop.size:
-        carry, tokens, scores = lax.fori_loop(0, steps, step, loop)
+    if not stop.size:  # the loop's own counter is the index: one fewer to add to at each token
+        carry, tokens, scores = lax.fori_loop(
+            np.int32(1), np.int32(n), lambda i, loop: step(i, (loop[0]._replace(index=i), *loop[1:])), loop
+        )
     else:
         carry, tokens, scores = lax.while_loop(
             lambda loop: (loop[0].index < n) & ~loop[0].has_stopped.all(),

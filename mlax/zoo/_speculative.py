@@ -22,7 +22,7 @@ from mlax.core import (
     with_fields,
 )
 from mlax.zoo._arguments import Padding, check_prompts, check_sampler, check_stop, explain_errors
-from mlax.zoo._decoder import is_on_one_device, prepare_decoder
+from mlax.zoo._decoder import Fuse, choose_fusion, prepare_decoder
 from mlax.zoo._generate import capacity, ends_row, prefill, shift_left
 from mlax.zoo._sampling import Greedy, Sample, mark_invalid
 
@@ -79,7 +79,7 @@ def speculative_generate(
     stop, rng = check_stop("speculative_generate", stop), check_sampler("speculative_generate", sampler, rng)
     if sampler.needs_seen:
         raise ValueError("speculative_generate: the sampler has a repetition_penalty; pass None, or use zoo.generate.")
-    fuse = is_on_one_device((trainables, draft_trainables))
+    fuse = choose_fusion((trainables, draft_trainables))
     settings = SpeculativeSettings(model, draft, max_new_tokens, draft_tokens, sampler.structure(), padding, pad, fuse)
     rng = jax.random.key(0) if rng is None else rng  # of no influence on Greedy
     weights = trainables, draft_trainables
@@ -100,7 +100,7 @@ class SpeculativeSettings:
     sampler: Greedy | Sample
     padding: Padding
     pad: int
-    fuse: bool  # whether to concatenate the kernels of queries, keys and values
+    fuse: Fuse
 
 
 class Round(NamedTuple):

@@ -10,7 +10,7 @@ from jax import lax
 
 from mlax.core import Layer, Tree
 from mlax.zoo._arguments import Padding, check_inputs, check_prompts, check_sampler, check_stop, explain_errors
-from mlax.zoo._decoder import is_on_one_device, prepare_decoder
+from mlax.zoo._decoder import choose_fusion, prepare_decoder
 from mlax.zoo._generate import Carry, Settings, Source, capacity, next_token, share_counters, start
 from mlax.zoo._sampling import Greedy, Sample
 
@@ -54,7 +54,7 @@ def stream(
         raise ValueError(f"stream: chunk is {chunk!r}, but must be an integer of at least 1.")
     stop, inputs = check_stop("stream", stop), check_inputs("stream", inputs)
     rng = check_sampler("stream", sampler, rng)
-    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, is_on_one_device(trainables))
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, choose_fusion(trainables))
     slots = capacity(prompts, max_new_tokens + chunk)
     decoder, weights = prepare_decoder(model, slots, trainables, fuse=settings.fuse)  # once, not in each chunk
     source = Source(weights, sampler.numbers(), stop, rng)
