@@ -7,7 +7,8 @@
 Greedy decoding with GPT-2 124M in bfloat16, random weights, 512 new tokens after a prompt of 128. A row each:
 - scan by hand: one jitted scan over tokens, a cache for each layer in its carry, one product for query, key and value,
   weights in bfloat16. Its cache is (b, h, s, k), or (b, s, h, k), or that with attention as products and sums.
-- zoo.generate from float32 weights (mixed_bfloat16), from unstacked ones in bfloat16, and that with a stop token.
+- zoo.generate from float32 weights (mixed_bfloat16), from unstacked ones in bfloat16, that with a stop token, and
+  without kernels of its own, which are used on GPUs of Hopper (zoo.decoding_backend).
 - transformers with its compiled static cache, if PyTorch and transformers are there.
 That all of them produce the same tokens is checked in float32 with a small model first.
 """
@@ -46,6 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     check_tokens()
     for batch in options.batch:
+        print(f"batch {batch}: {describe_backend(batch)}")
         programs = all_programs(MODEL, batch, options.prompt, options.tokens)
         if options.only:
             programs = {name: run for name, run in programs.items() if any(part in name for part in options.only)}
@@ -55,6 +57,12 @@ def main() -> None:
                 profile(
                     f"{options.profile}/{batch}/{name.replace(' ', '_').replace(':', '')}", name, run, options.tokens
                 )
+
+
+def describe_backend(batch: int) -> str:
+    model = dtypes.mixed_bfloat16(MODEL)
+    trainables, _ = jax.jit(MODEL.init)(jax.random.key(0), MODEL.example_input())
+    return zoo.decoding_backend(model, trainables, batch=batch)
 
 
 def check_tokens() -> None:
@@ -110,7 +118,15 @@ def jax_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int, dtype: A
         "zoo.generate: stacked": functools.partial(ours, mixed, trainables),
         "zoo.generate: unstacked": functools.partial(ours, apart, weights),
         "zoo.generate: stop token": functools.partial(ours, apart, weights, stop=UNREACHABLE),
+        "XLA alone: zoo.generate": functools.partial(without_kernels, apart, tokens, weights, prompts),
     }
+
+
+def without_kernels(model: Any, tokens: int, weights: Any, prompts: Any) -> Any:
+    """`zoo.generate` as on devices that have no kernels of mlax."""
+    settings = zoo.Settings(model, tokens, zoo.Greedy(), "right", 0, False, "projections")
+    arguments = (weights, None, prompts, None, (), {}, np.zeros(0, np.int32), None)
+    return jax.block_until_ready(zoo.generate_tokens(settings, *arguments).tokens)
 
 
 def weights_by_hand(model: zoo.GPT2, trainables: Any) -> Any:
