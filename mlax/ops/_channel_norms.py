@@ -14,7 +14,6 @@ from mlax.ops._cpu import is_cpu
 from mlax.ops._norms import (
     divide_by_rms,
     global_mean,
-    materialize_each,
     mean,
     moments,
     moments_in_two_passes,
@@ -146,9 +145,8 @@ def _channel_norm_rule(
     def backward(_: None, primals: Any, statistics: Any, dy: Array) -> Any:
         (x, scale, shift), (center, factor) = primals, statistics
         wide, centered = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) - center
-        sums = [lax.expand_dims(reduce_sum(each, axes), axes) for each in (wide, wide * centered)]
-        dshift, dscale = materialize_each(*sums)  # else XLA sums `dy` over the examples once more, from the start
-        dscale = dscale * factor
+        dshift = lax.expand_dims(reduce_sum(wide, axes), axes)
+        dscale = lax.expand_dims(reduce_sum(wide * centered, axes), axes) * factor
         (scaled,) = _expand_channels(others, scale)
         scaled = 1.0 if scaled is None else lax.convert_element_type(scaled, dtype)
         constant, slope = dshift * scaled, dscale * scaled  # their means are the gradients of mean and deviation

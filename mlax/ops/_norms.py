@@ -21,7 +21,7 @@ from mlax._jax import (
     with_vjp,
 )
 from mlax.ops._checks import check_floating, check_same_dtype
-from mlax.ops._cpu import is_cpu
+from mlax.ops._cpu import is_cpu, materialize
 from mlax.ops._gpu import norm_gradient_kernel, norm_kernel, on_gpu, prefers_norm_kernel
 from mlax.ops._windows import axis_window_slices
 
@@ -137,7 +137,7 @@ def layer_norm_forward(
     """The layer norm over `axes`, and the mean and the inverse deviation, in `dtype` and with axes of size 1."""
     wide = lax.convert_element_type(x, dtype)
     center, var = moments_in_two_passes(wide, axes) if is_cpu() else moments(wide, axes)
-    center, factor = materialize_each(center, lax.rsqrt(var + eps))
+    center, factor = materialize(center), materialize(lax.rsqrt(var + eps))
     y = scale_and_shift((wide - center) * factor, scale, shift)
     return lax.convert_element_type(y, x.dtype), center, factor
 
@@ -155,7 +155,7 @@ def layer_norm_backward(
     wide = lax.convert_element_type(dy, center.dtype)
     y = (lax.convert_element_type(x, center.dtype) - center) * factor
     by_y = wide * y
-    constant, slope = materialize_each(_mean_scaled(wide, scale, axes), _mean_scaled(by_y, scale, axes))
+    constant, slope = (materialize(_mean_scaled(each, scale, axes)) for each in (wide, by_y))
     dx = factor * (scale_and_shift(wide, scale, None) - constant - y * slope)
     return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
 
@@ -180,13 +180,13 @@ def _rms_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
 
     def normalize(x: Array, scale: Array | None) -> tuple[Array, Array]:
         wide = lax.convert_element_type(x, dtype)
-        (factor,) = materialize_each(lax.rsqrt(mean(wide * wide, axes) + eps))
+        factor = materialize(lax.rsqrt(mean(wide * wide, axes) + eps))
         return lax.convert_element_type(scale_and_shift(wide * factor, scale, None), x.dtype), factor
 
     def differentiate(x: Array, factor: Array, scale: Array | None, dy: Array) -> tuple[Array, Array | None]:
         wide, y = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) * factor
         by_y = wide * y
-        (slope,) = materialize_each(_mean_scaled(by_y, scale, axes))
+        slope = materialize(_mean_scaled(by_y, scale, axes))
         dx = factor * (scale_and_shift(wide, scale, None) - y * slope)
         return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y)
 
@@ -284,11 +284,6 @@ def moments_in_two_passes(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array
     center = mean(x, axes)
     away = x - center
     return center, mean(away * away, axes)
-
-
-def materialize_each(*statistics: Array) -> list[Array]:
-    """The arrays, not fused into what reads them: XLA would compute them again there, or write them broadcast."""
-    return [lax.optimization_barrier(each) for each in statistics]
 
 
 def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
