@@ -14,7 +14,6 @@ from jax import lax
 from jaxtyping import Array
 
 from mlax._jax import explicit_sharding, is_narrow
-from mlax.ops._cpu import materialize
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Windows
 
@@ -29,12 +28,14 @@ def is_gpu() -> bool:
 
 
 def prefers_gathered_pool_grad(x: Array, windows: Windows) -> bool:
-    """Whether the gradient of a max pooling is gathered: of windows that overlap on a GPU only.
+    """Whether the gradient of a max pooling is gathered (benchmarks/images.py).
 
-    Not over explicit mesh axes, since axes are split.
+    Of windows that overlap, it is on a GPU, and on a CPU before JAX 0.11: there XLA takes up to ten times as long for
+    the transpose of slices. Not over explicit mesh axes, since axes are split.
     """
     is_disjoint = all(stride >= window for stride, window in zip(windows.strides, windows.window, strict=True))
-    return (is_disjoint or is_gpu()) and max(windows.dilation) == 1 and explicit_sharding(x) is None
+    is_faster = is_disjoint or is_gpu() or jax.__version_info__ < (0, 11)
+    return is_faster and max(windows.dilation) == 1 and explicit_sharding(x) is None
 
 
 def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes: Layout, windows: Windows) -> Array:
@@ -48,7 +49,7 @@ def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes:
         strides[axis] = stride
     blocks = [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]  # of the input, a stride each
     reach = [-(-window // stride) for window, stride in zip(windows.window, windows.strides, strict=True)]
-    padded = [materialize(_pad_windows(*each, reach, blocks, axes)) for each in ((argmax, NOWHERE), (y_grad, 0))]
+    padded = [_pad_windows(*each, reach, blocks, axes) for each in ((argmax, NOWHERE), (y_grad, 0))]
     total: Any = None
     for back in itertools.product(*map(range, reach)):  # how many blocks before the element's own its window starts
         index, grad = (_shift(each, back, reach, blocks, axes) for each in padded)
