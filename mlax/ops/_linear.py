@@ -124,7 +124,8 @@ def gather_rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "cli
     """
     if mode == "fill" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
         wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)  # to hold the number of rows
-        indices = jnp.where(wide < 0, table.shape[0], wide)
+        # without a sign, negative ones lie beyond the last row, and JAX adds no code that counts them from the end
+        indices = wide.astype(jnp.uint32 if wide.dtype.itemsize == 4 else jnp.uint64)
     sharding = explicit_sharding(indices)
     if sharding is None:
         return take_rows(table, indices, mode)
