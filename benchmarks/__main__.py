@@ -11,10 +11,12 @@ fails, or if libraries compute different numbers.
 
 import argparse
 import datetime
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import append, merge, read, to_rows
@@ -63,12 +65,14 @@ def run_cpu(rows: Path, options: argparse.Namespace) -> int:
 
 def run_check(rows: Path, options: argparse.Namespace) -> int:
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    jobs = select(options.only)
-    if not has_torch(options.torch):
-        jobs = [job for job in jobs if job.entry.library != TORCH]
-    return run_suite(jobs, rows, options, tiny=True)
+    jobs = [job for job in select(options.only) if job.entry.library != TORCH or has_torch(options.torch)]
+    distinct: dict[Any, Job] = {}
+    for job in jobs:  # of several sizes of one program the tiny ones are the same
+        distinct.setdefault((job.work.program, shrink(job.work).size, job.entry.name), job)
+    return run_suite(list(distinct.values()), rows, options, tiny=True)
 
 
+@functools.cache
 def has_torch(python: str) -> bool:
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     found = subprocess.run([python, "-c", code]).returncode == 0
