@@ -1,4 +1,4 @@
-"""Claims: on a Hopper GPU, the kernels of mlax/ops/_gpu.py are faster than XLA's programs, and compute the same.
+"""Claims: on a Hopper GPU, kernels of Pallas are faster than XLA's programs, and compute the same.
 
     python benchmarks/row_kernels.py [rounds]    # a minute; without such a GPU it says so
 
@@ -19,10 +19,10 @@ from harness import interleave, print_table, seconds, time_steps, verdict
 from rich import print
 
 from mlax import ops
-from mlax.ops import _gpu
 
 TOKENS, LIMIT, ERROR = 32_768, 0.95, 1e-2
 ACCUM = {"accum_dtype": "float32"}
+KERNELS = sys.modules[ops.kernel_backend.__module__]  # which chooses between the forms
 
 
 def cases() -> dict[str, tuple[Any, list[Any], float]]:
@@ -36,18 +36,12 @@ def cases() -> dict[str, tuple[Any, list[Any], float]]:
         found[f"RMS norm of {width}"] = (functools.partial(ops.rms_norm, **ACCUM), [x, scale], 5)
     x, bias = draw(keys[0], (TOKENS, 3072)), draw(keys[1], (3072,))
     for activation in (ops.gelu, ops.exact_gelu):
-        biased = functools.partial(_biased_activation, activation=activation)
+        biased = functools.partial(ops.activate, activation=activation)
         found[f"bias and {activation.__name__}"] = (biased, [x, bias], 5)
     labels = jax.random.randint(keys[3], (TOKENS,), 0, 50_304)
     loss = functools.partial(ops.softmax_cross_entropy, labels=labels, **ACCUM)
     found["cross-entropy of 50,304 classes"] = (loss, [draw(keys[0], (TOKENS, 50_304))], 3)
     return found
-
-
-def _biased_activation(x: Any, bias: Any, *, activation: Any) -> Any:
-    from mlax.ops._activations import activate
-
-    return activate(x, bias, activation)
 
 
 def both_passes(function: Any) -> Any:
@@ -63,7 +57,7 @@ def both_passes(function: Any) -> Any:
 def compile_forms(function: Any, arguments: list[Any], cotangent: Any) -> dict[str, Any]:
     """Both passes, by the kernels and by XLA."""
     kernel = both_passes(function).lower(arguments, cotangent).compile()
-    with mock.patch.object(_gpu, "kernel_obstacle", return_value="XLA is measured"):
+    with mock.patch.object(KERNELS, "kernel_obstacle", return_value="XLA is measured"):
         return {"kernel": kernel, "XLA": both_passes(function).lower(arguments, cotangent).compile()}
 
 

@@ -1,6 +1,7 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
 from mlax.core import name_types as name_types
+from mlax.ops._activations import activate as activate
 from mlax.ops._activations import exact_gelu, gelu, glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
 from mlax.ops._attention import attention, attention_weights
 from mlax.ops._attention_backend import AttentionBackend, attention_backend

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mlax
 from mlax import dtypes, nn, ops, zoo
-from mlax.ops import _gpu, _linear_cross_entropy
 from tests.asserts import assert_close
 
+HEAD, GPU = (inspect.getmodule(inspect.unwrap(each)) for each in (ops.linear_cross_entropy, ops.kernel_backend))
 CLASSES = 133  # padded to 256 on a GPU
 OPTIONS = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
 
@@ -23,7 +24,7 @@ OPTIONS = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
 def form(request, monkeypatch):
     """Each form of the functions, whatever the device."""
     if request.param == "gpu":
-        monkeypatch.setattr(_linear_cross_entropy, "is_cpu", lambda: False)
+        monkeypatch.setattr(HEAD, "is_cpu", lambda: False)
     return request.param
 
 
@@ -142,8 +143,8 @@ def test_rows_may_be_sharded_over_a_mesh_or_by_shard_map(form, kind, chunks):
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_on_a_gpu_the_loss_is_three_products_and_two_kernels(monkeypatch, chunks):
     """By chunks, they stand in the loop of the forward pass, and in that for other cotangents, which computes no x."""
-    monkeypatch.setattr(_linear_cross_entropy, "is_cpu", lambda: False)
-    monkeypatch.setattr(_gpu, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(HEAD, "is_cpu", lambda: False)
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     shapes = ((2, 2048, 128), jnp.bfloat16), ((128, 2257), jnp.bfloat16), ((2, 2048), np.int32)
     x, kernel, labels = (jax.ShapeDtypeStruct(*each) for each in shapes)
