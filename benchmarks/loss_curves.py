@@ -7,7 +7,7 @@ difference that another rounding of the initial weights to bfloat16 makes. Compa
 
     python benchmarks/loss_curves.py                                     # 10 minutes on an H200
     python benchmarks/loss_curves.py --depth 4 --batch 16 --length 512   # 1 minute
-    python benchmarks/loss_curves.py --depth 2 --width 64 --vocabulary 1001 --batch 8 --length 64    # on a CPU
+    python benchmarks/loss_curves.py --depth 1 --width 64 --vocabulary 301 --batch 4 --length 32    # on a CPU
 
 It exits with an error if a curve leaves the noise. Typical: see docs/benchmarks.md.
 """

@@ -109,9 +109,9 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
         x, tokens = _flatten_tokens(x, tokens)
         return _whole(head)((x, weights, bias), tokens).reshape(labels.shape)
     axis, length = x.ndim - 2, x.shape[-2]
-    head = head._replace(chunks=min(head.chunks, length))
+    head = head._replace(chunks=max(1, min(head.chunks, length)))
     if more := -length % head.chunks:
-        tokens = tokens._replace(mask=jnp.ones_like(labels, bool) if mask is None else tokens.mask)
+        tokens = tokens._replace(mask=jnp.ones_like(tokens.labels, bool) if mask is None else tokens.mask)
         x, tokens = jax.tree.map(lambda each: _pad_end(each, axis, more), (x, tokens))
     losses = _by_chunks(head)((x, weights, bias), tokens)
     return lax.slice_in_dim(losses, 0, length, axis=axis) if more else losses
