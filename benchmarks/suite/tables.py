@@ -71,14 +71,14 @@ def failing(rows: Sequence[Row]) -> str:
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """The fitted exponents beside those of theory."""
+    """The fitted exponents beside those of theory, which are upper bounds."""
     rows = [row for row in rows if row["work"] == "scaling"]
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     lines = [["grows with", *(f"{metric}, fitted (theory)" for metric in metrics)], ["---"] * (len(metrics) + 1)]
     for axis in dict.fromkeys(row["title"] for row in rows):
         found = {row["metric"]: f"{row['value']:.2f} ({row['theory']:g})" for row in rows if row["title"] == axis}
         lines.append([axis, *(found.get(metric, "") for metric in metrics)])
-    return "### Exponents\n\n" + _draw(lines) if rows else ""
+    return f"### Exponents\n\n{_describe(rows)}\n\n{_draw(lines)}" if rows else ""
 
 
 def _library(row: Row) -> str:
