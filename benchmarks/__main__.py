@@ -1,6 +1,6 @@
 """The benchmarks of mlax beside its peers: what they take, whether all compute the same, and whether claims hold.
 
-    python -m benchmarks gpu [--only WORK WORK:LIBRARY ...]    # 8 minutes on an H200
+    python -m benchmarks gpu [--only WORK WORK:LIBRARY ...]
     python -m benchmarks cpu [--only layers train scaling]     # 20 minutes on two cores
     python -m benchmarks check                                 # the GPU set with tiny models, in float32 on a CPU
     python -m benchmarks render gpu.jsonl cpu.jsonl            # take rows over into benchmarks/results and all tables
