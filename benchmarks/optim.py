@@ -191,6 +191,9 @@ def compare_packed(rounds):
             "mlax, 20 steps per call": Updates(*mlax_update(optimizer, weights), weights, STEPS),
             "mlax, jit(update)": Updates(*mlax_update(optimizer, weights), weights, bare=True),
             "Optax": Updates(*optax_update(optax.adamw(1e-3, weight_decay=0.01), weights), weights),
+            "Optax, jit(update)": Updates(
+                *optax_update(optax.adamw(1e-3, weight_decay=0.01), weights), weights, bare=True
+            ),
         }
         for case in cases.values():
             case.run()
@@ -200,11 +203,11 @@ def compare_packed(rounds):
         cases["PyTorch, fused"] = torch_update(shapes)
         times = best_times(cases, rounds)
         best[kind] = times["mlax, packed"]
-        ratios[kind] = times["mlax, jit(update)"] / times["Optax"]
+        ratios[kind] = max(times["mlax" + form] / times["Optax" + form] for form in ("", ", jit(update)"))
         rows += [(kind, name, seconds(duration)) for name, duration in times.items()]
     print_table("AdamW over 124 million elements", ("", "", "per update"), rows)
     print(verdict("packed, GPT-2 takes under 0.95 ms", best["GPT-2"] < 0.95e-3))
-    print(verdict("jax.jit(optimizer.update, donate_argnums=(1, 2)) is no slower than Optax", ratios["GPT-2"] <= 1.05))
+    print(verdict("GPT-2 takes no longer than with Optax, in either order", ratios["GPT-2"] <= 1.05))
     print(verdict("1,000 leaves take at most 1.2 times that", best["1,000 leaves"] <= 1.2 * best["GPT-2"]))
 
 
