@@ -188,7 +188,10 @@ def choose_fusion(trainables: Tree) -> Fuse:
     devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         return "nothing"
-    return "kernels" if all(map(has_kernels, devices or jax.devices()[:1])) else "projections"
+    # where a program of uncommitted arrays runs: a device, a platform or None
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    candidates = [*devices] if default is None else [*devices, default]
+    return "kernels" if all(map(has_kernels, candidates or jax.devices()[:1])) else "projections"
 
 
 class Counters:

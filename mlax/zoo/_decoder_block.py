@@ -133,4 +133,4 @@ def find_obstacle(layer: Layer) -> str | None:
 
 def has_kernels(device: Any) -> bool:
     """Whether a device is of the kind that the kernels are faster on: an NVIDIA GPU of Hopper, as the H200 is."""
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+    return getattr(device, "platform", "") == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")

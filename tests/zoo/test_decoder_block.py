@@ -129,6 +129,7 @@ def test_what_fails_to_compile_is_left_to_the_block():
 def test_kernels_are_for_weights_on_one_gpu_of_hopper():
     for platform, capability, wanted in (("gpu", "9.0", True), ("gpu", "8.0", False), ("cpu", "", False)):
         assert has_kernels(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
+    assert not has_kernels("cpu")
     assert choose_fusion({"kernel": jnp.ones(2)}) == "projections"
     assert jax.jit(lambda x: choose_fusion(x) == "nothing")(jnp.ones(2))
 
