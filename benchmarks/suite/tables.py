@@ -18,7 +18,8 @@ def write_tables(path: Path, text: str) -> None:
     if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"{path} must have one {start} and one {end} after it.")
     before, _, rest = page.partition(start)
-    path.write_text(f"{before}{start}\n{text}\n{end}{rest.partition(end)[2]}")
+    between = f"\n{text}\n\n" if text else ""
+    path.write_text(f"{before}{start}\n{between}{end}{rest.partition(end)[2]}")
 
 
 def readme_tables(gpu: Sequence[Row], cpu: Sequence[Row]) -> str:
