@@ -87,14 +87,14 @@ def _cross_entropy(spec: LossSpec) -> Callable[[Any, Any], Array]:
 def cross_entropy_rows(logits: Array, labels: Array, mask: Array | None, spec: LossSpec) -> tuple[Array, Rows]:
     """The loss of each row and what its gradient needs; not differentiable."""
     by_kernel = _prefers_kernel(logits, labels, spec)
-    reduce = functools.partial(_max_and_sum_by_kernel, logits) if by_kernel else _max_and_sum
+    reduce = _max_and_sum_by_kernel if by_kernel else _max_and_sum
     value, rows = _rows(logits, labels, spec, reduce)
     return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value)), rows
 
 
 def _rows(logits: Array, labels: Array, spec: LossSpec, reduce: Callable[..., Any]) -> tuple[Array, Rows]:
     x = _read(logits, spec)
-    top, total = reduce(x, labels, spec)
+    top, total = reduce(logits, labels, spec)
     gap = _expected_gap(logits, top, labels, spec)
     log_sum = lax.log1p(total + lax.expm1(-gap)) if _are_classes(labels) else lax.log(total)
     if spec.smoothing:
@@ -177,31 +177,28 @@ def _prefers_kernel(logits: Array, labels: Array, spec: LossSpec) -> bool:
     return has_kernel and prefers_loss_kernel(logits, _classes(logits, spec), spec.dtype)
 
 
-def _max_and_sum(x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
-    """The largest of `x`, (..., 1), and the sum of `exp(x - top)`, (...).
+def _max_and_sum(logits: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
+    """The largest logit, (..., 1), and the sum of `exp(logits - top)`, (...).
 
     The label's own term, 1 where it is the largest, is left out of the sum: a small loss is not rounded to that of 1.
     """
-    top = lax.reduce_max(_mask_columns(x, spec, -jnp.inf), (x.ndim - 1,))
-    top = lax.stop_gradient(top[..., None])
+    x, top = _read(logits, spec), lax.reduce_max(_mask_columns(logits, spec, -jnp.inf), (logits.ndim - 1,))
+    top = lax.stop_gradient(_read(top[..., None], spec))
     powers = _mask_columns(lax.exp(x - broadcast_like(top, x)), spec)
     if _are_classes(labels):
         powers = jnp.where(_is_label(x, labels), jnp.zeros_like(powers), powers)
     return top, reduce_sum(powers, (-1,))
 
 
-def _max_and_sum_by_kernel(logits: Array, x: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
-    """As `_max_and_sum`, by a kernel that reads the logits in their own dtype, before they are widened to `x`."""
+def _max_and_sum_by_kernel(logits: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
+    """As `_max_and_sum`, by a kernel."""
 
     def kernel(logits: Array, labels: Array) -> tuple[Array, Array]:
         rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
         top, total = other_powers_kernel(*rows, _classes(logits, spec))
         return top.reshape(*labels.shape, 1), total.reshape(labels.shape)
 
-    def plain(logits: Array, labels: Array) -> tuple[Array, Array]:
-        return _max_and_sum(_widen(logits, spec.dtype), labels, spec)
-
-    return on_gpu(kernel, plain, logits, labels)
+    return on_gpu(kernel, functools.partial(_max_and_sum, spec=spec), logits, labels)
 
 
 def _logit_gradient_by_kernel(
