@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from mlax._jax import explicit_sharding, is_narrow, reduce_mean, reduce_sum, with_vjp
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import materialize
-from mlax.ops._image_forms import gather_pool_grad, prefers_gathered_pool_grad
+from mlax.ops._image_forms import gather_pool_grad, prefers_fused_max, prefers_gathered_pool_grad
 from mlax.ops._layout import Layout, parse_layout
 from mlax.ops._windows import Padding, Sizes, Windows, axis_window_slices, pad, resolve_windows, window_slices
 
@@ -316,7 +316,24 @@ def _max_of_windows(x: Array, axes: Layout, windows: Windows) -> Array:
     def backward(argmax: Array, x: Array, consts: None, y_grad: Array) -> Array:
         return gather_pool_grad(argmax, y_grad, x.shape, axes, windows)
 
-    return (with_vjp(plain, forward, backward) if prefers_gathered_pool_grad(x, windows) else plain)(x)
+    if not prefers_gathered_pool_grad(x, windows):
+        return plain(x)
+    gathered = with_vjp(plain, forward, backward)
+    return _with_fused_value(gathered, axes, windows)(x) if prefers_fused_max(x) else gathered(x)
+
+
+def _with_fused_value(max_of_windows: Any, axes: Layout, windows: Windows) -> Any:
+    """`max_of_windows`, whose value is computed by `reduce_window` where it is not differentiated."""
+    fused = jax.custom_jvp(lambda x: _reduce_window_max(x, axes, windows))
+    fused.defjvp(lambda primals, tangents: jax.jvp(max_of_windows, primals, tangents))
+    return fused
+
+
+def _reduce_window_max(x: Array, axes: Layout, windows: Windows) -> Array:
+    sizes, strides = [1] * x.ndim, [1] * x.ndim
+    for axis, size, stride in zip(axes.spatial, windows.window, windows.strides, strict=True):
+        sizes[axis], strides[axis] = size, stride
+    return lax.reduce_window(x, -np.inf, lax.max, sizes, strides, "VALID")
 
 
 @jax.custom_jvp

@@ -222,3 +222,15 @@ def test_errors_say_what_does_not_fit(layer, shape, words):
 def test_an_invalid_reduction_is_an_error(kind):
     with pytest.raises(ValueError, match="by is 'median', but must be one of mean, max, sum"):
         kind(by="median")
+
+
+def test_a_max_pooling_fused_with_its_neighbors_has_the_same_value_and_derivatives(monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (2, 4, 6, 3)).at[0, 1, 1, 0].set(jnp.nan)
+
+    def derivatives(fused):
+        monkeypatch.setattr(inspect.getmodule(ops.max_pool), "prefers_fused_max", lambda _: fused)
+        y, pull = jax.vjp(lambda x: ops.max_pool(x, 2), x)
+        return ops.max_pool(x, 2), pull(y), jax.jvp(lambda x: ops.max_pool(x, 2), (x,), (x,))
+
+    for one, other in zip(*(jax.tree.leaves(derivatives(fused)) for fused in (True, False)), strict=True):
+        np.testing.assert_array_equal(one, other)
