@@ -39,11 +39,11 @@ def prefers_gathered_pool_grad(x: Array, windows: Windows) -> bool:
 
 
 def prefers_fused_max(x: Array) -> bool:
-    """Whether the value of a max pooling without a gradient is `reduce_window`: on a CPU, from JAX 0.11 on.
+    """Whether the value of a max pooling without a gradient is `reduce_window`: on a CPU.
 
     XLA then computes it in one kernel with the convolutions before and after it (the CNN of benchmarks/layers.py).
     """
-    return jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 11) and x.dtype == jnp.float32
+    return jax.default_backend() == "cpu" and x.dtype == jnp.float32
 
 
 def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes: Layout, windows: Windows) -> Array:
