@@ -174,7 +174,9 @@ class Recurrent(Wrapper):
         plain = Recurrent(self.layer, axis=self.axis)
         if not isinstance(self.layer, CompositeCell) or not isinstance(following, Recurrent):
             return None
-        if self != plain or following != with_fields(plain, layer=following.layer) or not isinstance(x, jax.Array):
+        if self != plain or following != with_fields(plain, layer=following.layer):
+            return None
+        if not isinstance(x, jax.Array) or x.ndim != 3:  # the layers by themselves say what does not fit
             return None
         y = self.layer.scan_with_next(jnp.moveaxis(x, self.axis, 0), trainables, following.layer, next_trainables)
         return None if y is None else jnp.moveaxis(y, 0, self.axis)
