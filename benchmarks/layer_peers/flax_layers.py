@@ -52,6 +52,8 @@ LAYERS = {
     "GRU": lambda rngs: nnx.RNN(nnx.GRUCell(256, 256, rngs=rngs), time_major=True),
     "CNN": cnn,
 }
+if not hasattr(nnx, "RoPE"):  # some versions do not have it
+    del LAYERS["Rotary"]
 
 
 def build(name: str, x: np.ndarray):
