@@ -43,6 +43,13 @@ class CrossEntropyHead(Wrapper):
     chunks: int = 1  # of the axis before the last; the logits of one exist at a time
     accum_dtype: DType = None  # of the sums and the losses; None: the input's
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(f"CrossEntropyHead: smoothing is {self.smoothing}, but must be a fraction below 1.")
+        if not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"CrossEntropyHead: chunks is {self.chunks!r}, but must be an integer of at least 1.")
+
     def init(self, rng, x):
         return self.layer.init(rng, self._check_names(x)["x"] if isinstance(x, dict) else x)
 

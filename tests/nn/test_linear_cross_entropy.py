@@ -259,3 +259,11 @@ def test_wrong_arguments_are_errors_that_say_what_to_do():
     head = nn.CrossEntropyHead(nn.Linear(5))
     with pytest.raises(ValueError, match="has x, but must be an array, or a dict of x, labels"):
         head.init(jax.random.key(0), {"x": x})
+
+
+@pytest.mark.parametrize("fields", [{"chunks": 0}, {"smoothing": 2.0}])
+def test_a_head_refuses_fields_out_of_range_when_it_is_built(fields):
+    with pytest.raises(
+        ValueError, match=f"CrossEntropyHead: {next(iter(fields))} is {next(iter(fields.values()))}, but"
+    ):
+        nn.CrossEntropyHead(nn.Linear(7), **fields)
