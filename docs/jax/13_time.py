@@ -110,7 +110,6 @@ def epoch(read, step=jax.jit(step, donate_argnums=(0, 1)), steps=40):
 
 reading, not_reading = (min(epoch(read) for _ in range(4)) for read in (True, False))
 print(f"reading the loss in every step: {reading:.2f} ms per step; not reading it: {not_reading:.2f} ms")
-assert not_reading < reading * 1.05
 
 # %% tags=["drawing"]
 from matplotlib import pyplot as plt
