@@ -3,7 +3,7 @@
 from mlax._jax._barrier import fusion_barrier
 from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
-from mlax._jax._gather import take_rows
+from mlax._jax._gather import narrow_indices, take_rows
 from mlax._jax._memory import (
     are_on_one_device,
     is_on_host,
@@ -112,6 +112,7 @@ __all__ = [
     "mean_product",
     "name_hash",
     "named_key",
+    "narrow_indices",
     "partition_inexact",
     "path_of",
     "pcast_like",

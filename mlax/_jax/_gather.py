@@ -25,6 +25,14 @@ def take_rows(table: jax.Array, indices: jax.Array, mode: Mode) -> jax.Array:
     return _take_rows(table, indices, mode)
 
 
+def narrow_indices(indices: jax.Array, size: Any) -> jax.Array:
+    """Indices of at most 32 bits, all that XLA reads; of 64-bit ones, those out of bounds become -1 or `size`."""
+    if indices.dtype.itemsize < 8:
+        return indices
+    lowest = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else 0
+    return jnp.clip(indices, lowest, size).astype(jnp.int32)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _take_rows(table: jax.Array, indices: jax.Array, mode: Mode) -> jax.Array:
     return jnp.take(table, indices, axis=0, mode=mode)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mlax._jax import is_typed_key, leaves_with_paths
-from mlax.core._errors import short_repr, short_signature, signature
+from mlax.core._errors import not_a_dtype_message, short_repr, short_signature, signature
 from mlax.core._paths import STACKED, flatten_paths
 
 KEY_ADVICE = "pass jax.random.key(0), for example"
@@ -107,6 +107,16 @@ def check_not_donated(owner: str, advice: str = DONATION_ADVICE, **trees: Any) -
 
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def check_is_dtype(owner: str, **dtypes: Any) -> None:
+    """Raise if an argument is neither None nor a dtype; the error of NumPy names neither function nor argument."""
+    for argument, dtype in dtypes.items():
+        try:
+            if dtype is not None:
+                jnp.dtype(dtype)
+        except TypeError:
+            raise TypeError(not_a_dtype_message(owner, argument, dtype)) from None
 
 
 def check_floating_input(layer: Any, x: Any) -> None:

@@ -76,6 +76,12 @@ def is_like_first(y: Any, x: Any) -> bool:
     return isinstance(x, tuple) and len(x) > 1 and signature(y) == signature(x[0])
 
 
+def not_a_dtype_message(owner: str, what: str, value: Any) -> str:
+    """The sentence for a field or an argument that should be a dtype."""
+    advice = "pass a name such as 'bfloat16' or a dtype such as jnp.float32."
+    return f"{owner}: {what} is {value!r}, which is not a dtype; {advice}"
+
+
 def wrong_instance_message(owner: str, what: str, value: Any, wanted: type) -> str:
     """The message for a value that is not an instance of the description class wanted, with what to write instead."""
     name, kind = getattr(value, "__name__", None), "layer" if wanted.__name__ == "Layer" else wanted.__name__

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax.core._display import function_name
-from mlax.core._errors import SURGERY, constructor_error, short_repr, unknown_field_message, wrong_instance_message
+from mlax.core._errors import (
+    SURGERY,
+    constructor_error,
+    not_a_dtype_message,
+    short_repr,
+    unknown_field_message,
+    wrong_instance_message,
+)
 from mlax.core._help import DType, Size
 
 C = TypeVar("C", bound=type)
@@ -280,10 +287,7 @@ def _dtype_name(self: Any, name: str, value: Any) -> str:
     try:
         return jnp.dtype(value).name
     except TypeError:
-        raise TypeError(
-            f"{type(self).__name__}: field `{name}` is {value!r}, which is not a dtype; "
-            "pass a name such as 'bfloat16' or a dtype such as jnp.float32."
-        ) from None
+        raise TypeError(not_a_dtype_message(type(self).__name__, f"field `{name}`", value)) from None
 
 
 def _freeze_dicts(self: Any) -> None:

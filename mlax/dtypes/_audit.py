@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax._jax import layer_path, source_line
-from mlax.core import Documented, Layer, short_repr
+from mlax.core import Documented, Layer, check_is_dtype, short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ def audit(function: Callable, *args: Any, dtype: Any = None, **kwargs: Any) -> t
         )
     if not callable(function):
         raise TypeError(f"audit: {function!r} is not a function; the call is audit(function, *arguments).")
+    check_is_dtype("audit", dtype=dtype)
     jaxpr = _trace(function, args, kwargs)
     declared = _infer_dtype(jaxpr.in_avals) if dtype is None else jnp.dtype(dtype)
     return Violations(_find_violations(jaxpr, declared))

@@ -6,7 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlax.core import DType, Layer, Wrapper, all_layers, check_layer, frozen, map_layers, override, with_fields
+from mlax.core import (
+    DType,
+    Layer,
+    Wrapper,
+    all_layers,
+    check_is_dtype,
+    check_layer,
+    frozen,
+    map_layers,
+    override,
+    with_fields,
+)
 
 
 @frozen
@@ -47,6 +58,7 @@ def cast(tree: Any, dtype: DType) -> Any:
 
     So are float8 leaves, which have no meaning without their scale. Leaves may be arrays or `jax.ShapeDtypeStruct`.
     """
+    check_is_dtype("cast", dtype=dtype)
     if dtype is None:
         return tree
     if not jnp.issubdtype(dtype, jnp.floating):

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from mlax._jax import broadcast_like, divide, expand_last, reduce_sum, with_vjp
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._gpu import gelu_gradient_kernel, gelu_kernel, on_gpu, prefers_gelu_kernel
 
@@ -101,6 +102,7 @@ def softmax(
     Elements that are not `visible` count as minus infinity; where none is visible the result is 0, not NaN.
     (`jax.nn.softmax` sums float16 and bfloat16 in float32.)
     """
+    check_is_dtype("softmax", accum_dtype=accum_dtype)
     wide = x if accum_dtype is None else lax.convert_element_type(x, jnp.dtype(accum_dtype))
     numerator, denominator, _ = softmax_parts(wide, visible, axis=axis)
     return lax.convert_element_type(divide(numerator, denominator), x.dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from mlax.core import check_is_dtype
 from mlax.ops._attention_backend import AttentionBackend, attention_backend, holds_too_many_scores
 from mlax.ops._attention_checks import check_attention
 from mlax.ops._attention_chunked import chunked_attention
@@ -61,6 +62,7 @@ def attention(
     subtracts slope times distance. `attention_backend` says what computes it; `implementation` chooses.
     https://arxiv.org/abs/1706.03762, equation 1; grouped heads https://arxiv.org/abs/2305.13245.
     """
+    check_is_dtype("attention", accum_dtype=accum_dtype)
     check_attention(
         q,
         k,
@@ -135,6 +137,7 @@ def attention_weights(
 
     They sum to 1 for each query, less what its sink takes, or to 0 if it attends to no key. All of them are in memory.
     """
+    check_is_dtype("attention_weights", accum_dtype=accum_dtype)
     check_attention(
         q,
         k,

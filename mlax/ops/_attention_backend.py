@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from mlax.core import check_is_dtype
 from mlax.ops._attention_cudnn import find_refusal
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import is_static
@@ -50,6 +51,7 @@ def attention_backend(
     cannot even be traced where cuDNN is not installed. cuDNN is asked by compiling the forward and the backward pass
     once for each shape, and what it refuses another backend computes; `implementation="cudnn"` raises then.
     """
+    check_is_dtype("attention_backend", accum_dtype=accum_dtype)
     names = get_args(AttentionBackend)
     if implementation not in (None, *names):
         raise ValueError(f"attention: implementation is {implementation!r}, but must be one of {', '.join(names)}.")

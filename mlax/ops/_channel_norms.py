@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import broadcast_like, divide_by_count, is_narrow, reduce_sum, varying_axes, with_jvps, with_vjp
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu
 from mlax.ops._norms import (
@@ -83,6 +84,7 @@ def batch_statistics(
 
     Both are in the dtype of `x`, or in `accum_dtype`, and over all devices along `axis_name` if given.
     """
+    check_is_dtype("batch_statistics", accum_dtype=accum_dtype)
     return normalize_batch(x, axis=axis, axis_name=axis_name, accum_dtype=accum_dtype)[1:]
 
 
@@ -102,6 +104,7 @@ def group_norm(
     The channels, c of them, are along `axis`; each group is contiguous. In the dtype of `x`, computed in `accum_dtype`
     if given.
     """
+    check_is_dtype("group_norm", accum_dtype=accum_dtype)
     axis %= x.ndim
     if axis == 0 or x.shape[axis] % groups:
         raise ValueError(

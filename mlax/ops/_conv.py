@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from mlax._jax import WORKAROUND, broadcast_like, with_jvps
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_kernel, check_same_dtype
 from mlax.ops._cpu import (
     Convolve,
@@ -42,6 +43,7 @@ def conv(
     (b, *spatial, c) and (f, *window, c / groups) to (b, *spatial, f), or as in `layout`. Each group of channels
     gives its own f / groups features. Products are summed in `accum_dtype` if given.
     """
+    check_is_dtype("conv", accum_dtype=accum_dtype)
     axes, window = _check("conv", x, kernel, bias, layout, groups)
     windows = resolve_windows("conv", x, axes, window, strides, padding, dilation)
     if pad_with != "zeros":
@@ -94,6 +96,7 @@ def conv_transpose(
     `strides` apart, and `padding` is cropped from both ends: n positions, windows that span k positions and a stride s
     give (n - 1) s + k - padding + output_padding positions, as in PyTorch. "SAME" and "CAUSAL" give n s.
     """
+    check_is_dtype("conv_transpose", accum_dtype=accum_dtype)
     axes, window = _check("conv_transpose", x, kernel, bias, layout, groups)
     windows = resolve_transposed_windows("conv_transpose", x, axes, window, strides, padding, output_padding, dilation)
 

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import broadcast_like, explicit_sharding, reduce_mean, reduce_sum, with_jvps, with_vjp
+from mlax._jax import broadcast_like, explicit_sharding, narrow_indices, reduce_mean, reduce_sum, with_jvps, with_vjp
+from mlax.core import check_is_dtype
 from mlax.ops._activations import soft_cap
 from mlax.ops._checks import check_floating
 from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
@@ -55,11 +56,12 @@ def softmax_cross_entropy(
     With `accum_dtype="float32"`, all but the logits and their gradient is in float32, the result included, and no copy
     of the logits in float32 is stored for the backward pass. `ops.linear_cross_entropy` computes the logits, too.
     """
+    check_is_dtype("softmax_cross_entropy", accum_dtype=accum_dtype)
     check_floating("softmax_cross_entropy", logits)
     dtype = jnp.dtype(logits.dtype if accum_dtype is None else accum_dtype)
     cross_entropy = _cross_entropy(LossSpec(float(smoothing), float(z_loss), dtype))
     if _are_classes(labels):
-        return cross_entropy((logits, None), (labels, mask))
+        return cross_entropy((logits, None), (narrow_indices(labels, logits.shape[-1]), mask))
     return cross_entropy((logits, labels), (None, mask))
 
 

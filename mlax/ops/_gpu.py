@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Integer
 
+from mlax.core import check_is_dtype
 from mlax.ops._checks import is_static
 
 THREADS = 128  # of a warpgroup
@@ -44,6 +45,7 @@ def kernel_backend(x: Any, *, accum_dtype: Any = None) -> str:
     >>> ops.kernel_backend(jnp.ones((4096, 768), "bfloat16"), accum_dtype="float32").split(":")[0]
     'xla'
     """
+    check_is_dtype("kernel_backend", accum_dtype=accum_dtype)
     obstacle = kernel_obstacle(x, None if accum_dtype is None else jnp.dtype(accum_dtype))
     return "mosaic: the device and the shape allow it" if obstacle is None else f"xla: {obstacle}"
 

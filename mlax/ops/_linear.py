@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import broadcast_like, expand_last, explicit_sharding, reduce_sum, take_rows
+from mlax._jax import broadcast_like, expand_last, explicit_sharding, narrow_indices, reduce_sum, take_rows
+from mlax.core import check_is_dtype
 from mlax.ops._activations import activate
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._cpu import flatten_rows
@@ -29,6 +30,7 @@ def linear(
 
     Products are summed in `accum_dtype` if given. On a GPU, the bias and `ops.gelu` or `ops.exact_gelu` are one pass.
     """
+    check_is_dtype("linear", accum_dtype=accum_dtype)
     if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"linear: the input has the shape {x.shape} but the kernel {kernel.shape}; "
@@ -55,6 +57,7 @@ def tied_logits(
 
     Products are summed in `accum_dtype` if given. https://arxiv.org/abs/1608.05859
     """
+    check_is_dtype("tied_logits", accum_dtype=accum_dtype)
     if x.ndim == 0 or x.shape[-1] != table.shape[1]:
         raise ValueError(
             f"tied_logits: the input has the shape {x.shape} but the table {table.shape}; their last axes must be of "
@@ -122,10 +125,10 @@ def gather_rows(table: jax.Array, indices: jax.Array, mode: Literal["fill", "cli
 
     An index out of bounds gives NaN ("fill") or the nearest row ("clip"). Negative indices are out of bounds.
     """
+    indices = narrow_indices(indices, table.shape[0])
     if mode == "fill" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
-        wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)  # to hold the number of rows
         # without a sign, negative ones lie beyond the last row, and JAX adds no code that counts them from the end
-        indices = wide.astype(jnp.uint32 if wide.dtype.itemsize == 4 else jnp.uint64)
+        indices = indices.astype(jnp.int32).astype(jnp.uint32)
     sharding = explicit_sharding(indices)
     if sharding is None:
         return take_rows(table, indices, mode)

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import expand_last, explicit_sharding, pcast_like, reduce_sum, with_vjp
+from mlax._jax import expand_last, explicit_sharding, narrow_indices, pcast_like, reduce_sum, with_vjp
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype, is_static
 from mlax.ops._cpu import is_cpu
 from mlax.ops._cross_entropy import LossSpec, cross_entropy_rows, logit_gradient, plain_cross_entropy
@@ -48,6 +49,7 @@ def linear_cross_entropy(
     gradients are computed along with its losses, assuming that all losses have the same cotangent, as by a mean; if
     not, the backward pass computes the logits again.
     """
+    check_is_dtype("linear_cross_entropy", accum_dtype=accum_dtype)
     loss = _loss_spec(x, smoothing, z_loss, softcap, accum_dtype)
     head = Head("linear_cross_entropy", 0, chunks, precision, loss)
     return _head_loss(head, x, kernel, bias, labels, mask)
@@ -70,6 +72,7 @@ def tied_cross_entropy(
     """An output layer tied to an embedding table, fused with its cross-entropy: `linear_cross_entropy` for the kernel
     `table.T`, without a transpose.
     """
+    check_is_dtype("tied_cross_entropy", accum_dtype=accum_dtype)
     loss = _loss_spec(x, smoothing, z_loss, softcap, accum_dtype)
     head = Head("tied_cross_entropy", 1, chunks, precision, loss)
     return _head_loss(head, x, table, bias, labels, mask)
@@ -102,7 +105,7 @@ def _head_loss(head: Head, x: Array, weights: Array, bias: Array | None, labels:
     classes = weights.shape[1 - head.axis]
     if _prefers_padding(classes, weights, bias):
         head = head._replace(loss=head.loss._replace(classes=classes))
-    arrays = (x, weights, bias), Tokens(labels, mask)
+    arrays = (x, weights, bias), Tokens(narrow_indices(labels, classes), mask)
     (x, weights, bias), tokens = pcast_like(arrays, arrays)
     tokens = jax.tree.map(lambda each: _shard_like_rows(each, x), tokens)
     if head.chunks == 1:

@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import broadcast_like, reduce_sum
+from mlax._jax import broadcast_like, narrow_indices, reduce_sum
+from mlax.core import check_is_dtype
 from mlax.ops._activations import min_value
 from mlax.ops._checks import check_floating
 
@@ -30,12 +31,14 @@ def ctc_loss(
     the logits, or in `accum_dtype`, the result included. Narrow logits need `accum_dtype="float32"`, since the log
     probability of a long sequence is a large number. https://dl.acm.org/doi/10.1145/1143844.1143891, section 4.1.
     """
+    check_is_dtype("ctc_loss", accum_dtype=accum_dtype)
     check_floating("ctc_loss", logits)
     x = logits if accum_dtype is None else lax.convert_element_type(logits, accum_dtype)
     if logit_mask is not None:
         x = jnp.where(logit_mask[..., None], x, 0)  # padding has the gradient 0, even if it is NaN
     if label_mask is not None:
         labels = jnp.where(label_mask, labels, blank)
+    labels = narrow_indices(labels, logits.shape[-1])
     unlikely = min_value(x.dtype) / 2  # minus infinity has no finite derivatives
     is_repeated = jnp.pad(labels[:, 1:] == labels[:, :-1], ((0, 0), (1, 0)))
     is_first = jnp.pad(jnp.zeros_like(labels[:, 1:], bool), ((0, 0), (1, 0)), constant_values=True)

@@ -20,6 +20,7 @@ from mlax._jax import (
     reduce_sum_by_product,
     with_vjp,
 )
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu, materialize
 from mlax.ops._gpu import norm_gradient_kernel, norm_kernel, on_gpu, prefers_norm_kernel
@@ -39,6 +40,7 @@ def layer_norm(
 
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
+    check_is_dtype("layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("layer_norm", x=x, scale=scale, shift=shift)
     check_floating("layer_norm", x)
     norm = _layer_norm_rule(_positive(axes, x), eps, jnp.dtype(accum_dtype or x.dtype))
@@ -58,6 +60,7 @@ def rms_norm(
 
     It is computed in `accum_dtype` if given, and the result cast once, at the end.
     """
+    check_is_dtype("rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("rms_norm", x=x, scale=scale)
     check_floating("rms_norm", x)
     dtype = jnp.dtype(accum_dtype or x.dtype)
@@ -82,6 +85,7 @@ def local_response_norm(
     The channels are along `axis`; those beyond the first and the last count as 0. It is computed in `accum_dtype` if
     given. https://papers.nips.cc/paper/4824, section 3.3, with PyTorch's mean in place of the sum.
     """
+    check_is_dtype("local_response_norm", accum_dtype=accum_dtype)
     check_floating("local_response_norm", x)
     axis %= x.ndim
     wide = lax.convert_element_type(x, x.dtype if accum_dtype is None else accum_dtype)

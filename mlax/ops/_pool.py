@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import explicit_sharding, is_narrow, reduce_mean, reduce_sum, with_vjp
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import materialize
 from mlax.ops._image_forms import gather_pool_grad, prefers_fused_max, prefers_gathered_pool_grad
@@ -47,6 +48,7 @@ def pool(
     `strides` are the window's sizes unless given. `ceil` lets the last window extend beyond the end. It is computed in
     `accum_dtype` if given.
     """
+    check_is_dtype("pool", accum_dtype=accum_dtype)
     axes = parse_layout("pool", layout, x)
     windows = resolve_pool_windows("pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
@@ -98,6 +100,7 @@ def mean_pool(
 
     Positions beyond the padding (by `ceil`) never count. The rest is as in `pool`.
     """
+    check_is_dtype("mean_pool", accum_dtype=accum_dtype)
     axes = parse_layout("mean_pool", layout, x)
     windows = resolve_pool_windows("mean_pool", x, layout, window, strides, padding, dilation, ceil)
     wide = x if accum_dtype is None else lax.convert_element_type(x, accum_dtype)
@@ -127,6 +130,7 @@ def global_pool(
     With `keep_axes` the spatial axes remain, of size 1. Sums are taken in `accum_dtype` if given. The gradient of the
     maximum goes to the first of equal elements.
     """
+    check_is_dtype("global_pool", accum_dtype=accum_dtype)
     check_reduction("global_pool", by)
     check_floating("global_pool", x)
     axes = parse_layout("global_pool", layout, x).spatial
@@ -147,6 +151,7 @@ def adaptive_pool(
     Bin i of m over n positions is PyTorch's: from floor(i n / m) up to ceil((i + 1) n / m), so that bins overlap
     where m does not divide n. A size of None leaves its axis as it is.
     """
+    check_is_dtype("adaptive_pool", accum_dtype=accum_dtype)
     check_reduction("adaptive_pool", by)
     check_floating("adaptive_pool", x)
     axes = parse_layout("adaptive_pool", layout, x)

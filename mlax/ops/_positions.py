@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, Real
 
+from mlax.core import check_is_dtype
 from mlax.ops._checks import is_static, known_values
 from mlax.ops._linear import gather_rows
 
@@ -31,6 +32,7 @@ def sinusoids(
     the frequencies are rounded to that dtype.
     https://arxiv.org/abs/1706.03762, section 3.5.
     """
+    check_is_dtype("sinusoids", dtype=dtype, accum_dtype=accum_dtype)
     if width % 2:
         raise ValueError(f"sinusoids: the width is {width}, but must be even: each frequency has a sine and a cosine.")
     frequencies = base ** (-np.arange(0, width, 2) / width)
@@ -65,6 +67,7 @@ def rotary(
     `accum_dtype`, and then rounded to the dtype of `x`; with None all is in that dtype, and four roundings from
     position 1,024 on. Positions below 1,024 that are not given take no arithmetic at all.
     """
+    check_is_dtype("rotary", accum_dtype=accum_dtype)
     if x.ndim != 4:
         raise ValueError(f"rotary: the input has the shape {x.shape}, but must be (batch, time, heads, width).")
     if frequencies is None:
@@ -168,6 +171,7 @@ def alibi(
 
     `attention(..., alibi=True)` adds the same without storing it.
     """
+    check_is_dtype("alibi", dtype=dtype)
     distance = jnp.abs(queries[:, None] - keys[None, :]).astype(dtype)
     slopes = jnp.asarray(alibi_slopes(heads).astype(dtype))
     return -slopes[None, :, None, None] * distance

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import broadcast_like, expand_last
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating
 from mlax.ops._cpu import flatten_rows
 
@@ -53,6 +54,7 @@ def quantized_linear(
       each row (token), and the product is one of float8 summed in float32 (or `accum_dtype`), which Hopper and newer
       GPUs compute in hardware. Where a device cannot, XLA converts the same codes to a wider dtype first.
     """
+    check_is_dtype("quantized_linear", accum_dtype=accum_dtype)
     inputs, outputs = kernel_axes(kernel.dtype)
     rows = flatten_rows(x)
     if is_integer(kernel.dtype):
@@ -89,6 +91,7 @@ def is_quantized_dtype(dtype: Any) -> bool:
 
 def check_quantized_dtype(owner: str, dtype: Any) -> None:
     """Raise unless arrays can be quantized to `dtype`."""
+    check_is_dtype(owner, dtype=dtype)
     if not is_quantized_dtype(dtype):
         raise ValueError(f"{owner}: the dtype is {dtype}, but must be one of {', '.join(QUANTIZED)}.")
 

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import broadcast_like, divide, euclidean_norm
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_same_dtype
 
 
@@ -16,6 +17,7 @@ def weight_norm(
     """Weight normalization: `magnitude * direction / norm(direction)`, the norm over all axes but `axis`, in the dtype
     of `direction`.
     """
+    check_is_dtype("weight_norm", accum_dtype=accum_dtype)
     check_same_dtype("weight_norm", direction=direction, magnitude=magnitude)
     length = output_norms(direction, axis=axis, accum_dtype=accum_dtype)
     wide = lax.convert_element_type(direction, length.dtype)

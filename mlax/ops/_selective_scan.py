@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from mlax._jax import broadcast_like, expand_last, pcast_like, reduce_sum, shard_like, sums_precisely
+from mlax.core import check_is_dtype
 from mlax.ops._checks import check_same_dtype, is_static
 
 
@@ -34,6 +35,7 @@ def selective_scan(
     recomputed in the backward pass, so that memory holds `chunk` states of each row, and one for each chunk.
     https://arxiv.org/abs/2312.00752, equations 2 and 4 and algorithm 2.
     """
+    check_is_dtype("selective_scan", accum_dtype=accum_dtype)
     check_same_dtype("selective_scan", x=x, step=step, log_rate=log_rate, write=write, read=read, skip=skip)
     b, t, c = x.shape
     dtype = x.dtype if accum_dtype is None else jnp.dtype(accum_dtype)

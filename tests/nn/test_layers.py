@@ -73,6 +73,21 @@ def test_embed_of_anything_but_integers_is_an_error():
         nn.Embed(5, 3).init(RNG, jnp.ones(2))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_64_bit_indices_out_of_bounds_give_nan_and_no_gradient(dtype):
+    with jax.enable_x64(True):
+        table, logits = jnp.ones((4, 3), dtype), jnp.ones((4, 4), dtype)
+        indices = jnp.asarray([2, 2**40, 2**32, -(2**40)])
+        losses = ops.softmax_cross_entropy(logits, indices)
+        losses_of_head = ops.linear_cross_entropy(jnp.ones((4, 3), dtype), jnp.ones((3, 4), dtype), indices)
+        losses_of_sequence = ops.ctc_loss(jnp.ones((2, 5, 4), dtype), indices[:2, None])
+        rows, transpose = jax.vjp(lambda table: ops.embedding(indices, table), table)
+        (gradient,) = transpose(jnp.ones_like(rows))
+    for values in (rows[:, 0], losses, losses_of_head, losses_of_sequence):
+        assert not jnp.isnan(values[0]) and jnp.isnan(values[1:]).all()
+    assert gradient[:, 0].tolist() == [0, 0, 1, 0]
+
+
 def test_an_embedding_of_vectors_is_the_tied_output_layer():
     embed, x = nn.Embed(5, 3), jax.random.normal(RNG, (2, 4, 3))
     trainables, _ = embed.init(RNG, x)

@@ -1,7 +1,7 @@
 """Claim: large products take the same time with a linear kernel stored as (in, out) as with (out, in).
 
-    taskset -c 0 python benchmarks/kernels.py [rounds]    # half a minute
-    python benchmarks/kernels.py [rounds]                 # on a GPU, with larger inputs: a minute
+    taskset -c 0 python benchmarks/kernel_layouts.py [rounds]    # half a minute
+    python benchmarks/kernel_layouts.py [rounds]                 # on a GPU, with larger inputs: a minute
 
 Each row is one linear layer with the gradients of input and kernel, in float32, on a GPU in bfloat16 too. (out, in) is
 multiplied without an explicit transpose: `dot_general` contracts its second axis. The small cases, with few rows or few
