@@ -113,23 +113,25 @@ class Cost(metaclass=Documented):
         )
 
 
-def cost(function: Any, *args: Any, measure: bool = False, **kwargs: Any) -> Cost:
+def cost(function: Any, *args: Any, measure: bool = False, peaks: Peaks | None = None, **kwargs: Any) -> Cost:
     """FLOPs, bytes, arithmetic intensity and roofline position of a function by layer, forward and backward.
 
     `function` may be a `train.step`. FLOPs are counted in the jaxpr, bytes in the kernels of the compiled program, each
     as often as it runs; a fusion counts for the layer of its last operation. Over several devices, the numbers are of
-    one of them, with an equal share of the FLOPs. The peaks are measured on the device, in about a second. With
-    `measure=True` the function is run, so the arguments must be arrays and not be donated, and the time of each layer
-    is read from the profiler.
+    one of them, with an equal share of the FLOPs. With `measure=True` the function is run, so the arguments must be
+    arrays and not be donated, and the time of each layer is read from the profiler.
+
+    Without `peaks`, those of the device are measured, in about a second. Pass them for a device that is described by
+    `jax.experimental.topologies` and is not here.
     """
     traced, compiled = trace_and_compile("cost", function, args, kwargs)
     if not measure:
-        return cost_of(traced, compiled, None)
+        return cost_of(traced, compiled, None, peaks)
     compiled = without_command_buffers(traced, compiled)
-    return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled))
+    return cost_of(traced, compiled, measure_instructions(function, args, kwargs, compiled), peaks)
 
 
-def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cost:
+def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None, peaks: Peaks | None = None) -> Cost:
     """The cost of a function that is traced, or None, and compiled; `seconds` are those of each HLO instruction."""
     program = parse_hlo(compiled.as_text() or "")
     counts: dict[tuple[str, bool], list[float]] = collections.defaultdict(lambda: [0, 0, 0, 0.0])
@@ -145,7 +147,7 @@ def cost_of(traced: Any, compiled: Any, seconds: dict[str, float] | None) -> Cos
         row[3] += (seconds or {}).get(kernel.name, 0.0)
     devices = _devices(compiled)
     share = len(devices)
-    peaks = measure_peaks(devices[0], dtypes.most_common(1)[0][0] if dtypes else "float32")
+    peaks = peaks or measure_peaks(devices[0], dtypes.most_common(1)[0][0] if dtypes else "float32")
     rows = [
         LayerCost(
             path, backward, int(flops / share), int(size), int(number), None if seconds is None else spent / share
@@ -211,7 +213,7 @@ def _kernel_bytes(program: Program, computation: Computation, kernel: Instructio
     """The bytes that a kernel reads and writes; of an array that it slices or updates in part, those of the slice."""
     operands = [computation.instructions[name] for name in kernel.operands if name in computation.instructions]
     if kernel.opcode in ("fusion", "fusion-start") and kernel.called:
-        return _fusion_bytes(program.computations[kernel.called[0]], operands, kernel)
+        return _fusion_bytes(program.computations[kernel.called[0]], operands)
     if kernel.opcode in ("dynamic-slice", "gather"):
         return 2 * kernel.bytes
     if kernel.opcode in ("dynamic-update-slice", "scatter"):
@@ -219,25 +221,38 @@ def _kernel_bytes(program: Program, computation: Computation, kernel: Instructio
     return kernel.bytes + sum(each.bytes for each in operands)
 
 
-def _fusion_bytes(fused: Computation, operands: list[Instruction], kernel: Instruction) -> int:
-    users = collections.defaultdict[str, list[Instruction]](list)
-    for each in fused.instructions.values():
+def _fusion_bytes(fused: Computation, operands: list[Instruction]) -> int:
+    users = collections.defaultdict[str, list[tuple[Instruction, str]]](list)
+    for each in reversed(fused.instructions.values()):  # users first
         for name in each.operands:
-            users[name].append(each)
+            users[name] += users[each.name] if each.opcode == "bitcast" else [(each, name)]
     read = 0
     for each in fused.instructions.values():
         if each.opcode == "parameter":
-            slices = [user for user in users[each.name] if user.opcode in ("dynamic-slice", "gather", "slice")]
-            updates = [user for user in users[each.name] if _updates(user, each.name)]
-            partial = bool(users[each.name]) and len(slices) + len(updates) == len(users[each.name])
-            read += sum(user.bytes for user in slices) if partial else operands[int(each.operands[0])].bytes
-    root = fused.root
-    update = fused.instructions.get(root.operands[1]) if root.opcode == "dynamic-update-slice" else None
-    return read + (root.bytes if update is None else update.bytes)
+            parts = [_part_bytes(user, name) for user, name in users[each.name]]
+            is_partial = bool(parts) and None not in parts
+            read += sum(filter(None, parts)) if is_partial else operands[int(each.operands[0])].bytes
+    root = _skip_bitcasts(fused, fused.root)
+    results = [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return read + sum(_written_bytes(fused, _skip_bitcasts(fused, result)) for result in results)
 
 
-def _updates(user: Instruction, name: str) -> bool:
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == name
+def _part_bytes(user: Instruction, name: str) -> int | None:
+    """The bytes that an instruction reads of its operand `name`; None if all of them."""
+    if user.opcode in ("dynamic-slice", "gather", "slice"):
+        return user.bytes
+    return 0 if user.opcode == "dynamic-update-slice" and user.operands[0] == name else None
+
+
+def _written_bytes(fused: Computation, result: Instruction) -> int:
+    is_update = result.opcode == "dynamic-update-slice" and result.operands[1] in fused.instructions
+    return fused.instructions[result.operands[1]].bytes if is_update else result.bytes
+
+
+def _skip_bitcasts(fused: Computation, each: Instruction) -> Instruction:
+    while each.opcode == "bitcast":
+        each = fused.instructions[each.operands[0]]
+    return each
 
 
 def _layer(kernel: Instruction) -> tuple[str, bool]:

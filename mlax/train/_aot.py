@@ -252,9 +252,11 @@ class CompiledFunction:
 def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
     """Raise before the first run if memory is too small: a failed run has already consumed its donated arguments."""
     analysis: Any = compiled.memory_analysis()
-    local = jax.local_devices()  # the memory of other processes' devices is unknown
-    device = next((each for leaf in leaves for each in getattr(leaf, "devices", tuple)() if each in local), local[0])
-    free = free_bytes(device)
+    local = jax.local_devices()
+    shardings = [leaf.sharding for leaf in leaves if getattr(leaf, "sharding", None) is not None]
+    used = {device for sharding in shardings for device in sharding.device_set} or {local[0]}
+    device = next((each for each in local if each in used), None)  # the memory of others is unknown
+    free = None if device is None else free_bytes(device)
     if analysis is None or free is None:
         return
     needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -1,5 +1,7 @@
 """cost counts FLOPs and bytes by layer and pass, and measures their time."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -64,3 +66,37 @@ def test_over_several_devices_the_numbers_are_those_of_one(model):
     placed = plan.place(trainables), jax.device_put(x, plan.batch_sharding)
     found = inspect.cost(lambda trainables, x: model.fwd(x, trainables)[0], *placed)
     assert sum(row.flops for row in found.rows) == inspect.summary(model, x).total.forward_flops // 8
+
+
+STACKS = """HloModule stacks
+
+%fused (p0: f32[4,8,128], p1: f32[1024], p2: s32[]) -> (f32[4,8,128], f32[1024]) {
+  %p0 = f32[4,8,128]{2,1,0} parameter(0)
+  %flat = f32[4,1024]{1,0} bitcast(%p0)
+  %p1 = f32[1024]{0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,1024]{1,0} dynamic-slice(%flat, %p2, %zero), dynamic_slice_sizes={1,1024}
+  %sum = f32[1024]{0} add(f32[1024]{0} %p1, f32[1024]{0} %p1)
+  %update = f32[1,1024]{1,0} bitcast(%sum)
+  %written = f32[4,1024]{1,0} dynamic-update-slice(%flat, %update, %p2, %zero)
+  %stack = f32[4,8,128]{2,1,0} bitcast(%written)
+  %out = f32[1024]{0} bitcast(%row)
+  ROOT %both = (f32[4,8,128]{2,1,0}, f32[1024]{0}) tuple(%stack, %out)
+}
+
+ENTRY %main (a: f32[4,8,128], b: f32[1024], i: s32[]) -> (f32[4,8,128], f32[1024]) {
+  %a = f32[4,8,128]{2,1,0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %fusion = (f32[4,8,128]{2,1,0}, f32[1024]{0}) fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_stack_that_a_fusion_slices_and_updates_counts_as_the_slices_even_behind_bitcasts():
+    compiled = SimpleNamespace(as_text=lambda: STACKS, input_shardings=())
+    peaks = Peaks("a device", "float32", flops=1e12, bandwidth=1e11)
+    (row,) = inspect.cost(compiled, peaks=peaks).rows
+    assert row.bytes == 4 * 1024 * 4 + 4  # a row read, a row written, an argument read, a result written, the index
+    assert inspect.cost(compiled, peaks=peaks).peaks == peaks
