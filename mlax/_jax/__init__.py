@@ -1,6 +1,6 @@
 """What works around JAX and XLA: keys, host memory, shardings, barriers, custom derivatives, sums, scans, names."""
 
-from mlax._jax._barrier import fusion_barrier
+from mlax._jax._barrier import fusion_barrier, share_buffers
 from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._gather import narrow_indices, take_rows
@@ -125,6 +125,7 @@ __all__ = [
     "scopes_of_op_name",
     "scopes_of_stack",
     "shard_like",
+    "share_buffers",
     "slice_to_device",
     "source_line",
     "sum_chunks",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import count_non_finite, is_on_host, is_unsharded_cpu, tree_vdot
+from mlax._jax import count_non_finite, is_on_host, is_unsharded_cpu, share_buffers, tree_vdot
 from mlax.optim._hyperparams import hyperparam_ranges, hyperparams_at
 from mlax.optim._slot_layout import SlotLayout, SlotsByName
 from mlax.optim._trees import cast_like
@@ -106,6 +106,8 @@ class Update:
         for name, slot in new.slots.items():
             for path, leaf in new_slots.get(name, {}).items():
                 slot[path] = update._select(cast_like(leaf, slot[path]), slot[path])
+        if jax.default_backend() == "gpu" and _is_elementwise(self.optimizer):
+            _share_leaf_buffers(new, arrays)
         return new, {
             name: update._select(new_slots[name].astype(old.dtype), old) for name, old in self._before().items()
         }
@@ -183,3 +185,13 @@ class Update:
 
 def _is_elementwise(optimizer: Any) -> bool:
     return optimizer.elementwise and all(map(_is_elementwise, optimizer.inner_optimizers()))
+
+
+def _share_leaf_buffers(new: LeafArrays, old: LeafArrays) -> None:
+    """Let XLA write the weights and slots of each leaf over one another, in whatever order they are donated."""
+    for path in list(new.weights):
+        holders = {"": (new.weights, old.weights)}
+        holders |= {name: (slot, old.slots[name]) for name, slot in new.slots.items() if path in slot}
+        shared = share_buffers(*({name: held[i][path] for name, held in holders.items()} for i in (0, 1)))
+        for name, (here, _) in holders.items():
+            here[path] = shared[name]

@@ -1,0 +1,81 @@
+"""On a GPU, donated weights and slots are updated in place in whatever order JAX pairs them with the results."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from mlax import optim
+from mlax._jax import share_buffers
+from tests.asserts import assert_close, unequal_leaves
+from tests.catalogue.optimizers import ROWS
+
+EDGES = jnp.array([0.0, -0.0, 1.0, -1.0, jnp.inf, -jnp.inf, jnp.nan, 3e38, 1e-40])
+ELEMENTWISE = sorted(name for name, row in ROWS.items() if row.optimizer.elementwise)
+
+
+def inputs_of_results(function, *args):
+    """For each result, the indices of the arguments that it depends on, flattened."""
+    jaxpr = jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr  # a new function, which JAX traces again
+    reached = {variable: {index} for index, variable in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        sources = [reached.get(each, set()) for each in equation.invars if not isinstance(each, Literal)]
+        reached |= dict.fromkeys(equation.outvars, set().union(*sources))
+    return [reached.get(each, set()) for each in jaxpr.outvars]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_shared_buffers_change_no_value(number):
+    old = {str(i): jnp.roll(EDGES, i) for i in range(number)}
+    new = {name: -each for name, each in old.items()}
+    for permuted in (old, dict(reversed(old.items())), {**old, "0": jnp.full(EDGES.shape, jnp.nan)}):
+        assert not unequal_leaves(share_buffers(new, permuted), new)
+
+
+def test_results_depend_on_all_arrays_of_their_shape_and_dtype():
+    old = {"w": EDGES, "mean": EDGES + 1, "square": EDGES.astype(jnp.float16), "empty": jnp.zeros((0,))}
+    results = inputs_of_results(share_buffers, old, old)
+    names = sorted(old)
+    depends = {name: {names[i - 4] for i in found if i >= 4} for name, found in zip(names, results, strict=True)}
+    assert depends == {"empty": set(), "mean": {"mean", "w"}, "square": set(), "w": {"mean", "w"}}
+
+
+def test_on_a_gpu_each_result_of_a_leaf_depends_on_its_weights_and_slots(monkeypatch):
+    weights, optimizer = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, optim.AdamW(1e-3)
+    state = optimizer.init(weights)
+    before = inputs_of_results(optimizer.update, weights, state, weights)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    after = inputs_of_results(optimizer.update, weights, state, weights)
+    # arguments: grads, step, means, squares, weights; results: weights, step, means, squares; of bias, then of kernel
+    assert before[3] == {0, 3} and after[3] == {0, 3, 5, 7}
+    assert all(
+        {i, i + 2, i + 4} <= after[result] for i, results in ((3, (0, 3, 5)), (4, (1, 4, 6))) for result in results
+    )
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_updates_on_a_gpu_compute_the_same_numbers(name, monkeypatch):
+    kernel, optimizer = jnp.linspace(-1, 1, 8).reshape(2, 2, 2), ROWS[name].optimizer
+    weights = {
+        "dense": {"bias": kernel[0, 0], "kernel": kernel[0]},
+        "stack": {"kernel": kernel},
+        "temperature": kernel[0, 0, 0],
+    }
+    state, grads = optimizer.init(weights), jax.tree.map(lambda w: 0.3 - w, weights)
+    expected = optimizer.update(grads, state, weights, value=1.0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not unequal_leaves(optimizer.update(grads, state, weights, value=1.0), expected)
+
+
+def test_updates_on_a_gpu_keep_explicit_shardings(monkeypatch):
+    optimizer = optim.AdamW(1e-2)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        weights = {"kernel": jax.device_put(jnp.linspace(-1, 1, 16).reshape(8, 2), P("data", None))}
+        state = optimizer.init(weights)
+        expected = optimizer.update(weights, state, weights)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        found = jax.jit(lambda *args: optimizer.update(*args))(weights, state, weights)
+        assert_close(found, expected)
+    assert found[0]["kernel"].sharding.spec == found[1].mean["kernel"].sharding.spec == P("data", None)
