@@ -265,6 +265,36 @@ class MultiHeadAttention(Composite):
         parts = sized.parts()
         return with_fields(sized, edits=tuple((name, _with_features(part, parts[name])) for name, part in self.edits))
 
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        layer, trainables = self._fold_biases(x, trainables, inference_mode)
+        return Composite.fwd(layer, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+
+    def _fold_biases(self, x: Any, trainables: Any, inference_mode: Any) -> tuple[Composite, Any]:
+        """On a GPU, where each bias is a pass over memory, the same function without those that act elsewhere.
+
+        The bias of the keys changes all scores of a query alike, which a softmax ignores. That of the values changes
+        every output by itself, since the weights of a query sum to 1, and so adds to the bias of `out`.
+        """
+        inputs = self._named_inputs(x)
+        parts: Any = parts_of(self)
+        is_plain = all(isinstance(parts.get(name), Linear) for name in ("key", "value", "out"))
+        if not (is_plain and parts["value"].bias and ops.prefers_kernels(inputs["x"])):
+            return self, trainables
+        if self.cache is not None or self.sinks or self.softcap is not None:
+            return self, trainables
+        edits, own = {}, {**trainables}
+        if self.rotary is None and self.qk_norm is None and parts["key"].bias:
+            edits["key"], own["key"] = with_fields(parts["key"], bias=False), {"kernel": trainables["key"]["kernel"]}
+        has_dropout = self.dropout > 0.0 and inference_mode is not True
+        if inputs.keys() <= {"x", "positions"} and not has_dropout:  # else there may be queries without a key
+            value, out = (cast(trainables[name], inputs["x"].dtype) for name in ("value", "out"))
+            groups = value["bias"].reshape(self.kv_heads or self.heads, -1)
+            bias = jnp.repeat(groups, self.heads // groups.shape[0], axis=0).reshape(-1)
+            own["value"] = {"kernel": trainables["value"]["kernel"]}
+            own["out"] = {"kernel": trainables["out"]["kernel"], "bias": ops.linear(bias, **out)}
+            edits |= {"value": with_fields(parts["value"], bias=False), "out": with_fields(parts["out"], bias=True)}
+        return self.with_parts(edits) if edits else self, own
+
     def wire(self, sub: Sub, x: Any) -> Any:
         inputs = self._named_inputs(x)
         x = inputs["x"]
@@ -304,8 +334,12 @@ class MultiHeadAttention(Composite):
     def _keys_and_values(self, sub: Sub, inputs: dict[str, Any], k: Any = None, v: Any = None) -> tuple[Any, Any]:
         """Those of the source, or of x itself: (b, s, g, k) and (b, s, g, w)."""
         source = inputs.get("source", inputs["x"])
+        value_source = inputs.get("value_source", source)
+        if ops.prefers_kernels(source) and not inputs.keys() & {"source", "value_source"}:
+            # else XLA computes two of the three products at once, for which it joins their gradients by a copy
+            source, value_source = lax.optimization_barrier((source, source))
         k = self._split_heads(sub.key(source) if k is None else k, self.head_width)
-        v = sub.value(inputs.get("value_source", source)) if v is None else v
+        v = sub.value(value_source) if v is None else v
         v = self._split_heads(v, self.value_width or self.head_width)
         return k if self.qk_norm is None else sub.key_norm(k), v
 

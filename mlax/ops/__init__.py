@@ -16,7 +16,7 @@ from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked
 from mlax.ops._cross_entropy import softmax_cross_entropy
 from mlax.ops._decode_kernels import decode_attention, fused_linear
 from mlax.ops._dropout import alpha_dropout, dropout
-from mlax.ops._gpu import kernel_backend
+from mlax.ops._gpu import kernel_backend, prefers_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy

@@ -67,6 +67,11 @@ def kernel_obstacle(x: Any, accum_dtype: Any) -> str | None:
     return None
 
 
+def prefers_kernels(x: Any) -> bool:
+    """Whether the kernels of this file run in mixed precision over the rows of `x`, so that each pass counts."""
+    return kernel_obstacle(x, jnp.dtype(np.float32)) is None
+
+
 def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
     """Whether to compute a layer or RMS norm by a kernel (benchmarks/row_kernels.py)."""
     is_row_norm = axes == (x.ndim - 1,) and scale is not None and scale.ndim == 1 and x.shape[-1] <= MAX_WIDTH
@@ -75,7 +80,7 @@ def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: 
 
 def prefers_gelu_kernel(x: Any) -> bool:
     """Whether to add a bias and apply GELU by a kernel (benchmarks/row_kernels.py); XLA, too, fuses them in float32."""
-    return kernel_obstacle(x, jnp.dtype(np.float32)) is None
+    return prefers_kernels(x)
 
 
 def prefers_loss_kernel(logits: Any, classes: int, accum_dtype: Any) -> bool:
