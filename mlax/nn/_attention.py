@@ -137,10 +137,10 @@ class MultiHeadAttention(Composite):
 
     The input is x (b, t, d); a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of x,
     source, value_source (b, s, ...), for the values; segments (b, t), source_segments (b, s), ids of packed sequences;
-    lengths (b,), the tokens of a row of the source, or of x, that are not padding; positions (t,) or (b, t), of
-    `rotary`; mask, boolean, and bias (b, h, t, s), each axis of that size or 1. None counts as absent. With `cache`, a
-    call appends its tokens to a KV cache (KeyValueCache); with `cross`, it stores a source, for later calls without
-    one. Variables: query, key, value, out, attend and others. https://arxiv.org/abs/1706.03762, section 3.2.2.
+    lengths (b,), or one integer, of the tokens of a row of the source, or of x, that are not padding; positions (t,) or
+    (b, t), of `rotary`; mask, boolean, and bias (b, h, t, s), each axis of that size or 1. None counts as absent. With
+    `cache`, a call appends its tokens to a KV cache (KeyValueCache); with `cross`, it stores a source, for later calls
+    without one. Variables: query, key, value, out, attend and others. https://arxiv.org/abs/1706.03762, section 3.2.2.
 
     >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -286,7 +286,9 @@ class MultiHeadAttention(Composite):
         if self.rotary is None and self.qk_norm is None and parts["key"].bias:
             edits["key"], own["key"] = with_fields(parts["key"], bias=False), {"kernel": trainables["key"]["kernel"]}
         has_dropout = self.dropout > 0.0 and inference_mode is not True
-        if inputs.keys() <= {"x", "positions"} and not has_dropout:  # else there may be queries without a key
+        lengths = x.get("lengths") if isinstance(x, dict) else None
+        is_full = lengths is None or (isinstance(lengths, int) and lengths > 0)
+        if is_full and inputs.keys() <= {"x", "positions", "lengths"} and not has_dropout:  # each query has a key
             value, out = (cast(trainables[name], inputs["x"].dtype) for name in ("value", "out"))
             groups = value["bias"].reshape(self.kv_heads or self.heads, -1)
             bias = jnp.repeat(groups, self.heads // groups.shape[0], axis=0).reshape(-1)
@@ -396,6 +398,8 @@ class MultiHeadAttention(Composite):
                 f"{name}: the input must be an array x, a pair (x, source), or a dict of x and any of "
                 f"{', '.join(MULTI_HEAD_INPUTS[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
             )
+        if "lengths" in inputs and jnp.ndim(inputs["lengths"]) == 0:
+            inputs["lengths"] = jnp.full(inputs["x"].shape[:1], inputs["lengths"], np.int32)
         for each in ("x", "source", "value_source"):
             if each in inputs and inputs[each].ndim != 3:
                 raise ValueError(f"{name}: {each} is {inputs[each].shape}, but must be (batch, time, width).")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import zoo
+from mlax import ops, zoo
 from tests.asserts import assert_close_to_scale
 from tests.references.zoo_weights import draw
 from tests.zoo.reference import Reference
@@ -103,3 +103,20 @@ def test_configurations_that_the_model_does_not_compute_are_refused():
         zoo.vit_from_config({"model_type": "deit", "architectures": ["DeiTForImageClassification"]})
     with pytest.raises(ValueError, match="at least 16, the size of a patch"):
         zoo.vit_from_config({"image_size": 8})
+
+
+def test_an_odd_number_of_tokens_is_padded_once_on_a_gpu(monkeypatch):
+    model = zoo.ViT(image_size=(16, 16), patch=8, width=8, depth=2, heads=2, hidden=16, classes=10)
+    images = jax.random.normal(jax.random.key(0), (3, 16, 16, 3))
+    trainables, _ = model.init(jax.random.key(1), images)
+
+    def loss(trainables):
+        logits, _ = model.fwd(images, trainables)
+        return jnp.sin(logits).sum(), logits
+
+    plain = jax.grad(loss, has_aux=True)(trainables)
+    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    jaxpr = str(jax.make_jaxpr(loss)(trainables))
+    assert "f32[3,6,8]" in jaxpr and jaxpr.count("pad[") == 1
+    padded = jax.grad(loss, has_aux=True)(trainables)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), padded, plain)
