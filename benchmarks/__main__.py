@@ -1,26 +1,29 @@
 """The benchmarks of mlax beside its peers: what they take, whether all compute the same, and whether claims hold.
 
-    python -m benchmarks gpu [--only WORK WORK:LIBRARY ...]
+    python -m benchmarks gpu [--only WORK WORK:LIBRARY ...]    # 8 minutes on 16 cores
+    python -m benchmarks gpu --resume gpu-DATE.jsonl           # what an interrupted run has not measured
     python -m benchmarks cpu [--only layers train scaling]     # 20 minutes on two cores
     python -m benchmarks check                                 # the GPU set with tiny models, in float32 on a CPU
     python -m benchmarks render gpu.jsonl cpu.jsonl            # take rows over into benchmarks/results and all tables
 
-Each measurement is a row of JSON, in runs/benchmarks. The exit status is 1 if a claim does not hold, if a program
-fails, or if libraries compute different numbers.
+Each measurement is a row of JSON, in runs/benchmarks, written as soon as it is made. The exit status is 1 if a claim
+does not hold, if a program fails, or if libraries compute different numbers.
 """
 
 import argparse
 import datetime
 import functools
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.claims import compare, judge
-from benchmarks.suite.rows import append, merge, read, to_rows
-from benchmarks.suite.schedule import Job, Pool, device_gib
+from benchmarks.suite.claims import Verdict, compare, is_selected, judge
+from benchmarks.suite.rows import PACKAGES, Row, append, merge, read, to_rows
+from benchmarks.suite.schedule import Job, Pool, device_gib, environment_for
 from benchmarks.suite.tables import page_tables, readme_tables, write_tables
 from benchmarks.suite.works import TORCH, WORKS, shrink
 
@@ -37,47 +40,70 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="of rows, to render")
     parser.add_argument("--only", nargs="*", default=[], help="works, WORK:LIBRARY, scripts, in the order to run")
     parser.add_argument("--torch", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--together", type=int, default=8, help="processes that compile side by side")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--together", type=int, default=max(2, 3 * cores // 4), help="processes that compile at once")
+    parser.add_argument("--resume", type=Path, help="rows of an interrupted run, to add the missing ones to")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a program may take to compile")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="for rows and logs")
     options = parser.parse_args()
     if options.command == "render":
         return render(options.files)
-    rows = options.folder / f"{options.command}-{datetime.datetime.now():%Y%m%d-%H%M%S}.jsonl"
-    return {"gpu": run_gpu, "cpu": run_cpu, "check": run_check}[options.command](rows, options)
+    rows = options.resume or options.folder / f"{options.command}-{datetime.datetime.now():%Y%m%d-%H%M%S}.jsonl"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes end, too
+    print(f"rows: {rows}", flush=True)
+    return {"gpu": run_gpu, "cpu": run_cpu, "check": run_check}[options.command](rows.resolve(), options)
 
 
 def run_gpu(rows: Path, options: argparse.Namespace) -> int:
+    check_gpu()
     status = 0
     if options.only != ["scaling"]:
-        status = run_suite(select(options.only), rows, options)
-    if not options.only or "scaling" in options.only:
-        status = max(status, run_scripts([SCALING], rows))
+        status = run_suite(find_installed(select(options.only), options.torch), rows, options)
+    if "scaling" in (options.only or ["scaling"]):
+        found = [row["holds"] for row in read(rows) if row["work"] == "scaling"]
+        status = max(status, int(not all(found)) if found else run_scripts([SCALING], rows))
     return status
 
 
 def run_cpu(rows: Path, options: argparse.Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    torch = [options.torch] if has_torch(options.torch) else []
+    torch = [options.torch] if is_installed(TORCH, options.torch) else []
     commands = {name: [f"benchmarks/{name}.py", *torch] for name in ("layers", "train")} | {"scaling": SCALING}
+    if unknown := set(options.only) - set(commands):
+        raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}, but: {', '.join(commands)}.")
     return run_scripts([commands[name] for name in options.only or commands], rows)
 
 
 def run_check(rows: Path, options: argparse.Namespace) -> int:
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    jobs = [job for job in select(options.only) if job.entry.library != TORCH or has_torch(options.torch)]
     distinct: dict[Any, Job] = {}
-    for job in jobs:  # of several sizes of one program the tiny ones are the same
+    for job in find_installed(select(options.only), options.torch):  # tiny, several sizes of one program are the same
         distinct.setdefault((job.work.program, shrink(job.work).size, job.entry.name), job)
     return run_suite(list(distinct.values()), rows, options, tiny=True)
 
 
+def check_gpu() -> None:
+    """Raise without a GPU; asked in another process, since one that uses a GPU takes its memory."""
+    code = "import jax, sys; sys.exit(jax.default_backend() != 'gpu')"
+    settings = {**environment_for(sys.executable), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if subprocess.run([sys.executable, "-c", code], env=settings, stderr=subprocess.DEVNULL).returncode:
+        raise SystemExit("JAX finds no GPU here; `python -m benchmarks check` runs the same programs, tiny, on a CPU.")
+
+
+def find_installed(jobs: list[Job], torch_python: str) -> list[Job]:
+    """The jobs whose libraries there are."""
+    return [job for job in jobs if is_installed(job.entry.library, torch_python)]
+
+
 @functools.cache
-def has_torch(python: str) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    found = subprocess.run([python, "-c", code]).returncode == 0
+def is_installed(library: str, torch_python: str) -> bool:
+    python = torch_python if library == TORCH else sys.executable
+    modules = ("torch",) if library == TORCH else PACKAGES[library]
+    code = f"import importlib.util, sys; sys.exit(None in map(importlib.util.find_spec, {modules}))"
+    found = subprocess.run([python, "-c", code], env=environment_for(python)).returncode == 0
     if not found:
-        print(f"PyTorch does not take part: {python} does not have it; pass --torch")
+        advice = "pass --torch" if library == TORCH else "pip install -e '.[bench]'"
+        print(f"{library} does not take part: {python} does not have {', '.join(modules)}; {advice}", flush=True)
     return found
 
 
@@ -91,21 +117,39 @@ def select(only: list[str]) -> list[Job]:
 
 def run_suite(jobs: list[Job], path: Path, options: argparse.Namespace, *, tiny: bool = False) -> int:
     pool = Pool(options.torch, options.folder / "logs", tiny, options.together, options.limit, device_gib())
-    rows, values, verdicts = [], {}, []
-    for job, first, report in pool.measure(jobs):
+    names, start, failures = {job.name for job in jobs}, time.perf_counter(), []
+    rows = [row for row in read(path) if name_of(row) in names]
+    found = set(map(name_of, rows))
+    for job, first, report, reason in pool.measure([job for job in jobs if job.name not in found]):
         if not report:
-            verdicts.append((f"{job.name}: runs (see {pool.logs})", False))
-            print(f"{job.name}: failed", flush=True)
+            failures.append((f"{job.name}: {reason} (see {pool.logs})", False))
+            print(f"{time.perf_counter() - start:4.0f} s  {job.name} failed: {reason}", flush=True)
             continue
         new = to_rows(job.work, job.entry.name, first, report)
         append(new, path)
         rows += new
-        values.setdefault(job.work.name, {})[job.entry.name] = report["values"]
-        print(f"{job.name}:", *(f"{row['value']:,.4g} {row['unit']}" for row in new), flush=True)
+        values = ", ".join(f"{row['value']:,.4g} {row['unit']}" for row in new)
+        print(f"{time.perf_counter() - start:4.0f} s  {job.name}: {values}", flush=True)
+    return report_verdicts([*failures, *judge_all(rows, names, tiny)])
+
+
+def name_of(row: Row) -> str:
+    return f"{row['work']}:{row['library']}"
+
+
+def judge_all(rows: list[Row], names: set[str], tiny: bool) -> list[Verdict]:
+    """Whether the libraries computed the same, and whether the claims about the jobs of these names hold."""
+    verdicts = []
     for work in WORKS:
-        if work.name in values:
-            verdicts += compare(shrink(work) if tiny else work, values[work.name])
-            verdicts += [] if tiny else [judge(work, claim, rows) for claim in work.claims]
+        values = {row["library"]: row["computed"] for row in rows if row["work"] == work.name and "computed" in row}
+        verdicts += compare(shrink(work) if tiny else work, values) if values else []
+        entries = {entry.name for entry in work.entries if Job(work, entry).name in names}
+        claims = [] if tiny else [claim for claim in work.claims if is_selected(claim, entries)]
+        verdicts += [judge(work, claim, rows) for claim in claims]
+    return verdicts
+
+
+def report_verdicts(verdicts: list[Verdict]) -> int:
     for words, holds in verdicts:
         print(f"{'holds' if holds else 'FAILS'}: {words}")
     return 0 if all(holds for _, holds in verdicts) else 1
@@ -116,7 +160,8 @@ def run_scripts(commands: list[list[str]], rows: Path) -> int:
     rows.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     programs = [[sys.executable, *command, "--rows", str(rows)] for command in commands]
-    return max(subprocess.run(program, cwd=ROOT, env=environment).returncode for program in programs)
+    statuses = [subprocess.run(program, cwd=ROOT, env=environment).returncode for program in programs]
+    return int(any(statuses))
 
 
 def render(files: list[Path]) -> int:

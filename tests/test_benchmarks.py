@@ -10,7 +10,7 @@ from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import merge
 from benchmarks.suite.schedule import Job, Measurement, Pool
 from benchmarks.suite.tables import MARKERS, table, write_tables
-from benchmarks.suite.works import MLAX, PEERS, TORCH, WORKS, Claim
+from benchmarks.suite.works import MLAX, PEERS, TORCH, WORKS, Claim, Entry
 from tests.processes import ROOT
 
 STEP = next(work for work in WORKS if work.name == "gpt2")
@@ -69,18 +69,68 @@ def test_a_library_that_computes_other_losses_fails():
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys, slow):
+    ran = []
+
     def measure(pool, jobs):
         for job in jobs:
             seconds = 1.0 if slow and job.entry.library == MLAX else 0.01
             report = {"times": [seconds], "memory": 2**30, "values": [3.0, 2.0]}
+            ran.append(job.name)
             yield Measurement(job, 1.0, {**report, "about": {"date": "", "device": "", "versions": {}}})
 
     monkeypatch.setattr(Pool, "measure", measure)
+    monkeypatch.setattr(command, "check_gpu", lambda: None)
+    monkeypatch.setattr(command, "is_installed", lambda library, python: True)
     monkeypatch.setattr(sys, "argv", ["", "gpu", "--only", "gpt2", "--folder", str(tmp_path)])
     assert command.main() == int(slow)
     assert ("FAILS" in capsys.readouterr().out) == slow
     (file,) = tmp_path.glob("gpu-*.jsonl")
-    assert len(file.read_text().splitlines()) == 2 * len(STEP.entries)
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 2 * len(STEP.entries) == 2 * len(ran)
+
+    file.write_text("".join(lines[:4]))  # of two entries, when the run was interrupted
+    del ran[:]
+    monkeypatch.setattr(sys, "argv", ["", "gpu", "--only", "gpt2", "--resume", str(file)])
+    assert command.main() == int(slow)
+    assert ran == [f"gpt2:{entry.name}" for entry in STEP.entries[2:]]
+    assert file.read_text() == "".join(lines)
+
+
+def test_claims_about_libraries_that_were_not_selected_are_not_judged():
+    names = {f"gpt2:{MLAX}"}
+    verdicts = command.judge_all([row(MLAX, 90.0), row(MLAX, 14.0, metric="memory")], names, tiny=False)
+    assert [holds for _, holds in verdicts] == [False, True]  # 57 ms and 15 GiB; nothing about peers or scanned stacks
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    """A program in place of a Python with PyTorch, which behaves by the name of the work."""
+    path = tmp_path / "python"
+    path.write_text(f"""#!/bin/sh
+case $3 in
+  resnet50) echo 'ValueError: of the program' >&2; exit 1 ;;
+  vit) sleep 100 ;;
+  lstm) mkdir {tmp_path}/tried 2> /dev/null && {{ echo RESOURCE_EXHAUSTED >&2; exit 1; }} ;;
+esac
+echo '{{"state": "first"}}'
+echo '{{"state": "ready"}}'
+[ $3 = mlp ] && exit 0
+read line
+echo '{{"state": "done", "times": [0.5]}}'
+""")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_program_that_fails_is_reported_with_its_reason_and_others_are_measured(fake_python, tmp_path):
+    names = ("gpt2", "resnet50", "vit", "lstm", "mlp")
+    jobs = [Job(work, Entry(TORCH)) for name in names for work in WORKS if work.name == name]
+    measured = {each.job.work.name: each for each in Pool(fake_python, tmp_path, limit=1.0, gib=500).measure(jobs)}
+    assert measured["gpt2"].report["times"] == [0.5] and measured["gpt2"].seconds_to_first < 1
+    assert measured["lstm"].report["times"] == [0.5]  # tried again, alone
+    reasons = {"resnet50": "ValueError: of the program", "vit": "took more than 1 s", "mlp": "it ended without a word"}
+    assert {name: measured[name].reason for name in reasons} == reasons
+    assert not any(measured[name].report for name in reasons)
 
 
 def test_programs_that_run_side_by_side_fit_the_device_and_starts_run_alone():
@@ -89,7 +139,7 @@ def test_programs_that_run_side_by_side_fit_the_device_and_starts_run_alone():
     groups = list(pool._groups(jobs))
     assert sorted(job.name for group in groups for job in group) == sorted(job.name for job in jobs)
     for group in groups:
-        assert sum(job.work.gib for job in group) < pool.gib
+        assert sum(job.gib for job in group) < pool.gib
         assert len(group) == 1 or not any(job.work.alone for job in group)
 
 

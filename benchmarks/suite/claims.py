@@ -1,6 +1,6 @@
 """Claims about rows, and whether the libraries computed the same."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from benchmarks.suite.rows import Row
@@ -28,6 +28,13 @@ def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> Verdict:
     return f"{work.title}: {claim.entry} {value:,.4g} {unit}, {words}", holds
 
 
+def is_selected(claim: Claim, entries: Collection[str]) -> bool:
+    """Whether a claim is about these entries of its work: one that is restricted to others says nothing about it."""
+    if claim.of == PEERS:
+        return claim.entry in entries and any(_is_meant(claim, entry) for entry in entries)
+    return claim.entry in entries and (claim.of is None or claim.of in entries)
+
+
 def _is_meant(claim: Claim, name: str) -> bool:
     return not name.startswith(MLAX) if claim.of == PEERS else name == claim.of
 
@@ -51,4 +58,4 @@ def _is_same(work: Work, own: Any, other: Any) -> bool:
 
 
 def _shorten(values: Any) -> str:
-    return ", ".join(f"{each:.4f}" if isinstance(each, float) else f"{each[0][:4]}..." for each in values)
+    return ", ".join(f"{each:.4f}" if isinstance(each, float) else str(each) for each in values)

@@ -26,7 +26,7 @@ def mlp(size, dtype):
     model, weights = eqx.nn.MLP(first, last, hidden, len(size.widths) - 2, key=KEY), make_weights(size)
     for i in range(len(size.widths) - 1):
         model = set_arrays(model, lambda model, i=i: model.layers[i], weights, f"{2 * i}")
-    return training(model, make_batch(size), dtype)
+    return training(model, make_batch(size), "float32")
 
 
 class Block(eqx.Module):

@@ -25,9 +25,10 @@ PACKAGES = {
 
 
 def to_rows(work: Work, entry: str, first: float, report: Row) -> list[Row]:
-    """The rows of one entry: a time or a rate, and the memory where the device reports it."""
+    """The rows of one entry: a time or a rate, with what it computed, and the memory where the device reports it."""
     described = {"work": work.name, "title": work.title, "library": entry}
-    rows = [{"metric": "time", "value": first, "unit": "s"} if work.alone else _speed(work, report["times"])]
+    speed = {"metric": "time", "value": first, "unit": "s"} if work.alone else _speed(work, report["times"])
+    rows = [{**speed, "computed": report["values"]}]
     if report["memory"] and not work.alone:
         rows.append({"metric": "memory", "value": report["memory"] / 2**30, "unit": "GiB"})
     return [{**described, **row, **report["about"]} for row in rows]

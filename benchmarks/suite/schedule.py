@@ -1,12 +1,17 @@
 """Run entries in processes of their own: several compile side by side, then each measures while the others idle.
 
-A process of JAX takes the memory that its work needs when it starts, and holds it until it has measured: a group is as
-large as the device's memory allows. Entries that measure the start of a process run alone.
+A process of JAX takes the memory that its entry needs when it starts, and holds it until it has measured: a group is as
+large as the device's memory allows. Entries that measure the start of a process run alone, and so does, once more, what
+ran out of memory.
 """
 
+import contextlib
 import json
 import os
 import queue
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +25,9 @@ from benchmarks.suite.works import TORCH, Entry, Work
 
 ROOT = Path(__file__).parents[2]
 H200_GIB = 140.0
-CONTEXT_GIB = 2.0  # that a process takes besides the memory of its arrays
+CONTEXT_GIB = 1.5  # that a process takes besides the memory of its arrays
+SHORT_OF_MEMORY = "the device ran out of memory"
+CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
 class Job(NamedTuple):
@@ -31,11 +38,17 @@ class Job(NamedTuple):
     def name(self) -> str:
         return f"{self.work.name}:{self.entry.name}"
 
+    @property
+    def gib(self) -> float:
+        """The device memory that it may take."""
+        return self.entry.gib or self.work.gib
+
 
 class Measurement(NamedTuple):
     job: Job
     seconds_to_first: float = float("nan")  # from the start of the process to the end of its first call
     report: dict[str, Any] = {}  # empty if it failed
+    reason: str = ""  # why it failed
 
 
 class Pool(NamedTuple):
@@ -51,12 +64,29 @@ class Pool(NamedTuple):
     def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
         """Measure all, and yield each when it has been."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as caches:
+        short: list[Job] = []
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
             for group in self._groups(jobs):
-                workers = [_Worker(self, job, caches) for job in group]
-                compiled = [worker.wait_for("ready") for worker in workers]
-                for worker, ready in zip(workers, compiled, strict=True):
-                    yield worker.measure() if ready else worker.stop()
+                for measured in self._measure_group(group, caches):
+                    if len(group) > 1 and measured.reason == SHORT_OF_MEMORY:
+                        short.append(measured.job)
+                    else:
+                        yield measured
+            for job in short:
+                yield from self._measure_group([job], caches)
+
+    def _measure_group(self, group: Sequence[Job], caches: str) -> Iterator[Measurement]:
+        gib = 0.9 * self.gib if len(group) == 1 else None
+        with contextlib.ExitStack() as stack:  # an interrupted run leaves no process behind
+            workers = [_Worker(self, job, caches, gib or job.gib) for job in group]
+            for worker in workers:
+                stack.callback(worker.stop)
+            ready = [worker.wait_for("ready") for worker in workers]
+            for worker, report in zip(workers, ready, strict=True):
+                if not report:  # it might still compile, and must not while others measure
+                    worker.stop()
+            for worker, report in zip(workers, ready, strict=True):
+                yield worker.measure() if report else worker.fail()
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Groups that fit, in order; small jobs come earlier, beside large ones that leave room."""
@@ -71,7 +101,7 @@ class Pool(NamedTuple):
 
     def _fits(self, group: list[Job]) -> bool:
         is_alone = any(job.work.alone for job in group)
-        taken = sum(job.work.gib + CONTEXT_GIB for job in group)
+        taken = sum(job.gib + CONTEXT_GIB for job in group)
         return not is_alone and len(group) <= self.together and taken <= self.gib
 
 
@@ -79,40 +109,43 @@ def device_gib() -> float:
     """The memory of the GPU; of an H200 where there is none."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+        return float(answer.stdout.split()[0]) / 1024
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
         return H200_GIB
-    return float(answer.stdout.split()[0]) / 1024
 
 
 class _Worker:
     """The process of a job, and a thread that reads what it reports."""
 
-    def __init__(self, pool: Pool, job: Job, caches: str):
+    def __init__(self, pool: Pool, job: Job, caches: str, gib: float):
         python = pool.torch_python if job.entry.library == TORCH else sys.executable
         command = [python, "-m", "benchmarks.suite.entry", job.work.name, job.entry.name, *["--tiny"] * pool.tiny]
-        log = pool.logs / f"{job.name.replace(':', '_').replace(' ', '_')}.txt"
+        self.log = pool.logs / f"{job.name.replace(':', '_').replace(' ', '_')}.txt"
         self.limit, self.job, self.start, self.first = pool.limit, job, time.perf_counter(), float("nan")
-        with open(log, "w") as errors:
+        self.is_stopped, self.is_late = False, False
+        with open(self.log, "w") as errors:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environment(job, caches, pool.gib),
+                env=_environment(job, python, caches, min(0.9, gib / pool.gib)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # to end its compilers with it
             )
         self.reports: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout
-        for line in self.process.stdout:
-            report = json.loads(line)
-            if report["state"] == "first":
-                self.first = time.perf_counter() - self.start
-            self.reports.put(report)
+        with self.process.stdout:
+            for line in self.process.stdout:
+                report = json.loads(line)
+                if report["state"] == "first":
+                    self.first = time.perf_counter() - self.start
+                self.reports.put(report)
         self.reports.put({"state": "ended"})
 
     def wait_for(self, state: str) -> dict[str, Any]:
@@ -122,33 +155,59 @@ class _Worker:
             try:
                 report = self.reports.get(timeout=max(0.0, end - time.perf_counter()))
             except queue.Empty:
+                self.is_late = True
                 return {}
             if report["state"] in (state, "ended"):
                 return report if report["state"] == state else {}
 
     def measure(self) -> Measurement:
         assert self.process.stdin
-        print("go", file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # it might have died meanwhile
+            print("go", file=pipe)
         report = self.wait_for("done")
         self.stop()
-        return Measurement(self.job, self.first, report)
+        return Measurement(self.job, self.first, report) if report else self.fail()
 
-    def stop(self) -> Measurement:
-        """End the process, and wait for it, so that its memory is free."""
-        self.process.kill()
-        self.process.wait()
-        return Measurement(self.job)
+    def fail(self) -> Measurement:
+        self.stop()
+        reason = f"took more than {self.limit:g} s" if self.is_late else _find_reason(self.log)
+        return Measurement(self.job, reason=reason)
+
+    def stop(self) -> None:
+        """End the process and those that it started, and wait for it, so that its memory is free."""
+        if not self.is_stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            assert self.process.stdin
+            self.process.stdin.close()
+            self.is_stopped = True
 
 
-def _environment(job: Job, caches: str, gib: float) -> dict[str, str]:
+def _find_reason(log: Path) -> str:
+    """The last error in a log, or its last line."""
+    text = log.read_text(errors="replace")
+    if re.search(r"RESOURCE_EXHAUSTED|out of memory|OutOfMemory|OUT_OF_MEMORY", text):
+        return SHORT_OF_MEMORY
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or ["it ended without a word"])[-1]
+
+
+def environment_for(python: str) -> dict[str, str]:
+    """The environment without caches of programs, and with packages on PYTHONPATH for the same Python only."""
+    settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+    is_same = os.path.realpath(shutil.which(python) or python) == os.path.realpath(sys.executable)
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), is_same and settings.get("PYTHONPATH"))))
+    return settings
+
+
+def _environment(job: Job, python: str, caches: str, fraction: float) -> dict[str, str]:
     """With a share of the device's memory, and without caches of earlier runs.
 
     What measures a start has an empty folder for caches of its library, which its next entry finds filled.
     """
-    settings = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
-    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), settings.get("PYTHONPATH"))))
-    settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(0.9, job.work.gib / gib):.3f}"
+    settings = {**environment_for(python), "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
     if job.work.alone:
-        folder = f"{caches}/{job.entry.library}"
-        return settings | dict.fromkeys(("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), folder)
+        return settings | dict.fromkeys(CACHES, f"{caches}/{job.entry.library}")
     return settings | {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # or each starts a process for each core

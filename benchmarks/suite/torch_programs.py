@@ -35,6 +35,7 @@ def start(size, dtype):
 def resnet(size, dtype):
     from torchvision.models.resnet import Bottleneck, ResNet
 
+    torch.backends.cudnn.benchmark = True  # tries all algorithms of a convolution
     model = ResNet(Bottleneck, list(size.depths), size.classes)
     model.load_state_dict({name: torch.from_numpy(each) for name, each in make_weights(size).items()}, strict=False)
     return training(model.to(memory_format=torch.channels_last), make_batch(size), dtype)
