@@ -2,8 +2,10 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -12,6 +14,7 @@ from mlax._jax import broadcast_like, divide_by_count, is_narrow, reduce_sum, va
 from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu
+from mlax.ops._image_forms import is_gpu
 from mlax.ops._norms import (
     divide_by_rms,
     global_mean,
@@ -22,6 +25,8 @@ from mlax.ops._norms import (
     standardize,
     vary_alike,
 )
+
+Activation = Callable[[Any], Any]  # elementwise
 
 CANCELLATION = 64  # mean ** 2 / variance up to which mean(x * x) - mean(x) ** 2 is precise enough
 
@@ -35,18 +40,22 @@ def batch_norm(
     *,
     axis: int = -1,
     eps: float = 1e-5,
+    residual: Float[Array, "..."] | None = None,
+    activation: Activation | None = None,
 ) -> Float[Array, "..."]:
     """Batch normalization: `(x - mean) / sqrt(var + eps) * scale + shift` for each channel along `axis`, in the dtype
     of `x`.
 
-    It is computed in the dtype of the statistics, and the result cast once, at the end.
+    It is computed in the dtype of the statistics, and the result cast once, at the end. The residual is added to it,
+    and the activation applied.
     """
-    check_same_dtype("batch_norm", x=x, scale=scale, shift=shift)
+    check_same_dtype("batch_norm", x=x, scale=scale, shift=shift, residual=residual)
     check_same_dtype("batch_norm", mean=mean, var=var)
     check_floating("batch_norm", x)
     others = _other_axes(x, axis)
     center, factor = (lax.expand_dims(each, others) for each in (mean, lax.rsqrt(var + eps)))
-    return _scale_centered(x, center, factor, *_expand_channels(others, scale, shift))
+    y = _scale_centered(x, center, factor, *_expand_channels(others, scale, shift))
+    return _activate(y, residual, activation)
 
 
 def normalize_batch(
@@ -56,6 +65,8 @@ def normalize_batch(
     *,
     axis: int = -1,
     eps: float = 1e-5,
+    residual: Float[Array, "..."] | None = None,
+    activation: Activation | None = None,
     axis_name: Any = None,
     accum_dtype: Any = None,
 ) -> tuple[Float[Array, "..."], Float[Array, " c"], Float[Array, " c"], Any]:
@@ -63,18 +74,30 @@ def normalize_batch(
 
     In float16 the result is right for a variance beyond its range, too, which is then infinite.
     """
-    check_same_dtype("normalize_batch", x=x, scale=scale, shift=shift)
+    check_same_dtype("normalize_batch", x=x, scale=scale, shift=shift, residual=residual)
     check_floating("normalize_batch", x)
     dtype, others = jnp.dtype(accum_dtype or x.dtype), _other_axes(x, axis)
     names = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if dtype == jnp.float16 or not varying_axes(x).issuperset(names):  # `vmap` cannot batch the rule's own sums over it
         y, center, var = _normalize_batch_plainly(x, scale, shift, others, eps, dtype, names)
+        y = _activate(y, residual, activation)
     else:
         center, var = _channel_moments(others)(lax.convert_element_type(x, dtype))
         center, var = _pool_moments(center, var, names)
-        norm = _channel_norm_rule(others, axis % x.ndim, None, eps, dtype, names)
-        y = norm(*_vary_primals((x, scale, shift), (center, lax.rsqrt(var + eps))))
+        statistics, is_fused = (center, lax.rsqrt(var + eps)), prefers_fused_activation(activation)
+        norm = _channel_norm_rule(others, axis % x.ndim, None, eps, dtype, names, activation if is_fused else None)
+        y = norm(*_vary_primals((x, scale, shift, residual if is_fused else None), statistics))
+        y = y if is_fused else _activate(y, residual, activation)
     return y, lax.squeeze(center, others), lax.squeeze(var, others), _count(x, others, names)
+
+
+def prefers_fused_activation(activation: Activation | None) -> bool:
+    """Whether the backward pass of a norm is that of its activation, too (docs/design/conv-layouts.md): on a GPU.
+
+    XLA for a GPU would write the cotangent behind the activation to memory, and read it twice. A CPU has it in its
+    caches.
+    """
+    return activation is not None and is_gpu()
 
 
 def batch_statistics(
@@ -121,37 +144,63 @@ def group_norm(
     center = _average_groups(each, axis, groups)
     var = _average_groups(var + (each - center) * (each - center), axis, groups)
     norm = _channel_norm_rule(inner, axis, groups, eps, dtype)
-    return norm(*_vary_primals((x, scale, shift), (center, lax.rsqrt(var + eps))))
+    return norm(*_vary_primals((x, scale, shift, None), (center, lax.rsqrt(var + eps))))
 
 
 @functools.cache
 def _channel_norm_rule(
-    axes: tuple[int, ...], axis: int, groups: int | None, eps: float, dtype: Any, names: tuple[Any, ...] = ()
+    axes: tuple[int, ...],
+    axis: int,
+    groups: int | None,
+    eps: float,
+    dtype: Any,
+    names: tuple[Any, ...] = (),
+    activation: Activation | None = None,
 ) -> Any:
-    """Batch norm and group norm of (x, scale, shift), given the mean and the inverse deviation of each channel.
+    """Batch norm and group norm of (x, scale, shift, residual), given the mean and inverse deviation of each channel.
 
     These are over `axes`, over the mesh axes `names` and, unless `groups` is None, over each group of channels along
-    `axis`. The derivative is that of `plain`, which computes them, too. It keeps `x` and the statistics only, and takes
-    two passes over `x` and `dy`.
+    `axis`. The derivative is that of `plain`, which computes them, too. It keeps the primals and the statistics only,
+    and takes two passes over `x` and `dy`, each with the derivative of the activation, which is computed again.
     """
 
     def plain(primals: Any, consts: Any) -> Array:
-        x, scale, shift = primals
+        x, scale, shift, residual = primals
         if groups is None:
-            return _normalize_batch_plainly(x, scale, shift, axes, eps, dtype, names)[0]
-        return _normalize_groups_plainly(x, scale, shift, groups, axis, eps, dtype)
+            y = _normalize_batch_plainly(x, scale, shift, axes, eps, dtype, names)[0]
+        else:
+            y = _normalize_groups_plainly(x, scale, shift, groups, axis, eps, dtype)
+        return _activate(y, residual, activation)
 
     def forward(primals: Any, statistics: Any) -> tuple[Array, None]:
-        x, scale, shift = primals
-        return _scale_centered(x, *statistics, *_expand_channels(others, scale, shift)), None
+        x, scale, shift, residual = primals
+        y = _scale_centered(x, *statistics, *_expand_channels(others, scale, shift))
+        return _activate(y, residual, activation), None
 
     def backward(_: None, primals: Any, statistics: Any, dy: Array) -> Any:
-        (x, scale, shift), (center, factor) = primals, statistics
-        wide, centered = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) - center
-        dshift = lax.expand_dims(reduce_sum(wide, axes), axes)
-        dscale = lax.expand_dims(reduce_sum(wide * centered, axes), axes) * factor
-        (scaled,) = _expand_channels(others, scale)
+        (x, scale, shift, residual), (center, factor) = primals, statistics
+        scaled, bias = _expand_channels(others, scale, shift)
         scaled = 1.0 if scaled is None else lax.convert_element_type(scaled, dtype)
+        centered, steepness = lax.convert_element_type(x, dtype) - center, factor * scaled
+
+        def pull_back(steepness: Array) -> Array:
+            """`dy` times the derivative of the activation."""
+            if activation is None:
+                return dy
+            y = scale_and_shift(centered * steepness, None, bias)
+            if residual is not None:
+                y = lax.convert_element_type(y, x.dtype) + residual
+            return jax.vjp(activation, y)[1](lax.convert_element_type(dy, y.dtype))[0]
+
+        # Three equal arrays, but not to XLA, which would write what several kernels compute from one to memory.
+        copies = (steepness,) * 3 if activation is None else lax.optimization_barrier((steepness,) * 3)
+        summed, multiplied, passed = map(pull_back, copies)
+        dshift = lax.expand_dims(reduce_sum(lax.convert_element_type(summed, dtype), axes), axes)
+        dscale = lax.convert_element_type(multiplied, dtype) * centered
+        dscale = lax.expand_dims(reduce_sum(dscale, axes), axes) * factor
+        dresidual = None
+        if residual is not None:
+            passed = dresidual = lax.optimization_barrier(lax.convert_element_type(passed, residual.dtype))
         constant, slope = dshift * scaled, dscale * scaled  # their means are the gradients of mean and deviation
         if groups is not None:
             constant, slope = (_average_groups(each, axis, groups) for each in (constant, slope))
@@ -159,9 +208,9 @@ def _channel_norm_rule(
             constant, slope = lax.psum((constant, slope), names)
         count = _count(x, axes, names)
         constant, slope = (factor * divide_by_count(each, count) for each in (constant, factor * slope))
-        dx = wide * (factor * scaled) - (centered * slope + constant)
+        dx = lax.convert_element_type(passed, dtype) * steepness - (centered * slope + constant)
         gradients = _sum_examples(scale, dscale, axis), _sum_examples(shift, dshift, axis)
-        return lax.convert_element_type(dx, x.dtype), *gradients
+        return lax.convert_element_type(dx, x.dtype), *gradients, dresidual
 
     others = tuple(sorted({0, *axes}))
     return with_vjp(plain, forward, backward)
@@ -222,6 +271,11 @@ def _scale_centered(x: Array, center: Array, factor: Array, scale: Array | None,
         factor = factor * lax.convert_element_type(scale, wide.dtype)
     y = (wide - broadcast_like(center, wide)) * broadcast_like(factor, wide)
     return lax.convert_element_type(scale_and_shift(y, None, shift), x.dtype)
+
+
+def _activate(y: Array, residual: Array | None, activation: Activation | None) -> Array:
+    y = y if residual is None else y + residual
+    return y if activation is None else activation(y)
 
 
 def _normalize_batch_plainly(

@@ -55,7 +55,7 @@ class ResNet(Composite):
         stages = tuple(ResNetStage(first, depth) for first, depth in zip(firsts, self.depths, strict=True))
         parts = {
             "conv": nn.Conv(self.stem, 7, strides=2, padding=3, bias=False, kernel_init=KERNEL_INIT),
-            "norm": nn.BatchNorm(),
+            "norm": nn.BatchNorm(activation=jax.nn.relu),
             "pool": nn.MaxPool(3, strides=2, padding=1),
             "stages": stages,
             "mean": nn.GlobalPool(),
@@ -64,7 +64,7 @@ class ResNet(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, h, w, 3)
         check_images("ResNet", x)
-        x = sub.pool(jax.nn.relu(sub.norm(sub.conv(x))))  # (b, h / 4, w / 4, c)
+        x = sub.pool(sub.norm(sub.conv(x)))  # (b, h / 4, w / 4, c)
         for stage in sub.stages:
             x = stage(x)  # (b, h / 4, w / 4, c), then h / 8 and so on
         x = sub.mean(x)  # (b, c)
@@ -134,16 +134,15 @@ class BasicBlock(Composite):
     def parts(self):
         parts = {
             "conv1": _conv(self.width, 3, strides=self.strides),
-            "norm1": nn.BatchNorm(),
+            "norm1": nn.BatchNorm(activation=jax.nn.relu),
             "conv2": _conv(self.width, 3),
-            "norm2": nn.BatchNorm(),
+            "norm2": nn.BatchNorm(activation=jax.nn.relu),  # of the sum with the shortcut
         }
         return parts | _shortcut(self)
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        y = jax.nn.relu(sub.norm1(sub.conv1(x)))
-        y = sub.norm2(sub.conv2(y))
-        return jax.nn.relu(y + (sub.shortcut_norm(sub.shortcut(x)) if self.has_shortcut else x))
+        y = sub.conv2(sub.norm1(sub.conv1(x)))
+        return sub.norm2(y, sub.shortcut_norm(sub.shortcut(x)) if self.has_shortcut else x)
 
 
 @frozen
@@ -160,19 +159,18 @@ class Bottleneck(Composite):
     def parts(self):
         parts = {
             "conv1": _conv(self.inner, 1),
-            "norm1": nn.BatchNorm(),
+            "norm1": nn.BatchNorm(activation=jax.nn.relu),
             "conv2": _conv(self.inner, 3, strides=self.strides, groups=self.groups),
-            "norm2": nn.BatchNorm(),
+            "norm2": nn.BatchNorm(activation=jax.nn.relu),
             "conv3": _conv(self.width, 1),
-            "norm3": nn.BatchNorm(),
+            "norm3": nn.BatchNorm(activation=jax.nn.relu),  # of the sum with the shortcut
         }
         return parts | _shortcut(self)
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        y = jax.nn.relu(sub.norm1(sub.conv1(x)))
-        y = jax.nn.relu(sub.norm2(sub.conv2(y)))
-        y = sub.norm3(sub.conv3(y))
-        return jax.nn.relu(y + (sub.shortcut_norm(sub.shortcut(x)) if self.has_shortcut else x))
+        y = sub.norm1(sub.conv1(x))
+        y = sub.conv3(sub.norm2(sub.conv2(y)))
+        return sub.norm3(y, sub.shortcut_norm(sub.shortcut(x)) if self.has_shortcut else x)
 
 
 def _conv(features: int, window: int, strides: int = 1, groups: int = 1) -> nn.Conv:

@@ -1,5 +1,6 @@
 """Rows of the norms and of the dropouts."""
 
+import jax
 import numpy as np
 
 import mlax
@@ -48,6 +49,14 @@ ROWS = {
         (5, 3, 6),
         ({"shift": (6,)}, {**RUNNING, "count": ()}),
         lambda x, w: x / np.sqrt(1 + 1e-5) + w["shift"],
+        variant=True,
+    ),
+    "BatchNorm activation": LayerRow(
+        lambda dtype: nn.BatchNorm(activation=jax.nn.relu),
+        (5, 3, 6),
+        (AFFINE, RUNNING),
+        lambda x, w: np.maximum(x / np.sqrt(1 + 1e-5) * w["scale"] + w["shift"], 0),
+        tolerance=3e-6,
         variant=True,
     ),
     "BatchNorm frozen": LayerRow(

@@ -1,5 +1,8 @@
 """The forward and backward passes of the norms: what they keep, and their precision on each backend."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from mlax import nn, ops
 from tests.arrays import normal
+from tests.asserts import assert_close_to_scale
 
 RNG = jax.random.key(0)
 NORMS = {
@@ -93,3 +97,43 @@ def test_statistics_of_a_batch_have_derivatives(backend):
     by_mean, by_var = (jax.grad(lambda x, at=at: ops.batch_statistics(x)[at].sum())(x) for at in (0, 1))
     np.testing.assert_allclose(by_mean, np.full(x.shape, 1 / 24), rtol=1e-6)
     np.testing.assert_allclose(by_var, (x - x.mean((0, 1))) / 12, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activation, dtype, is_residual", [(jax.nn.silu, np.float32, True), (jax.nn.relu, jnp.bfloat16, False)]
+)
+def test_an_activation_inside_of_a_batch_norm_changes_no_derivative(activation, dtype, is_residual, monkeypatch):
+    layer = nn.BatchNorm(activation=activation, accum_dtype="float32")
+    x, residual = normal(2, 4, 5, 3).astype(dtype), normal(2, 4, 5, 3, seed=1).astype(dtype)
+    trainables, state = layer.init(RNG, x[0])
+    trainables = jax.tree.map(lambda leaf: leaf + normal(*leaf.shape, seed=2).astype(dtype), trainables)
+
+    def derivatives(x, residual, trainables):
+        def loss(x, residual, trainables):
+            y, new = layer.fwd((x, residual) if is_residual else x, trainables, state)
+            return (y.astype(np.float32) ** 3).sum(), (y, new)
+
+        primals = (x, residual, trainables)
+        return jax.jvp(jax.grad(loss, (0, 1, 2), has_aux=True), primals, primals)
+
+    def compute(is_fused):
+        monkeypatch.setattr(inspect.getmodule(ops.batch_norm), "prefers_fused_activation", lambda _: is_fused)
+        traced = jax.jit(lambda *args: jax.vmap(derivatives, (0, 0, None))(*args)).trace(x, residual, trainables)
+        assert ("optimization_barrier" in str(traced.jaxpr)) == is_fused
+        return traced.lower().compile()(x, residual, trainables)
+
+    inside, behind = compute(True), compute(False)
+    tolerance = 1e-5 if dtype == np.float32 else 0.02
+    jax.tree.map(functools.partial(assert_close_to_scale, tolerance=tolerance), inside, behind)
+    assert jax.tree.map(lambda leaf: leaf.dtype, inside) == jax.tree.map(lambda leaf: leaf.dtype, behind)
+
+
+def test_an_activation_inside_of_a_batch_norm_keeps_nothing_but_its_inputs(backend):
+    layer, x = nn.BatchNorm(activation=jax.nn.silu), jax.ShapeDtypeStruct((4, 6, 6, 8), jnp.float32)
+    variables = jax.eval_shape(layer.init, RNG, x)
+
+    def residuals(x, residual, trainables, state):
+        return jax.vjp(lambda x, residual: layer.fwd((x, residual), trainables, state)[0], x, residual)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(residuals, x, x, *variables))
+    assert sum(leaf.size >= x.size for leaf in kept) == (2 if jax.default_backend() == "gpu" else 4)
