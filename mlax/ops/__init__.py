@@ -14,9 +14,9 @@ from mlax.ops._checks import check_floating, check_groups, check_kernel, is_stat
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
 from mlax.ops._cross_entropy import softmax_cross_entropy
-from mlax.ops._decode_kernels import decode_attention, fused_linear
+from mlax.ops._decode_kernels import decode_attention, fused_linear, sum_and_norm
 from mlax.ops._dropout import alpha_dropout, dropout
-from mlax.ops._gpu import kernel_backend, prefers_kernels
+from mlax.ops._gpu import compute_capability, kernel_backend, prefers_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy

@@ -30,9 +30,10 @@ GELU_SCALE, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of x + cube * x 
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 
 
-def compute_capability() -> float | None:
-    """The compute capability of the default device, None if it is not an NVIDIA GPU."""
-    found = str(getattr(jax.devices()[0], "compute_capability", ""))
+def compute_capability(device: Any = None) -> float | None:
+    """The compute capability of a device, or of the first one; None if it is not an NVIDIA GPU."""
+    device = jax.devices()[0] if device is None else device
+    found = str(getattr(device, "compute_capability", ""))
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
 
 

@@ -10,6 +10,8 @@ from mlax.zoo._decoder import decoder, decoding_backend
 from mlax.zoo._decoder import init_state as init_state
 from mlax.zoo._decoder import prepare_decoder as prepare_decoder
 from mlax.zoo._decoder_block import DecoderBlock as DecoderBlock
+from mlax.zoo._decoder_block import DecoderStack as DecoderStack
+from mlax.zoo._decoder_block import PaddedEmbed as PaddedEmbed
 from mlax.zoo._decoder_block import find_obstacle as find_obstacle
 from mlax.zoo._decoder_block import has_kernels as has_kernels
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm

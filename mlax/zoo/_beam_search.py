@@ -118,7 +118,7 @@ def _search(
     stop: Any,
 ) -> tuple[Any, Any, Any]:
     b, k, n = prompts.shape[0], search.beams, search.max_new_tokens
-    decoder, weights = prepare_decoder(search.model, capacity(prompts, n), trainables, fuse=search.fuse)
+    decoder, weights = prepare_decoder(search.model, capacity(prompts, n), trainables, rows=b * k, fuse=search.fuse)
     prompts = shift_left(prompts, lengths) if search.padding == "left" and lengths is not None else prompts
     logits, state = prefill(decoder, weights, non_trainables, prompts, lengths, inputs)
     axes = row_axes(decoder, (prompts, lengths, *inputs) if lengths is not None or inputs else prompts)

@@ -27,7 +27,7 @@ from mlax.core import (
     unstack,
     with_fields,
 )
-from mlax.zoo._decoder_block import DecoderBlock, find_obstacle, fuse_blocks, has_kernels
+from mlax.zoo._decoder_block import DecoderBlock, DecoderStack, find_obstacle, has_kernels, use_kernels
 
 Fuse = Literal[
     "nothing",
@@ -95,8 +95,10 @@ def _needs_cache(layer: Layer) -> bool:
     return isinstance(layer, nn.MultiHeadAttention) and (layer.causal or layer.cross)
 
 
-def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: Fuse = "nothing") -> tuple[Any, Tree]:
-    """The decoder and its trainables in the form that a loop over tokens is fastest with: (decoder, trainables).
+def prepare_decoder(
+    model: Layer, length: int, trainables: Tree, *, rows: int, fuse: Fuse = "nothing"
+) -> tuple[Any, Tree]:
+    """The decoder and its trainables in the form that a loop over tokens of so many rows is fastest with.
 
     No variables are stacked, so that the loop's carry has each layer's cache as a separate array, which is updated in
     place; casts of mixed precision are done here, once, not at each token; and what `fuse` says is fused, as
@@ -113,16 +115,17 @@ def prepare_decoder(model: Layer, length: int, trainables: Tree, *, fuse: Fuse =
     model, trainables = _fuse_projections(model, trainables)
     if fuse == "projections":
         return model, trainables
-    return fuse_blocks(model, trainables, interpret=fuse == "interpreted")
+    return use_kernels(model, trainables, rows, interpret=fuse == "interpreted")
 
 
 def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: int = 1024) -> str:
     """The backend that computes a token of each row in `zoo.generate`, and why: "pallas: ..." or "xla: ...".
 
-    "pallas" is for one row, with blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as
-    `dtypes.mixed_bfloat16` makes them, on one NVIDIA GPU of Hopper (H100, H200): five kernels a block, and attention
-    reads the filled slots of the cache alone. "xla" is for everything else, also what the kernels refuse to compile.
-    `batch` is the number of rows, `length` the capacity of the cache.
+    "pallas" is for blocks of GPT-2, in bfloat16 with float32 statistics, as `dtypes.mixed_bfloat16` makes them, on one
+    NVIDIA GPU of Hopper (H100, H200): five kernels a block for one row, up to a width of 768, and for 128 heads or more
+    in all rows eight, of which four are XLA's products. Attention reads the filled slots of the cache alone. "xla" is
+    for everything else, also what the kernels refuse to compile. `batch` is the number of rows, `length` the capacity
+    of the cache.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
@@ -138,18 +141,19 @@ def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: 
     decoders: list[Any] = []
 
     def prepare(trainables: Tree) -> tuple[Tree, Tree]:
-        found, weights = prepare_decoder(model, length, trainables, fuse=fuse)
+        found, weights = prepare_decoder(model, length, trainables, rows=batch, fuse=fuse)
         decoders.append(found)
         return weights, init_state(found, jnp.zeros((batch, 1), np.int32))
 
     weights, state = jax.eval_shape(prepare, trainables)
-    blocks = find_layers(decoders[0], DecoderBlock)
-    if not blocks:
-        layers = [layer for _, chain in find_layers(decoders[0], Chain) for layer in chain.layers]
-        return f"xla: {find_obstacle(layers[0] if layers else model)}"
-    path, block = blocks[0]
-    x = jax.ShapeDtypeStruct((batch, 1, block.layer.width), jnp.bfloat16)
-    refusal = block.find_refusal(x, get(weights, path), get(state, path))
+    layers = [layer for _, chain in find_layers(decoders[0], Chain) for layer in chain.layers]
+    fused: list[Any] = [*find_layers(decoders[0], DecoderBlock), *find_layers(decoders[0], DecoderStack)]
+    if not fused:
+        return f"xla: {find_obstacle(layers[0] if layers else model, batch)}"
+    path, layer = fused[0]
+    block: Any = layers[0].layer if isinstance(layers[0], DecoderBlock) else layers[0]
+    x = jax.ShapeDtypeStruct((batch, 1, block.width), jnp.bfloat16)
+    refusal = layer.find_refusal(x, get(weights, path), get(state, path))
     return "pallas: the device and the model allow it" if refusal is None else f"xla: {refusal}"
 
 

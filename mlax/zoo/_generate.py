@@ -121,7 +121,7 @@ def generate_tokens(
     b, n = prompts.shape[0], settings.max_new_tokens
     steps = n - 1 if not stop.size else -(-(n - 1) // CHUNK) * CHUNK
     slots = capacity(prompts, steps + 1)
-    decoder, weights = prepare_decoder(settings.model, slots, trainables, fuse=settings.fuse)
+    decoder, weights = prepare_decoder(settings.model, slots, trainables, rows=b, fuse=settings.fuse)
     source = Source(weights, numbers, stop, rng)
     carry, odds = start(settings, decoder, source, non_trainables, prompts, lengths, inputs)
     carry = share_counters(decoder, carry, align_rows=lengths is None)

@@ -131,8 +131,8 @@ def _generate(
     if settings.padding == "left" and lengths is not None:
         prompts = shift_left(prompts, lengths)
     slots = capacity(prompts, n)
-    large, weights = _prepare(settings, settings.model, slots, trainables[0])
-    small, small_weights = _prepare(settings, settings.draft, slots, trainables[1])
+    large, weights = _prepare(settings, settings.model, slots, trainables[0], b)
+    small, small_weights = _prepare(settings, settings.draft, slots, trainables[1], b)
     logits, state = prefill(large, weights, None, prompts, lengths, ())
     draft_logits, draft_state = prefill(small, small_weights, None, prompts, lengths, ())
     for each in (state, draft_state):
@@ -244,7 +244,7 @@ def _probabilities(sampler: Greedy | Sample, logits: Any, numbers: Any) -> Any:
     return odds.reshape(logits.shape)
 
 
-def _prepare(settings: SpeculativeSettings, model: Layer, length: int, trainables: Tree) -> tuple[Any, Tree]:
+def _prepare(settings: SpeculativeSettings, model: Layer, length: int, trainables: Tree, rows: int) -> tuple[Any, Tree]:
     """The decoder, whose ring buffers have slots for tokens that may be rejected, and its trainables."""
 
     def widen_ring(path: str, layer: Layer) -> Layer:
@@ -252,7 +252,7 @@ def _prepare(settings: SpeculativeSettings, model: Layer, length: int, trainable
             return with_fields(layer, capacity=layer.capacity + settings.draft_tokens)
         return layer
 
-    decoder, trainables = prepare_decoder(model, length, trainables, fuse=settings.fuse)
+    decoder, trainables = prepare_decoder(model, length, trainables, rows=rows, fuse=settings.fuse)
     return map_layers(decoder, "", widen_ring), trainables
 
 

@@ -56,7 +56,9 @@ def stream(
     rng = check_sampler("stream", sampler, rng)
     settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, choose_fusion(trainables))
     slots = capacity(prompts, max_new_tokens + chunk)
-    decoder, weights = prepare_decoder(model, slots, trainables, fuse=settings.fuse)  # once, not in each chunk
+    decoder, weights = prepare_decoder(  # once, not in each chunk
+        model, slots, trainables, rows=prompts.shape[0], fuse=settings.fuse
+    )
     source = Source(weights, sampler.numbers(), stop, rng)
     return _stream(settings, decoder, source, chunk, (non_trainables, prompts, lengths, inputs))
 

@@ -12,10 +12,21 @@ import numpy as np
 import pytest
 
 from mlax import dtypes, nn, ops, zoo
-from mlax.core import find_layers
-from mlax.zoo import DecoderBlock, choose_fusion, find_obstacle, has_kernels, init_state, prepare_decoder
+from mlax.core import Chain, find_layers
+from mlax.zoo import (
+    DecoderBlock,
+    DecoderStack,
+    PaddedEmbed,
+    choose_fusion,
+    find_obstacle,
+    has_kernels,
+    init_state,
+    prepare_decoder,
+)
 
 MODEL = dtypes.mixed_bfloat16(zoo.GPT2(vocabulary=50, positions=80, width=64, depth=1, heads=2))
+DEEP = dtypes.mixed_bfloat16(zoo.GPT2(vocabulary=50, positions=80, width=64, depth=2, heads=2))
+ROWS = 64  # whose heads are as many programs as kernels for several rows need
 
 
 def trainables_of(model: Any) -> Any:
@@ -40,6 +51,47 @@ def test_a_fused_linear_is_norm_product_gelu_and_residual():
     reference = residual + jax.nn.gelu(ops.linear(ops.layer_norm(x, scale, shift), kernel.T, bias))
     np.testing.assert_allclose(y.astype(jnp.float32), reference, rtol=0.01, atol=0.03)
     np.testing.assert_allclose(plain.astype(jnp.float32), ops.linear(x, kernel.T, bias), rtol=0.01, atol=0.03)
+
+
+@pytest.mark.parametrize("width", [64, 96])  # a power of two, and one that is not
+def test_sum_and_norm_adds_partial_sums_and_a_bias_and_normalizes(width):
+    x, scale, shift, bias = normal(0, 3, width), *normal(1, 2, width), normal(2, width)
+    partial = jax.random.normal(jax.random.key(3), (4, 3, width))
+    total, y = ops.sum_and_norm(x, scale, shift, partial, bias, interpret=True)
+    reference = x.astype(jnp.float32) + partial.sum(0) + bias.astype(jnp.float32)
+    np.testing.assert_array_equal(total, reference.astype(jnp.bfloat16))
+    normed = ops.layer_norm(*widen(total, scale, shift))
+    np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
+    same, y = ops.sum_and_norm(total, scale, shift, interpret=True)
+    np.testing.assert_array_equal(same, total)
+    np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
+
+
+def test_decode_attention_sums_the_parts_of_a_product():
+    qkv, keys, values, bias = normal(0, 3, 96), *normal(1, 2, 3, 2, 64, 16), normal(2, 96)
+    attend = functools.partial(ops.decode_attention, heads=2, scale=0.25, interpret=True)
+    count = jnp.array([5, 0, 63], "int32")
+    partial = jnp.stack([qkv.astype(jnp.float32) / 4, qkv.astype(jnp.float32) * 3 / 4])
+    for result, reference in zip(
+        attend(partial, keys, values, count, bias), attend(qkv + bias, keys, values, count), strict=True
+    ):
+        np.testing.assert_array_equal(result, reference)
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_a_fused_linear_combines_attention_to_splits_of_the_slots(count):
+    qkv, keys, values = normal(0, 1, 192), *normal(1, 2, 1, 4, 256, 16)
+    kernel, bias, residual = normal(2, 32, 64), normal(3, 32), normal(4, 1, 32)
+    outputs = []
+    for splits in (1, 4):
+        y, *caches = ops.decode_attention(
+            qkv, keys, values, jnp.array([count]), heads=4, scale=0.25, splits=splits, interpret=True
+        )
+        outputs.append((ops.fused_linear(y, kernel, bias, residual=residual, interpret=True), *caches))
+    (y, *caches), (split_y, *split_caches) = outputs
+    np.testing.assert_allclose(*widen(split_y, y), rtol=0.01, atol=0.02)
+    for cache, other in zip(caches, split_caches, strict=True):
+        np.testing.assert_array_equal(cache, other)
 
 
 @pytest.mark.parametrize(("heads", "groups", "count"), [(4, 4, [0, 100, 70]), (4, 2, [65])])
@@ -81,7 +133,7 @@ def test_a_decoder_block_computes_a_token_as_the_block_does(length):
     token = prompts[:, :1] if length is None else (prompts[:, :1], jnp.array([length]))
     results = []
     for fuse in ("projections", "interpreted"):
-        decoder, weights = prepare_decoder(MODEL, 70, trainables, fuse=fuse)
+        decoder, weights = prepare_decoder(MODEL, 70, trainables, rows=1, fuse=fuse)
         assert bool(find_layers(decoder, DecoderBlock)) == (fuse == "interpreted")
         fwd = jax.jit(functools.partial(decoder.fwd, inference_mode=True))
         _, state = fwd(prompts, weights, init_state(decoder, prompts))
@@ -96,33 +148,73 @@ def test_a_decoder_block_computes_a_token_as_the_block_does(length):
         np.testing.assert_allclose(leaf.astype(jnp.float32), other.astype(jnp.float32), atol=0.02)
 
 
-def test_generation_with_kernels_gives_the_tokens_of_generation_without():
-    rest = (trainables_of(MODEL), None, jnp.array([[1, 2, 3]]), None, (), {}, np.zeros(0, np.int32), None)
+def test_a_decoder_stack_computes_a_token_of_many_rows_as_the_blocks_do():
+    trainables, prompts = trainables_of(DEEP), jax.random.randint(jax.random.key(1), (ROWS, 3), 0, 50, "int32")
+    is_token = jnp.arange(ROWS) % 2 > 0  # rows of length 0 do not advance
+    token = (prompts[:, :1], is_token.astype(jnp.int32))
+    results = []
+    for fuse in ("projections", "interpreted"):
+        decoder, weights = prepare_decoder(DEEP, 70, trainables, rows=ROWS, fuse=fuse)
+        assert bool(find_layers(decoder, DecoderStack)) == (fuse == "interpreted")
+        fwd = jax.jit(functools.partial(decoder.fwd, inference_mode=True))
+        _, state = fwd(prompts, weights, init_state(decoder, prompts))
+        results.append(fwd(token, weights, state))
+    (y, state), (fused_y, fused_state) = results
+    np.testing.assert_array_equal(count(fused_state), count(state))
+    np.testing.assert_allclose(fused_y[is_token], y[is_token], atol=0.01)
+    assert jax.tree.structure(fused_state) == jax.tree.structure(state)
+    for leaf, other in zip(jax.tree.leaves(fused_state), jax.tree.leaves(state), strict=True):
+        leaf, other = (each[is_token] if each.ndim > 1 else each for each in (leaf, other))
+        np.testing.assert_allclose(leaf.astype(jnp.float32), other.astype(jnp.float32), atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_generation_with_kernels_gives_the_tokens_of_generation_without(rows):
+    prompts = jax.random.randint(jax.random.key(1), (rows, 3), 0, 50, "int32")
+    rest = (trainables_of(MODEL), None, prompts, None, (), {}, np.zeros(0, np.int32), None)
     settings = zoo.Settings(MODEL, 6, zoo.Greedy(), "right", 0, False, "projections")
     tokens = zoo.generate_tokens(settings, *rest).tokens
     settings = dataclasses.replace(settings, fuse="interpreted")
     assert "pallas_call" in str(jax.make_jaxpr(zoo.generate_tokens, static_argnums=0)(settings, *rest))
-    np.testing.assert_array_equal(zoo.generate_tokens(settings, *rest).tokens, tokens)
+    is_equal = (zoo.generate_tokens(settings, *rest).tokens == tokens).all(axis=1)
+    assert is_equal.mean() > 0.95  # in bfloat16 a row of 64 has two logits as likely as each other now and then
+
+
+def test_the_padding_of_a_table_is_neither_a_token_nor_a_logit():
+    embed = nn.Embed(50, 8)
+    padded, x = PaddedEmbed(embed), jnp.ones((2, 8))
+    trainables, _ = padded.init(jax.random.key(0), jnp.zeros(2, "int32"))
+    own = {"table": trainables["table"][:50]}
+    assert trainables["table"].shape == (128, 8)
+    np.testing.assert_array_equal(padded.fwd(x, trainables)[0], embed.fwd(x, own)[0])
+    tokens = jnp.array([3, 50, 127, -1])
+    np.testing.assert_array_equal(padded.fwd(tokens, trainables)[0], embed.fwd(tokens, own)[0])
 
 
 def test_what_the_kernels_cannot_compute_is_refused_by_name():
-    decoder, _ = prepare_decoder(MODEL, 64, trainables_of(MODEL), fuse="kernels")
+    decoder, _ = prepare_decoder(MODEL, 64, trainables_of(MODEL), rows=1, fuse="kernels")
     found = dict(find_layers(decoder, DecoderBlock))["blocks/layers/0"]
     block: Any = found.layer
-    assert find_obstacle(block) is None
-    assert "not Linear" in str(find_obstacle(nn.Linear(4)))
+    assert find_obstacle(block, 1) is None
+    assert find_obstacle(Chain((block, block)), ROWS) is None
+    assert "not Linear" in str(find_obstacle(nn.Linear(4), 1))
+    assert "not Linear" in str(find_obstacle(Chain((nn.Linear(4),)), ROWS))
+    assert "64 or more, not 63" in str(find_obstacle(block, ROWS - 1))
     attend: Any = dict(find_layers(block, nn.MultiHeadAttention))["attend"]
-    assert "softcap=2.0" in str(find_obstacle(block.with_parts({"attend": dataclasses.replace(attend, softcap=2.0)})))
-    assert "width of 1024" in str(find_obstacle(dataclasses.replace(block, width=1024)))
+    assert "softcap=2.0" in str(
+        find_obstacle(block.with_parts({"attend": dataclasses.replace(attend, softcap=2.0)}), 1)
+    )
+    assert "width of 1024" in str(find_obstacle(dataclasses.replace(block, width=1024, heads=8), 1))
     assert "one row" in str(found.find_refusal(jnp.zeros((2, 1, 64)), None, None))
     assert "not float32" in str(found.find_refusal(jnp.zeros((1, 1, 64)), None, None))
 
 
-def test_what_fails_to_compile_is_left_to_the_block():
-    decoder, weights = prepare_decoder(MODEL, 64, trainables_of(MODEL), fuse="kernels")  # which a CPU cannot compile
-    x = jnp.ones((1, 1), "int32")
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_what_fails_to_compile_is_left_to_the_block(rows):
+    decoder, weights = prepare_decoder(MODEL, 64, trainables_of(MODEL), rows=rows, fuse="kernels")
+    x = jnp.ones((rows, 1), "int32")
     fwd = jax.jit(functools.partial(decoder.fwd, inference_mode=True))
-    logits, _ = fwd(x, weights, init_state(decoder, x))
+    logits, _ = fwd(x, weights, init_state(decoder, x))  # a CPU cannot compile the kernels
     assert jnp.isfinite(logits).all()
 
 
