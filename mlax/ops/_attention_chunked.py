@@ -71,29 +71,21 @@ def _attend_tiles(spec: ScoreSpec, tiles: Tiles) -> Callable[..., jax.Array]:
         q, k, v, bias, sinks = primals
         return dense_attention(q, k, v, consts._replace(bias=bias), sinks, spec)
 
-    def forward(primals: Any, consts: ScoreInputs) -> tuple[jax.Array, Any]:
-        q, k, v, bias, sinks = primals
-        y, top, total = _forward(spec, tiles, q, k, v, consts._replace(bias=bias), sinks)
-        return y, (y, top, total)
-
-    def backward(residuals: Any, primals: Any, consts: ScoreInputs, grad: jax.Array) -> Any:
-        q, k, v, bias, sinks = primals
-        y, top, total = residuals
-        return _backward(spec, tiles, q, k, v, consts._replace(bias=bias), sinks, y, top, total, grad)
-
-    def tangent(residuals: Any, primals: Any, consts: ScoreInputs, tangents: Any) -> jax.Array:
-        q, k, v, bias, sinks = primals
-        y, top, total = residuals
-        return _tangent(spec, tiles, q, k, v, consts._replace(bias=bias), sinks, y, top, total, tangents)
-
-    return with_vjp(attend_dense, forward, backward, tangent)
+    rules = (functools.partial(rule, spec, tiles) for rule in (_forward, _backward, _tangent))
+    return with_vjp(attend_dense, *rules)
 
 
-def _forward(
-    spec: ScoreSpec, tiles: Tiles, q: Any, k: Any, v: Any, inputs: ScoreInputs, sinks: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The result (b, g, r, t, w), and for each query its largest score and the sum of its weights, (b, g, r, t, 1)."""
-    wide = jnp.dtype(spec.accum_dtype or q.dtype)
+class Residuals(NamedTuple):
+    """What the backward pass needs besides the arguments."""
+
+    y: jax.Array  # (b, g, r, t, w), the result
+    top: jax.Array  # (b, g, r, t, 1), the largest score of a query
+    total: jax.Array  # (b, g, r, t, 1), the sum of its weights
+
+
+def _forward(spec: ScoreSpec, tiles: Tiles, primals: Any, consts: ScoreInputs) -> tuple[jax.Array, Residuals]:
+    q, k, v, bias, sinks = primals
+    inputs, wide = consts._replace(bias=bias), jnp.dtype(spec.accum_dtype or q.dtype)
 
     def row(i: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         queries = _slice_block(q, 3, i, tiles.queries)
@@ -125,25 +117,17 @@ def _forward(
         top, total, sums = lax.fori_loop(*_visible_key_blocks(spec, tiles, i), tile, start)
         return (sums / guard_zero(total)).astype(q.dtype), safe_max(top), guard_zero(total)
 
-    y, top, total = (_merge_blocks(blocks) for blocks in lax.map(row, jnp.arange(tiles.rows, dtype=np.int32)))
-    return y, top, total
+    blocks = lax.map(row, jnp.arange(tiles.rows, dtype=np.int32))
+    residuals = Residuals(*map(_merge_blocks, blocks))
+    return residuals.y, residuals
 
 
 def _backward(
-    spec: ScoreSpec,
-    tiles: Tiles,
-    q: Any,
-    k: Any,
-    v: Any,
-    inputs: ScoreInputs,
-    sinks: Any,
-    y: jax.Array,
-    top: jax.Array,
-    total: jax.Array,
-    grad: jax.Array,
+    spec: ScoreSpec, tiles: Tiles, residuals: Residuals, primals: Any, consts: ScoreInputs, grad: jax.Array
 ) -> tuple[Any, ...]:
     """The gradients of q, k, v, the bias and the sinks."""
-    wide = total.dtype
+    (q, k, v, bias, sinks), (y, top, total) = primals, residuals
+    inputs, wide = consts._replace(bias=bias), total.dtype
     y_dot = reduce_sum(grad.astype(wide) * y.astype(wide), (4,))[..., None]  # (b, g, r, t, 1)
 
     def column(carry: Any, j: Any) -> Any:
@@ -183,21 +167,12 @@ def _backward(
 
 
 def _tangent(
-    spec: ScoreSpec,
-    tiles: Tiles,
-    q: Any,
-    k: Any,
-    v: Any,
-    inputs: ScoreInputs,
-    sinks: Any,
-    y: jax.Array,
-    top: jax.Array,
-    total: jax.Array,
-    tangents: Any,
+    spec: ScoreSpec, tiles: Tiles, residuals: Residuals, primals: Any, consts: ScoreInputs, tangents: Any
 ) -> jax.Array:
     """The tangent of the result, of the tangents of q, k, v, the bias and the sinks."""
+    (q, k, v, bias, sinks), (y, top, total) = primals, residuals
     q_dot, k_dot, v_dot, bias_dot, sinks_dot = tangents
-    wide = total.dtype
+    inputs, wide = consts._replace(bias=bias), total.dtype
 
     def row(i: Any) -> jax.Array:
         queries, queries_dot, row_top, row_total = (
