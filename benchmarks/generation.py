@@ -9,8 +9,8 @@ Greedy decoding with GPT-2 124M in bfloat16, random weights, 512 new tokens afte
   weights in bfloat16. Its cache is (b, h, s, k), or (b, s, h, k), or that with attention as products and sums.
 - zoo.generate from float32 weights (mixed_bfloat16), from unstacked ones in bfloat16, that with a stop token, and
   without kernels of its own, which are used on GPUs of Hopper (zoo.decoding_backend).
-- transformers with its compiled static cache, if PyTorch and transformers are there.
-That all of them produce the same tokens is checked in float32 with a small model first.
+That all of them produce the same tokens is checked in float32 with a small model first. This is about the forms of
+mlax's own program; `python -m benchmarks gpu --only decode-b1 decode-b64` compares it with transformers.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from mlax import dtypes, zoo
 IS_GPU = jax.default_backend() == "gpu"
 SMALL = zoo.GPT2(vocabulary=311, positions=128, width=64, depth=3, heads=4)
 MODEL = zoo.gpt2("small") if IS_GPU else SMALL
+DTYPE = jnp.bfloat16 if IS_GPU else jnp.float32
 ATTENTION = ("bhsk", "bshk", "reduce")
 UNREACHABLE = -1  # a stop token that no row produces
 
@@ -48,7 +49,7 @@ def main() -> None:
     check_tokens()
     for batch in options.batch:
         print(f"batch {batch}: {describe_backend(batch)}")
-        programs = all_programs(MODEL, batch, options.prompt, options.tokens)
+        programs = all_programs(MODEL, batch, options.prompt, options.tokens, DTYPE)
         if options.only:
             programs = {name: run for name, run in programs.items() if any(part in name for part in options.only)}
         measure(programs, batch, options)
@@ -66,8 +67,8 @@ def describe_backend(batch: int) -> str:
 
 
 def check_tokens() -> None:
-    """Raise unless all programs in JAX produce the same tokens in float32."""
-    programs = jax_programs(SMALL, 3, 9, 24, jnp.float32)
+    """Raise unless all programs produce the same tokens in float32."""
+    programs = all_programs(SMALL, 3, 9, 24, jnp.float32)
     tokens = {name: np.asarray(run()) for name, run in programs.items()}
     first, *others = tokens
     for name in others:
@@ -92,12 +93,7 @@ def measure(programs: dict[str, Any], batch: int, options: argparse.Namespace) -
         print(verdict(f"zoo.generate is as fast as the fastest scan at batch {batch}", min(ours) <= 1.02 * min(theirs)))
 
 
-def all_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-    dtype = jnp.bfloat16 if IS_GPU else jnp.float32
-    return {**jax_programs(model, batch, prompt, tokens, dtype), **torch_programs(model, batch, prompt, tokens)}
-
-
-def jax_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int, dtype: Any) -> dict[str, Any]:
+def all_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int, dtype: Any) -> dict[str, Any]:
     trainables, _ = jax.jit(model.init)(jax.random.key(0), model.example_input())
     # larger than at initialization, or the tokens hardly depend on the text
     trainables = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 2 else leaf, trainables)
@@ -202,25 +198,6 @@ def layer_norm(x: Any, weights: Any) -> Any:
     wide = x.astype(jnp.float32)
     mean, var = wide.mean(-1, keepdims=True), wide.var(-1, keepdims=True)
     return ((wide - mean) * lax.rsqrt(var + 1e-5)).astype(x.dtype) * weights["scale"] + weights["shift"]
-
-
-def torch_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-    try:
-        import torch
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        return {}
-    if not torch.cuda.is_available():
-        return {}
-    peer = GPT2LMHeadModel(GPT2Config(vocab_size=model.vocabulary)).to("cuda", torch.bfloat16).eval()
-    peer.generation_config.cache_implementation = "static"
-    prompts = torch.randint(0, model.vocabulary, (batch, prompt), device="cuda")
-
-    def run() -> None:
-        peer.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-        torch.cuda.synchronize()
-
-    return {"transformers: static cache": run}
 
 
 def profile(folder: str, name: str, run: Any, tokens: int) -> None:

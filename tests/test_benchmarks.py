@@ -9,7 +9,7 @@ from benchmarks import __main__ as command
 from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import merge
 from benchmarks.suite.schedule import Job, Measurement, Pool
-from benchmarks.suite.tables import MARKERS, table, write_tables
+from benchmarks.suite.tables import MARKERS, failing, table, write_tables
 from benchmarks.suite.works import MLAX, PEERS, TORCH, WORKS, Claim, Entry
 from tests.processes import ROOT
 
@@ -100,6 +100,20 @@ def test_claims_about_libraries_that_were_not_selected_are_not_judged():
     names = {f"gpt2:{MLAX}"}
     verdicts = command.judge_all([row(MLAX, 90.0), row(MLAX, 14.0, metric="memory")], names, tiny=False)
     assert [holds for _, holds in verdicts] == [False, True]  # 57 ms and 15 GiB; nothing about peers or scanned stacks
+
+
+def test_the_page_lists_the_layers_that_are_slower_than_those_of_a_jax_peer():
+    about = {"date": "2026-01-02", "device": "CPU", "versions": {}, "metric": "time", "unit": "ms", "work": "layers"}
+    times = {"Conv": {MLAX: 1.2, "Flax NNX": 1.0, TORCH: 0.1}, "Norm": {MLAX: 1.04, "Equinox": 1.0}, "Own": {MLAX: 1.0}}
+    found = [(title, name, value) for title, each in times.items() for name, value in each.items()]
+    rows = [{"title": title, "library": name, "value": value, **about} for title, name, value in found]
+    assert failing(rows) == "1 of 2 claims hold; these fail:\n\n- Conv: mlax 1.2 ms, 1.20 x Flax NNX, at most 1.05"
+
+
+def test_the_page_of_benchmarks_names_every_row_and_every_script():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert not [name for name in (*scripts, *(work.name for work in WORKS)) if f"`{name}`" not in page]
 
 
 @pytest.fixture

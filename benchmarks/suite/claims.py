@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from benchmarks.suite.rows import Row
-from benchmarks.suite.works import MLAX, PEERS, Claim, Work
+from benchmarks.suite.works import EQUINOX, FLAX, MLAX, PEERS, TORCH, Claim, Work
 
 Verdict = tuple[str, bool]  # a claim in words, with what was measured, and whether it holds
 
@@ -26,6 +26,23 @@ def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> Verdict:
         bound, words = claim.bound * others[best], f"{relation} {claim.bound:g} x {best}, {others[best]:,.4g} {unit}"
     holds = value >= bound if is_rate else value <= bound
     return f"{work.title}: {claim.entry} {value:,.4g} {unit}, {words}", holds
+
+
+def judge_cpu(rows: Iterable[Row]) -> list[Verdict]:
+    """Whether no layer is slower than a JAX peer's, and no training step than any peer's, by more than 5%."""
+    peers = {"layers": (FLAX, EQUINOX), "train": (FLAX, EQUINOX, TORCH)}
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["work"] in peers:
+            times.setdefault((row["work"], row["title"]), {})[row["library"]] = row["value"]
+    verdicts = []
+    for (work, title), found in times.items():
+        others = {name: found[name] for name in peers[work] if name in found}
+        if MLAX in found and others:
+            best = min(others, key=others.__getitem__)
+            words = f"{title}: mlax {found[MLAX]:,.3g} ms, {found[MLAX] / others[best]:.2f} x {best}, at most 1.05"
+            verdicts.append((words, found[MLAX] <= 1.05 * others[best]))
+    return verdicts
 
 
 def is_selected(claim: Claim, entries: Collection[str]) -> bool:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.suite.claims import judge
+from benchmarks.suite.claims import judge, judge_cpu
 from benchmarks.suite.rows import Row
 from benchmarks.suite.works import WORKS
 
@@ -64,6 +64,7 @@ def failing(rows: Sequence[Row]) -> str:
     """The claims that the rows do not bear out."""
     measured = {row["work"] for row in rows}
     verdicts = [judge(work, claim, rows) for work in WORKS if work.name in measured for claim in work.claims]
+    verdicts += judge_cpu(rows)
     failed = [words for words, holds in verdicts if not holds]
     if not verdicts:
         return ""

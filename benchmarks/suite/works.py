@@ -120,7 +120,7 @@ WORKS = (
     ),
     Work(
         "gpt2-50304",
-        "the same, vocabulary padded to 50,304",
+        "GPT-2 124M, training step, B 32, T 1024, vocabulary 50,304",
         "gpt2",
         GPT2(vocabulary=50_304),
         (UNROLLED, Entry(TORCH)),
@@ -169,7 +169,7 @@ WORKS = (
     ),
     Work(
         "decode-b64",
-        "the same, B 64",
+        "GPT-2 124M, decoding of 512 tokens, B 64",
         "decode",
         GPT2(batch=64),
         (Entry(MLAX), Entry(JAX), Entry(TORCH, "static cache")),
@@ -197,7 +197,7 @@ WORKS = (
     ),
     Work(
         "mlp-20",
-        "the same, 20 steps in a call",
+        "MLP 784-512-512-10, training step, B 128, 20 steps in a call",
         "mlp",
         MLP(steps=20),
         (Entry(MLAX), Entry(JAX)),
