@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from mlax._jax._memory import plan_chunks, sum_chunks, to_device
 
+SMALL = 2**19  # elements of a leaf that is summed together with others on a GPU
+
 
 def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """(path, leaf) of each leaf of a pytree; keys, field names and indices are joined by slashes: `mean/0/up`."""
@@ -47,9 +49,30 @@ def tree_vdot(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Arr
     """The sum of the elementwise products, in the widest of the dtypes and float32."""
     wide = widest_dtype(leaf.dtype for leaf in a.values())
     total = jnp.zeros((), wide)
+    a, b = _join_small_leaves(a, b, wide)
     for path, leaf in a.items():
         total = total + jnp.sum(leaf.astype(wide) * b[path].astype(wide))
     return total
+
+
+def _join_small_leaves(
+    a: Mapping[str, jax.Array], b: Mapping[str, jax.Array], dtype: Any
+) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+    """Both trees with their small leaves in one vector, on a GPU, where each sum of its own takes one kernel or two.
+
+    XLA reads the leaves in the kernel that sums, and concatenates nothing in memory. Leaves of programs for a mesh stay
+    apart, since concatenating shards would gather them.
+    """
+    small = [path for path, leaf in a.items() if leaf.size <= SMALL and jax.typeof(leaf).sharding.mesh.empty]
+    if jax.default_backend() != "gpu" or len(small) < 2:
+        return a, b
+
+    def join(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        vector = jnp.concatenate([leaves[path].astype(dtype).reshape(-1) for path in small])
+        return {"": vector, **{path: leaf for path, leaf in leaves.items() if path not in small}}
+
+    joined = join(a)
+    return joined, joined if b is a else join(b)
 
 
 def count_non_finite(leaves: Mapping[str, jax.Array]) -> jax.Array:

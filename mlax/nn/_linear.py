@@ -162,7 +162,7 @@ class MLP(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:
         for number, part in enumerate(sub):
-            x = part(x if number == 0 else self.activation(x))
+            x = part(x if number == 0 else ops.activate(x, None, self.activation))
         return x
 
 

@@ -34,12 +34,30 @@ def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def activate(
     x: Float[Array, "... d"], bias: Float[Array, " d"] | None, activation: Callable[[jax.Array], jax.Array]
 ) -> Float[Array, "... d"]:
-    """`activation(x + bias)`, on a GPU in one pass for `gelu` and `exact_gelu`."""
+    """`activation(x + bias)`, on a GPU in one pass for `gelu` and `exact_gelu`, in the product for `jax.nn.relu`."""
+    if activation is jax.nn.relu and jax.default_backend() == "gpu":
+        activation = relu_from_output
     if bias is None:
         return activation(x)
     if activation in (gelu, exact_gelu) and prefers_gelu_kernel(x):
         return _biased_gelu(activation is gelu)((x, bias))
     return activation(x + expand_last(bias, x))
+
+
+@jax.custom_jvp
+def relu_from_output(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`jax.nn.relu`, with a derivative that reads its output, which the next layer stores anyway, and not its input.
+
+    So a matrix product that `x` comes from can add the bias and apply the activation: cuBLAS writes the output alone.
+    """
+    return jnp.maximum(x, 0)
+
+
+@relu_from_output.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = relu_from_output(*primals)
+    is_positive = (y != 0) & (y == y)  # `y > 0`, for which XLA would read `x`; false for NaN
+    return y, jnp.where(is_positive, tangents[0], jnp.zeros_like(y))
 
 
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -53,8 +53,8 @@ def adam_moments(now: Hyperparams, g: jax.Array, slots: Mapping[str, jax.Array])
 
 def adam_direction(now: Hyperparams, mean: jax.Array, square: jax.Array) -> jax.Array:
     """`mean / (sqrt(square) + eps)`, both bias-corrected."""
-    root = lax.sqrt(square * now.bias_correction(now.b2))
-    return mean * now.bias_correction(now.b1) / now.add_eps(root)
+    mean_factor, square_factor = now.bias_corrections(now.b1, now.b2)
+    return mean * mean_factor / now.add_eps(lax.sqrt(square * square_factor))
 
 
 @frozen
@@ -148,9 +148,10 @@ class RAdam(Adam):
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
-        inverse_root = lax.rsqrt(now.bias_correction(now.b2)) / now.add_eps(lax.sqrt(moments["square"]))
+        mean_factor, square_factor = now.bias_corrections(now.b1, now.b2)
+        inverse_root = lax.rsqrt(square_factor) / now.add_eps(lax.sqrt(moments["square"]))
         factor = jnp.where(now.is_known > 0, now.rectification * inverse_root, jnp.ones_like(inverse_root))
-        return w - now.rate * moments["mean"] * now.bias_correction(now.b1) * factor, moments
+        return w - now.rate * moments["mean"] * mean_factor * factor, moments
 
 
 def _sma_length(beta: Any, t: jax.Array) -> jax.Array:
@@ -229,8 +230,9 @@ class AdEMAMix(Leafwise):
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
         slow = moving_average(slots["slow_mean"], g, now.b3)
-        root = lax.sqrt(moments["square"] * now.bias_correction(now.b2))
-        step = (moments["mean"] * now.bias_correction(now.b1) + now.alpha * slow) / now.add_eps(root)
+        mean_factor, square_factor = now.bias_corrections(now.b1, now.b2)
+        root = lax.sqrt(moments["square"] * square_factor)
+        step = (moments["mean"] * mean_factor + now.alpha * slow) / now.add_eps(root)
         return w - now.rate * now.add_decay(step, w), {**moments, "slow_mean": slow}
 
 

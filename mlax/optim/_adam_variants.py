@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax.core import frozen
-from mlax.optim._adam import Adam, AdamW, adam_moments
+from mlax.optim._adam import Adam, AdamW, adam_direction, adam_moments
 from mlax.optim._hyperparams import Beta, NonNegative, Patterns, Rate, StartValue
 from mlax.optim._leafwise import Leafwise
 from mlax.optim._slots import Slot
@@ -54,9 +54,7 @@ class Yogi(Adam):
     def leaf_update(self, now, g, w, slots):
         mean = moving_average(slots["mean"], g, now.b1)
         square = slots["square"] + (1 - now.b2) * lax.sign(g * g - slots["square"]) * g * g
-        root = lax.sqrt(square * now.bias_correction(now.b2))
-        step = mean * now.bias_correction(now.b1) / now.add_eps(root)
-        return w - now.rate * step, {"mean": mean, "square": square}
+        return w - now.rate * adam_direction(now, mean, square), {"mean": mean, "square": square}
 
 
 @frozen
@@ -73,9 +71,10 @@ class NAdamW(AdamW):
 
     def leaf_update(self, now, g, w, slots):
         moments = adam_moments(now, g, slots)
+        mean_factor, square_factor = now.bias_corrections(now.b1, now.b2)
         ahead = now.b1 * moments["mean"] * now.bias_correction(now.b1, ahead=1)
-        mean = ahead + (1 - now.b1) * g * now.bias_correction(now.b1)
-        root = lax.sqrt(moments["square"] * now.bias_correction(now.b2))
+        mean = ahead + (1 - now.b1) * g * mean_factor
+        root = lax.sqrt(moments["square"] * square_factor)
         return w - now.rate * now.add_decay(mean / now.add_eps(root), w), moments
 
 
@@ -144,7 +143,8 @@ class Adan(Leafwise):
         mean = moving_average(slots["mean"], g, now.b1)
         trend = moving_average(slots["trend"], change, now.b2)
         square = moving_average(slots["square"], ahead * ahead, now.b3)
-        step = mean * now.bias_correction(now.b1) + now.b2 * trend * now.bias_correction(now.b2)
-        step = step / now.add_eps(lax.sqrt(square * now.bias_correction(now.b3)))
+        mean_factor, trend_factor, square_factor = now.bias_corrections(now.b1, now.b2, now.b3)
+        step = mean * mean_factor + now.b2 * trend * trend_factor
+        step = step / now.add_eps(lax.sqrt(square * square_factor))
         new = (w - now.rate * step) / (1 + now.rate * now.decay)
         return new, {"mean": mean, "trend": trend, "square": square, "previous": g}

@@ -1,6 +1,7 @@
 """Leafwise: an optimizer that its author defines by the update of one leaf."""
 
 import abc
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,19 @@ import jax
 from mlax._jax import widest_dtype
 from mlax.core import DType, frozen
 from mlax.optim._base import Optimizer, StepResult
-from mlax.optim._hyperparams import Hyperparams, Patterns, SlotDTypes, check_decayed, matches_any, with_auto_axes_at
+from mlax.optim._hyperparams import (
+    Hyperparams,
+    Patterns,
+    SlotDTypes,
+    check_decayed,
+    matches_any,
+    with_auto_axes_at,
+)
 from mlax.optim._rounding import LeafPolicy, Rounding, RoundToNearest
 from mlax.optim._slots import Slot
 from mlax.optim._stacks import broadcast_over_layers, count_stacked_axes, layer_shape, map_layers_of, stack_slot
+
+SMALL = 2**16  # elements of a leaf that a GPU updates in less time than it takes to launch a kernel
 
 
 @frozen
@@ -76,11 +86,12 @@ class Leafwise(Optimizer):
         shared = self.shared_values(Hyperparams(context.step, values, dtype=dtype), scalars)
         values |= shared
         without_decay = {**values, "decay": 0.0} if "decay" in values else values
+        sharing = leaves_to_update_together(grads)
         new: dict[str, jax.Array] = {}
         new_slots: dict[str, Any] = {name: {} for name in slots if isinstance(slots[name], Mapping)}
         for path, g in grads.items():
             here = values if self._is_decayed(path) else without_decay
-            now = Hyperparams(context.step, here, path, g.dtype, context.rate_factors.get(path))
+            now = Hyperparams(context.step, here, path, g.dtype, context.rate_factors.get(path), path in sharing)
             own = {name: slots[name][path] for name in self.slots(path, weights[path])}
             with jax.named_scope(path):
                 new[path], own = self._update_layers(now, g, weights[path], own) if g.size else (weights[path], own)
@@ -110,3 +121,12 @@ class Leafwise(Optimizer):
 
     def _is_decayed(self, path: str) -> bool:
         return matches_any(getattr(self, "decayed", ("**",)), path)
+
+
+def leaves_to_update_together(grads: Mapping[str, jax.Array]) -> set[str]:
+    """The leaves that may be updated by one kernel with others of their size.
+
+    Not large ones of equal sizes: 12 of them at a time do not fit into the registers of a GPU.
+    """
+    number = collections.Counter(g.size for g in grads.values())
+    return {path for path, g in grads.items() if g.size <= SMALL or number[g.size] == 1}

@@ -96,7 +96,8 @@ class Prodigy(Leafwise):
         return self._b3(now) * gradient_sum + size * distance / self.start * g
 
     def _step_size(self, now: Hyperparams, distance: jax.Array) -> jax.Array:
-        return distance * now.rate * now.bias_correction(now.b1) * lax.rsqrt(now.bias_correction(now.b2))
+        mean_factor, square_factor = now.bias_corrections(now.b1, now.b2)
+        return distance * now.rate * mean_factor * lax.rsqrt(square_factor)
 
     def _b3(self, now: Hyperparams) -> Any:
         return now.b2**0.5 if self.b3 is None else now.b3

@@ -39,6 +39,31 @@ def test_an_mlp_of_one_width_is_a_linear_and_its_parts_can_be_edited():
     assert not any(leaf.any() for leaf in jax.tree.leaves(edited.init(RNG, x)[0]))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_relu_in_the_form_for_a_gpu_has_the_values_and_derivatives_of_jax_nn_relu(dtype, monkeypatch):
+    x = jnp.array([-2.0, -0.0, 0.0, 1e-30, 3.0, jnp.inf, -jnp.inf, jnp.nan], dtype)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    relu = functools.partial(ops.activate, bias=None, activation=jax.nn.relu)
+    for form in (
+        lambda f: f,
+        lambda f: lambda x: jax.jvp(f, (x,), (x + 2,))[1],
+        lambda f: jax.grad(lambda x: jnp.sum(f(x))),
+    ):
+        np.testing.assert_array_equal(*(np.asarray(form(f)(x), np.float64) for f in (relu, jax.nn.relu)))
+    curved = jax.hessian(lambda x: jnp.sum(relu(x) ** 2))
+    np.testing.assert_array_equal(curved(x[:5]), jax.hessian(lambda x: jnp.sum(jax.nn.relu(x) ** 2))(x[:5]))
+
+
+def test_an_mlp_of_relus_has_the_same_gradients_on_a_gpu(monkeypatch):
+    layer, x = nn.MLP((7, 7, 2), activation=jax.nn.relu), jnp.linspace(-1, 1, 15).reshape(5, 3)
+    trainables, _ = layer.init(RNG, x)
+    expected = jax.grad(lambda trainables: layer.fwd(x, trainables)[0].sum())(trainables)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jaxpr = str(jax.make_jaxpr(lambda trainables: layer.fwd(x, trainables)[0])(trainables))
+    assert jaxpr.count("relu_from_output") == 2
+    assert_close(jax.grad(lambda trainables: layer.fwd(x, trainables)[0].sum())(trainables), expected)
+
+
 REFERENCES = {
     "squared_relu": (ops.squared_relu, lambda x: np.maximum(x, 0) ** 2),
     "quick_gelu": (ops.quick_gelu, lambda x: x / (1 + np.exp(-1.702 * x))),

@@ -1,4 +1,4 @@
-"""On a GPU, donated weights and slots are updated in place in whatever order JAX pairs them with the results."""
+"""The forms for a GPU: updates in place in whatever order arrays are donated, and few kernels for small leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mlax import optim
-from mlax._jax import share_buffers
+from mlax._jax import share_buffers, tree_vdot
+from mlax.optim._hyperparams import Hyperparams
+from mlax.optim._leafwise import leaves_to_update_together
 from tests.asserts import assert_close, unequal_leaves
 from tests.catalogue.optimizers import ROWS
 
@@ -66,7 +68,7 @@ def test_updates_on_a_gpu_compute_the_same_numbers(name, monkeypatch):
     state, grads = optimizer.init(weights), jax.tree.map(lambda w: 0.3 - w, weights)
     expected = optimizer.update(grads, state, weights, value=1.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not unequal_leaves(optimizer.update(grads, state, weights, value=1.0), expected)
+    assert_close(optimizer.update(grads, state, weights, value=1.0), expected)  # a norm is summed in another order
 
 
 def test_updates_on_a_gpu_keep_explicit_shardings(monkeypatch):
@@ -79,3 +81,40 @@ def test_updates_on_a_gpu_keep_explicit_shardings(monkeypatch):
         found = jax.jit(lambda *args: optimizer.update(*args))(weights, state, weights)
         assert_close(found, expected)
     assert found[0]["kernel"].sharding.spec == found[1].mean["kernel"].sharding.spec == P("data", None)
+
+
+@pytest.mark.parametrize("beta", [0.9, jnp.float32(0.9)])
+def test_bias_corrections_are_the_same_as_an_array_and_as_scalars(beta):
+    array, scalars = (
+        Hyperparams(jnp.int32(6), {}, shares_array=shares).bias_corrections(beta, 0.999) for shares in (True, False)
+    )
+    assert_close(array, scalars)
+    assert_close(array, [1 / (1 - 0.9**7), 1 / (1 - 0.999**7)], rtol=1e-5)
+
+
+def test_large_leaves_of_one_size_are_updated_apart():
+    large, small = jax.ShapeDtypeStruct((300, 300), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)
+    flat, other = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((90_000,), (300, 301)))
+    assert leaves_to_update_together({"a": large, "b": flat, "c": other, "d": small, "e": small}) == {"c", "d", "e"}
+
+
+def test_on_a_gpu_small_leaves_are_summed_together(monkeypatch):
+    leaves = {"a": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.arange(4, dtype=jnp.bfloat16), "c": jnp.float32(3)}
+    expected, sums = tree_vdot(leaves, leaves), count_sums(leaves)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert_close(tree_vdot(leaves, leaves), expected)
+    assert_close(tree_vdot(leaves, dict(leaves)), expected)
+    assert sums == 3 and count_sums(leaves) == 1
+
+
+def test_on_a_gpu_leaves_on_a_mesh_are_summed_apart(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for kind in AxisType.Explicit, AxisType.Auto:
+        with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))):
+            leaves = {"a": jax.device_put(jnp.ones((8, 2)), P("data", None)), "b": jnp.ones(3)}
+            assert count_sums(leaves) == 2
+
+
+def count_sums(leaves):
+    jaxpr = jax.make_jaxpr(lambda leaves: tree_vdot(leaves, leaves))(leaves)
+    return sum(equation.primitive.name == "reduce_sum" for equation in jaxpr.eqns)
