@@ -86,7 +86,7 @@ class Leafwise(Optimizer):
         shared = self.shared_values(Hyperparams(context.step, values, dtype=dtype), scalars)
         values |= shared
         without_decay = {**values, "decay": 0.0} if "decay" in values else values
-        sharing = leaves_to_update_together(grads)
+        sharing = _leaves_to_update_together(grads)
         new: dict[str, jax.Array] = {}
         new_slots: dict[str, Any] = {name: {} for name in slots if isinstance(slots[name], Mapping)}
         for path, g in grads.items():
@@ -123,7 +123,7 @@ class Leafwise(Optimizer):
         return matches_any(getattr(self, "decayed", ("**",)), path)
 
 
-def leaves_to_update_together(grads: Mapping[str, jax.Array]) -> set[str]:
+def _leaves_to_update_together(grads: Mapping[str, jax.Array]) -> set[str]:
     """The leaves that may be updated by one kernel with others of their size.
 
     Not large ones of equal sizes: 12 of them at a time do not fit into the registers of a GPU.

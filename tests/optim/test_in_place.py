@@ -7,10 +7,9 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import mlax
 from mlax import optim
 from mlax._jax import share_buffers, tree_vdot
-from mlax.optim._hyperparams import Hyperparams
-from mlax.optim._leafwise import leaves_to_update_together
 from tests.asserts import assert_close, unequal_leaves
 from tests.catalogue.optimizers import ROWS
 
@@ -83,19 +82,37 @@ def test_updates_on_a_gpu_keep_explicit_shardings(monkeypatch):
     assert found[0]["kernel"].sharding.spec == found[1].mean["kernel"].sharding.spec == P("data", None)
 
 
-@pytest.mark.parametrize("beta", [0.9, jnp.float32(0.9)])
-def test_bias_corrections_are_the_same_as_an_array_and_as_scalars(beta):
-    array, scalars = (
-        Hyperparams(jnp.int32(6), {}, shares_array=shares).bias_corrections(beta, 0.999) for shares in (True, False)
-    )
-    assert_close(array, scalars)
-    assert_close(array, [1 / (1 - 0.9**7), 1 / (1 - 0.999**7)], rtol=1e-5)
+@pytest.mark.parametrize("b1", [{}, {"b1": jnp.float32(0.9)}])
+def test_leaves_that_are_updated_together_take_the_same_steps_as_others(b1):
+    weights = {"small": jnp.ones(3), "large": jnp.ones((300, 300)), "flat": jnp.ones(90_000), "other": jnp.ones(90_001)}
+    optimizer = optim.AdamW(1e-2, decayed=("**",))
+    state = optimizer.init(weights)
+    for number in range(1, 4):
+        grads = jax.tree.map(lambda w, number=number: w / number, weights)
+        weights, state = optimizer.update(grads, state, weights, **b1)
+    numbers = jnp.stack([w.ravel()[:3] for w in weights.values()])
+    assert_close(numbers, jnp.broadcast_to(numbers[0, 0], numbers.shape))
 
 
 def test_large_leaves_of_one_size_are_updated_apart():
-    large, small = jax.ShapeDtypeStruct((300, 300), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)
-    flat, other = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((90_000,), (300, 301)))
-    assert leaves_to_update_together({"a": large, "b": flat, "c": other, "d": small, "e": small}) == {"c", "d", "e"}
+    shares = {}
+
+    @mlax.frozen
+    class Recording(optim.SGD):
+        def leaf_update(self, now, g, w, slots):
+            shares[now.path] = now.shares_array
+            return super().leaf_update(now, g, w, slots)
+
+    weights = {
+        "a": jnp.ones(3),
+        "b": jnp.ones(3),
+        "c": jnp.ones((300, 300)),
+        "d": jnp.ones(90_000),
+        "e": jnp.ones(90_001),
+    }
+    optimizer = Recording(0.1)
+    jax.eval_shape(optimizer.update, weights, optimizer.init(weights), weights)
+    assert shares == {"a": True, "b": True, "c": False, "d": False, "e": True}
 
 
 def test_on_a_gpu_small_leaves_are_summed_together(monkeypatch):
