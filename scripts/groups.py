@@ -53,8 +53,8 @@ GROUPS = {
         "Convolution": "conv conv_transpose patches pad",
         "Pooling": "max_pool mean_pool pool global_pool adaptive_pool",
         "Upsampling": "upsample pixel_shuffle pixel_unshuffle",
-        "Normalization": "batch_norm batch_statistics layer_norm rms_norm group_norm local_response_norm weight_norm "
-        "spectral_norm mean kernel_backend",
+        "Normalization": "batch_norm batch_statistics layer_norm rms_norm residual_layer_norm residual_rms_norm "
+        "group_norm local_response_norm weight_norm spectral_norm mean kernel_backend",
         "Dropout": "dropout alpha_dropout",
         "Attention": "attention attention_weights attention_backend",
         "Positional encodings": "rotary rotary_frequencies linear_frequencies ntk_frequencies dynamic_ntk_frequencies "

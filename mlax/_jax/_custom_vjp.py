@@ -21,7 +21,7 @@ def with_vjp(plain: Plain, forward: Forward, backward: Backward, tangent: Tangen
 
     It is `jax.custom_vjp` without its limits: in forward mode `tangent` is computed, which is the JVP of `plain` unless
     given, and all higher derivatives are those of `plain`. `forward` and `backward` are never differentiated, so they
-    may be kernels and loops without rules. Primals are a tree of floating arrays, consts of any; one array is returned.
+    may be kernels and loops without rules. Primals and outputs are trees of floating arrays, consts of any.
     """
     rules = _Rules(plain, backward, tangent or functools.partial(_plain_tangent, plain))
 
@@ -29,7 +29,9 @@ def with_vjp(plain: Plain, forward: Forward, backward: Backward, tangent: Tangen
         y, residuals = forward(*lax.stop_gradient((primals, consts)))
         points, tree = jax.tree.flatten(primals)
         rest, rest_tree = jax.tree.flatten((residuals, consts))
-        return _attach.bind(*rest, *points, y, rules=rules._replace(tree=tree, rest_tree=rest_tree))
+        outputs, out_tree = jax.tree.flatten(y)
+        filled = rules._replace(tree=tree, rest_tree=rest_tree, out_tree=out_tree)
+        return out_tree.unflatten(_attach.bind(*rest, *points, *outputs, rules=filled))
 
     return call
 
@@ -49,6 +51,7 @@ class _Rules(NamedTuple):
     tangent: Tangent
     tree: Any = None  # of the primals
     rest_tree: Any = None  # of the residuals and the consts
+    out_tree: Any = None  # of the outputs
     is_live: tuple[bool, ...] = ()  # of each primal: whether its tangent is an argument
     is_transposed: bool = False
     batch_axes: tuple[tuple[int | None, ...], ...] = ()  # of each `vmap`, innermost first: of the rest and the primals
@@ -62,23 +65,25 @@ class _Rules(NamedTuple):
         return self._vmap(self._transpose_plain if self.is_transposed else self._forward_plain)(rest, primals, linear)
 
     def _apply_forward(self, rest: list[Any], primals: list[Any], linear: list[Any]) -> list[Any]:
-        return [self._call_tangent(self.tangent, rest, primals, linear)]
+        return self._call_tangent(self.tangent, rest, primals, linear)
 
     def _apply_transpose(self, rest: list[Any], primals: list[Any], linear: list[Any]) -> list[Any]:
         residuals, consts = self.rest_tree.unflatten(rest)
-        return self._live_leaves(self.backward(residuals, self.tree.unflatten(primals), consts, *linear))
+        cotangent = self.out_tree.unflatten(linear)
+        return self._live_leaves(self.backward(residuals, self.tree.unflatten(primals), consts, cotangent))
 
     def _forward_plain(self, rest: list[Any], primals: list[Any], linear: list[Any]) -> list[Any]:
-        return [self._call_tangent(functools.partial(_plain_tangent, self.plain), rest, primals, linear)]
+        return self._call_tangent(functools.partial(_plain_tangent, self.plain), rest, primals, linear)
 
     def _transpose_plain(self, rest: list[Any], primals: list[Any], linear: list[Any]) -> list[Any]:
         _, consts = self.rest_tree.unflatten(rest)
         _, pull_back = jax.vjp(lambda primals: self.plain(primals, consts), self.tree.unflatten(primals))
-        return self._live_leaves(*pull_back(*linear))
+        return self._live_leaves(*pull_back(self.out_tree.unflatten(linear)))
 
-    def _call_tangent(self, tangent: Tangent, rest: list[Any], primals: list[Any], linear: list[Any]) -> Any:
+    def _call_tangent(self, tangent: Tangent, rest: list[Any], primals: list[Any], linear: list[Any]) -> list[Any]:
         residuals, consts = self.rest_tree.unflatten(rest)
-        return tangent(residuals, self.tree.unflatten(primals), consts, self._with_zeros(primals, linear))
+        dots = tangent(residuals, self.tree.unflatten(primals), consts, self._with_zeros(primals, linear))
+        return self.out_tree.flatten_up_to(dots)
 
     def _with_zeros(self, primals: list[Any], linear: list[Any]) -> Any:
         live = iter(linear)
@@ -96,8 +101,9 @@ class _Rules(NamedTuple):
 
 
 # A primitive and no `jax.custom_jvp`, whose rule is lost where a scan is partially evaluated: this one is the identity
-# of its last argument, but its derivative is that of `plain` at the primals.
+# of its last arguments, but its derivative is that of `plain` at the primals.
 _attach = Primitive("attach")
+_attach.multiple_results = True
 _linear_map = Primitive("linear_map")
 _linear_map.multiple_results = True
 
@@ -115,15 +121,15 @@ def _differentiate_attached(arguments: Any, tangents: Any, *, rules: _Rules) -> 
     y = _attach.bind(*arguments, rules=rules)
     is_live = tuple(not isinstance(dot, ad.Zero) for dot in dots)
     if not any(is_live):
-        return y, lax.full_like(y, 0)
+        return y, [lax.full_like(each, 0) for each in y]
     live = [dot for dot, keep in zip(dots, is_live, strict=True) if keep]
-    return y, _bind(rest, primals, live, rules._replace(is_live=is_live))[0]
+    return y, _bind(rest, primals, live, rules._replace(is_live=is_live))
 
 
-def _batch_attached(arguments: Any, axes: Any, *, rules: _Rules) -> tuple[Any, int]:
+def _batch_attached(arguments: Any, axes: Any, *, rules: _Rules) -> tuple[Any, list[int]]:
     # primals too are broadcast, since a tangent is batched where its primal is, and the map needs all of them so
     rest, primals, y, rules = _batch_arguments(arguments, axes, rules, broadcast_from=rules.rest_tree.num_leaves)
-    return _attach.bind(*rest, *primals, *y, rules=rules), 0
+    return _attach.bind(*rest, *primals, *y, rules=rules), [0] * len(y)
 
 
 def _bind(rest: list[Any], primals: list[Any], linear: list[Any], rules: _Rules) -> list[Any]:
@@ -182,11 +188,11 @@ def _batch_arguments(
     return rest, primals, last, rules._replace(batch_axes=(*rules.batch_axes, held))
 
 
-_attach.def_impl(lambda *arguments, rules: arguments[-1])
-_attach.def_abstract_eval(lambda *avals, rules: avals[-1])
+_attach.def_impl(lambda *arguments, rules: _split(arguments, rules)[2])
+_attach.def_abstract_eval(lambda *avals, rules: _split(avals, rules)[2])
 ad.primitive_jvps[_attach] = _differentiate_attached
 batching.primitive_batchers[_attach] = _batch_attached
-mlir.register_lowering(_attach, lambda context, *arguments, rules: [arguments[-1]])
+mlir.register_lowering(_attach, lambda context, *arguments, rules: _split(arguments, rules)[2])
 _linear_map.def_impl(_evaluate)
 _linear_map.def_abstract_eval(lambda *avals, rules, jaxpr: jaxpr.out_avals)
 ad.primitive_jvps[_linear_map] = _differentiate

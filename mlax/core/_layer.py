@@ -110,6 +110,10 @@ class Layer(metaclass=Documented):
         """The output of the layer `following` on that of this one, if both are faster computed at once; else None."""
         return None
 
+    def split_bias(self, x: Any, trainables: Tree, inference_mode: Any) -> tuple["Layer", Tree, jax.Array] | None:
+        """The layer and its trainables without the bias that it adds last, and the bias, if others add it faster."""
+        return None
+
     def check_variables(self, x: Any, trainables: Tree, non_trainables: Tree) -> None:
         """Raise unless the variables are like those that `init` creates for inputs like `x`."""
         wanted = variable_shapes(self, x)

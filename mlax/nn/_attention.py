@@ -297,6 +297,14 @@ class MultiHeadAttention(Composite):
             edits |= {"value": with_fields(parts["value"], bias=False), "out": with_fields(parts["out"], bias=True)}
         return self.with_parts(edits) if edits else self, own
 
+    def split_bias(self, x, trainables, inference_mode):
+        layer, trainables = self._fold_biases(x, trainables, inference_mode)
+        found = parts_of(layer)["out"].split_bias(self._named_inputs(x)["x"], trainables["out"], inference_mode)
+        if found is None or self.return_weights:
+            return None
+        out, rest, bias = found
+        return layer.with_parts({"out": out}), {**trainables, "out": rest}, bias
+
     def wire(self, sub: Sub, x: Any) -> Any:
         inputs = self._named_inputs(x)
         x = inputs["x"]

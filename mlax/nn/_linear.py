@@ -9,7 +9,7 @@ from jax.lax import PrecisionLike
 
 from mlax import ops
 from mlax._jax import expand_last, named_key
-from mlax.core import Composite, Constant, DType, Initializer, Layer, Ones, Size, Sub, Zeros, frozen, lecun
+from mlax.core import Composite, Constant, DType, Initializer, Layer, Ones, Size, Sub, Zeros, frozen, lecun, with_fields
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape
 
@@ -49,6 +49,11 @@ class Linear(Layer):
 
     def tensor_parallel_axes(self, number):
         return {"kernel": -1, "bias": -1}
+
+    def split_bias(self, x, trainables, inference_mode):
+        if not self.bias or self.activation is not None or not ops.prefers_kernels(x):
+            return None
+        return with_fields(self, bias=False), {"kernel": trainables["kernel"]}, trainables["bias"]
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         weights = cast(trainables, x.dtype)

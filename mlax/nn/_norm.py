@@ -117,7 +117,8 @@ class LayerNorm(Layer):
     """Layer normalization: subtract the mean over `axes`, divide by the standard deviation, then scale and shift.
 
     Shape and dtype of the input. Trainables: scale and shift, of the input's sizes along `axes`, unless
-    `scale=False` or `shift=False`. https://arxiv.org/abs/1607.06450, equation 4.
+    `scale=False` or `shift=False`. Of a pair (x, bias), it returns the pair of x + bias, for a residual connection,
+    and the norm of x: see `ops.residual_layer_norm`. https://arxiv.org/abs/1607.06450, equation 4.
 
     >>> layer, x = nn.LayerNorm(), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -138,12 +139,16 @@ class LayerNorm(Layer):
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
+        x, *_ = _split_bias(x)
         return _init_scale_and_shift(self, rng, broadcast_shape(self, x, self.axes), x), None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x, *bias = _split_bias(x)
         weights = cast(trainables, x.dtype) or {}
-        y = ops.layer_norm(x, **weights, axes=self.axes, eps=self.eps, accum_dtype=self.accum_dtype)
-        return y, non_trainables
+        options: Any = {"axes": self.axes, "eps": self.eps, "accum_dtype": self.accum_dtype}
+        if not bias:
+            return ops.layer_norm(x, **weights, **options), non_trainables
+        return ops.residual_layer_norm(x, **weights, bias=cast(bias[0], x.dtype), **options), non_trainables
 
 
 @frozen
@@ -151,8 +156,8 @@ class RMSNorm(Layer):
     """RMS normalization: divide by the root of the mean square over `axes`, then scale by a learned array.
 
     Shape and dtype of the input. Trainables: scale, of the input's sizes along `axes`, unless `scale=False`. Gemma's
-    weights are distances from 1: `RMSNorm(scale_offset=1.0, scale_init=Zeros())`.
-    https://arxiv.org/abs/1910.07467, equation 4.
+    weights are distances from 1: `RMSNorm(scale_offset=1.0, scale_init=Zeros())`. Of a pair (x, bias), it returns the
+    pair of x + bias and the norm of x: see `ops.residual_rms_norm`. https://arxiv.org/abs/1910.07467, equation 4.
 
     >>> layer, x = nn.RMSNorm(), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -172,6 +177,7 @@ class RMSNorm(Layer):
     param_dtype: DType = None  # None: the input's
 
     def init(self, rng, x):
+        x, *_ = _split_bias(x)
         ops.check_floating(f"{self}", x)
         shape = broadcast_shape(self, x, self.axes)
         if not self.scale:
@@ -179,10 +185,13 @@ class RMSNorm(Layer):
         return {"scale": self.scale_init(named_key(rng, "scale"), shape, self.param_dtype or x.dtype)}, None
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        x, *bias = _split_bias(x)
         weights = cast(trainables, x.dtype) or {}
-        options = {"axes": self.axes, "eps": self.eps, "scale_offset": self.scale_offset}
-        y = ops.rms_norm(x, **weights, **options, accum_dtype=self.accum_dtype)
-        return y, non_trainables
+        options: Any = {"axes": self.axes, "eps": self.eps, "scale_offset": self.scale_offset}
+        options["accum_dtype"] = self.accum_dtype
+        if not bias:
+            return ops.rms_norm(x, **weights, **options), non_trainables
+        return ops.residual_rms_norm(x, **weights, bias=cast(bias[0], x.dtype), **options), non_trainables
 
 
 @frozen
@@ -320,6 +329,12 @@ def _split_residual(layer: Any, x: Any) -> tuple[Any, Any]:
     if residual.shape != x.shape:
         raise ValueError(f"{layer}: the residual is {residual.shape}, but must have the shape of the input, {x.shape}.")
     return x, residual
+
+
+def _split_bias(x: Any) -> tuple[Any, ...]:
+    """The input (x,), or (x, bias), with a vector or None, where it is a pair."""
+    is_pair = isinstance(x, tuple) and len(x) == 2 and (x[1] is None or x[1].ndim == 1 < x[0].ndim)
+    return x if is_pair else (x,)
 
 
 def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x: Any) -> Tree:

@@ -22,7 +22,14 @@ from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy
 from mlax.ops._losses import ctc_loss
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route
-from mlax.ops._norms import layer_norm, local_response_norm, mean, rms_norm
+from mlax.ops._norms import (
+    layer_norm,
+    local_response_norm,
+    mean,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+)
 from mlax.ops._pool import (
     Reduction,
     adaptive_pool,
@@ -136,6 +143,8 @@ __all__ = [
     "quick_gelu",
     "relative_bias",
     "relative_buckets",
+    "residual_layer_norm",
+    "residual_rms_norm",
     "rms_norm",
     "rotary",
     "rotary_frequencies",

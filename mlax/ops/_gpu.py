@@ -145,41 +145,46 @@ def norm_gradient_kernel(
     factor: Float[Array, "*n 1"],
     scale: Float[Array, " d"],
     dy: Float[Array, "*n d"],
-) -> tuple[Array, Array, Array]:
-    """The gradients of `norm_kernel` by x, and by scale and shift in float32; an RMS norm has no mean."""
+    stream_grad: Float[Array, "*n d"] | None = None,
+    *,
+    has_shift: bool,
+) -> tuple[Float[Array, "*n d"], Float[Array, "k d"]]:
+    """The gradient of `norm_kernel` by x, and, in float32, those by scale and by shift, if it has one, as rows.
+
+    With the cotangent of x that goes around the norm, the first includes it, and its sum over tokens is the last row.
+    An RMS norm has no mean.
+    """
     _, plgpu = _pallas()
     rows, width, blocks = x.size // x.shape[-1], x.shape[-1], BACKWARD_BLOCKS * _multiprocessors()
-    load = _row_loader(width)
+    load, has_stream = _row_loader(width), stream_grad is not None
+    count = 1 + has_shift + has_stream
 
     def body(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
-        mean_ref, dx_ref, dscale_ref, dshift_ref = _fill_gaps(refs, mean is not None, True, True, True)
+        mean_ref, stream_ref, dx_ref, sums_ref = _fill_gaps(refs, mean is not None, has_stream, True, True)
         wide_scale = load(scale_ref)
 
         def differentiate(row: Any, sums: Any) -> Any:
-            dscale, dshift = sums
             wide, wide_dy, factor = load(x_ref.at[row]), load(dy_ref.at[row]), factor_ref[row]
+            stream = [load(stream_ref.at[row])] if has_stream else []
             y = (wide if mean is None else wide - mean_ref[row]) * factor
             dot = wide_dy * wide_scale
             dx = dot - y * (jnp.sum(dot * y) / width)
-            dx_ref[row] = (factor * (dx if mean is None else dx - jnp.sum(dot) / width)).astype(x.dtype)
-            return dscale + wide_dy * y, dshift + wide_dy
+            dx = factor * (dx if mean is None else dx - jnp.sum(dot) / width)
+            dx_ref[row] = (dx + stream[0] if has_stream else dx).astype(x.dtype)
+            terms = [wide_dy * y, *[wide_dy] * has_shift, *stream]
+            return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
         zeros = plgpu.layout_cast(jnp.zeros((width,), np.float32), _row_layout(width))
-        block = lax.axis_index("block")
-        dscale_ref[block], dshift_ref[block] = _for_each_row(differentiate, rows, blocks, (zeros, zeros))
+        sums = _for_each_row(differentiate, rows, blocks, (zeros,) * count)
+        for index, total in enumerate(sums):
+            sums_ref[lax.axis_index("block"), index] = total
 
-    partial = jax.ShapeDtypeStruct((blocks, width), np.float32)
-    dx, dscale, dshift = _launch(
-        body,
-        [jax.ShapeDtypeStruct((rows, width), x.dtype), partial, partial],
-        (blocks,),
-        x.reshape(rows, width),
-        dy.reshape(rows, width),
-        scale,
-        factor.reshape(rows),
-        *([] if mean is None else [mean.reshape(rows)]),
-    )
-    return dx.reshape(x.shape), dscale.sum(0), dshift.sum(0)
+    out_types = [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((blocks, count, width), np.float32)]
+    arrays = [x.reshape(rows, width), dy.reshape(rows, width), scale, factor.reshape(rows)]
+    arrays += [] if mean is None else [mean.reshape(rows)]
+    arrays += [] if stream_grad is None else [stream_grad.reshape(rows, width)]
+    dx, sums = _launch(body, out_types, (blocks,), *arrays)
+    return dx.reshape(x.shape), sums.sum(0)
 
 
 def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximate: bool) -> Float[Array, "*n d"]:

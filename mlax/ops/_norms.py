@@ -64,9 +64,49 @@ def rms_norm(
     check_same_dtype("rms_norm", x=x, scale=scale)
     check_floating("rms_norm", x)
     dtype = jnp.dtype(accum_dtype or x.dtype)
-    if scale is not None and scale_offset:
-        scale = lax.convert_element_type(scale, dtype) + scale_offset
-    return _rms_norm_rule(_positive(axes, x), eps, dtype)(vary_alike(x, scale))
+    return _rms_norm_rule(_positive(axes, x), eps, dtype)(vary_alike(x, _offset(scale, scale_offset, dtype)))
+
+
+def residual_layer_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, "..."] | None = None,
+    shift: Float[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    *,
+    axes: tuple[int, ...] = (-1,),
+    eps: float = 1e-5,
+    accum_dtype: Any = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Layer normalization before a residual branch: `(x + bias, layer_norm(x, scale, shift))`, in the dtype of `x`.
+
+    The first output goes around the branch, the second through it: `stream + branch(y)`. The bias is what the branch
+    would add last. On a GPU, all gradients of both outputs are one pass over memory.
+    """
+    check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
+    dtype = jnp.dtype(accum_dtype or x.dtype)
+    if prefers_norm_kernel(x, scale, _positive(axes, x), dtype):
+        return _residual_norm_rule(True, eps, dtype)(vary_alike(x, scale, shift, bias))
+    return _add_bias(x, bias), layer_norm(x, scale, shift, axes=axes, eps=eps, accum_dtype=accum_dtype)
+
+
+def residual_rms_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    *,
+    axes: tuple[int, ...] = (-1,),
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    accum_dtype: Any = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """RMS normalization before a residual branch: `(x + bias, rms_norm(x, scale))`, as `residual_layer_norm`."""
+    check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
+    dtype = jnp.dtype(accum_dtype or x.dtype)
+    if prefers_norm_kernel(x, scale, _positive(axes, x), dtype):
+        scale = _offset(scale, scale_offset, dtype)
+        return _residual_norm_rule(False, eps, dtype)(vary_alike(x, scale, None, bias))
+    options: Any = {"axes": axes, "eps": eps, "scale_offset": scale_offset, "accum_dtype": accum_dtype}
+    return _add_bias(x, bias), rms_norm(x, scale, **options)
 
 
 def local_response_norm(
@@ -112,8 +152,7 @@ def _layer_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
 
     def plain(primals: Any, consts: Any = None) -> Array:
         x, scale, shift = primals
-        y = standardize(lax.convert_element_type(x, dtype), axes, eps)
-        return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype)
+        return _plain_layer_norm(x, scale, shift, axes, eps, dtype)
 
     def forward(primals: Any, consts: Any) -> tuple[Array, tuple[Array, ...]]:
         x, scale, shift = primals
@@ -130,9 +169,16 @@ def _layer_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
         by_xla = functools.partial(layer_norm_backward, axes=axes)
         if not prefers_norm_kernel(x, scale, axes, dtype):
             return by_xla(x, center, factor, scale, shift, dy)
-        return on_gpu(_layer_norm_backward_kernel, by_xla, x, center, factor, scale, shift, dy)
+        return on_gpu(_norm_backward_kernel, by_xla, x, center, factor, scale, shift, dy)
 
     return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
+
+
+def _plain_layer_norm(
+    x: Array, scale: Array | None, shift: Array | None, axes: tuple[int, ...], eps: float, dtype: Any
+) -> Array:
+    y = standardize(lax.convert_element_type(x, dtype), axes, eps)
+    return lax.convert_element_type(scale_and_shift(y, scale, shift), x.dtype)
 
 
 def layer_norm_forward(
@@ -164,13 +210,14 @@ def layer_norm_backward(
     return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y), _sum_like(shift, wide)
 
 
-def _layer_norm_backward_kernel(
-    x: Array, center: Array, factor: Array, scale: Array, shift: Array | None, dy: Array
-) -> tuple[Array, Array, Array | None]:
-    """`layer_norm_backward` by a kernel."""
-    dx, dscale, dshift = norm_gradient_kernel(x, center, factor, scale, dy)
-    dshift = None if shift is None else lax.convert_element_type(dshift, shift.dtype)
-    return dx, lax.convert_element_type(dscale, scale.dtype), dshift
+def _norm_backward_kernel(
+    x: Array, center: Array | None, factor: Array, scale: Array, shift: Array | None, dy: Array, *stream_grad: Array
+) -> tuple[Any, ...]:
+    """The cotangents of `x`, `scale` and `shift` by a kernel; of a residual norm that of the bias, too, in float32."""
+    dx, sums = norm_gradient_kernel(x, center, factor, scale, dy, *stream_grad, has_shift=shift is not None)
+    dscale = lax.convert_element_type(sums[0], scale.dtype)
+    dshift = None if shift is None else lax.convert_element_type(sums[1], shift.dtype)
+    return dx, dscale, dshift, *[sums[-1] for _ in stream_grad]
 
 
 @functools.cache
@@ -179,39 +226,93 @@ def _rms_norm_rule(axes: tuple[int, ...], eps: float, dtype: Any) -> Any:
 
     def plain(primals: Any, consts: Any = None) -> Array:
         x, scale = primals
-        y = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)[0]
-        return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype)
-
-    def normalize(x: Array, scale: Array | None) -> tuple[Array, Array]:
-        wide = lax.convert_element_type(x, dtype)
-        factor = materialize(lax.rsqrt(mean(wide * wide, axes) + eps))
-        return lax.convert_element_type(scale_and_shift(wide * factor, scale, None), x.dtype), factor
-
-    def differentiate(x: Array, factor: Array, scale: Array | None, dy: Array) -> tuple[Array, Array | None]:
-        wide, y = lax.convert_element_type(dy, dtype), lax.convert_element_type(x, dtype) * factor
-        by_y = wide * y
-        slope = materialize(_mean_scaled(by_y, scale, axes))
-        dx = factor * (scale_and_shift(wide, scale, None) - y * slope)
-        return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y)
+        return _plain_rms_norm(x, scale, axes, eps, dtype)
 
     def forward(primals: Any, consts: Any) -> tuple[Array, Array]:
         x, scale = primals
+        by_xla = functools.partial(_rms_norm_forward, axes=axes, eps=eps, dtype=dtype)
         if not prefers_norm_kernel(x, scale, axes, dtype):
-            return normalize(x, scale)
-        return on_gpu(lambda x, scale: norm_kernel(x, scale, None, eps=eps, centered=False)[::2], normalize, x, scale)
+            return by_xla(x, scale)
+        return on_gpu(lambda x, scale: norm_kernel(x, scale, None, eps=eps, centered=False)[::2], by_xla, x, scale)
 
     def backward(factor: Array, primals: Any, consts: Any, dy: Array) -> Any:
         x, scale = primals
+        by_xla = functools.partial(_rms_norm_backward, axes=axes)
         if not prefers_norm_kernel(x, scale, axes, dtype):
-            return differentiate(x, factor, scale, dy)
-        return on_gpu(_rms_norm_backward_kernel, differentiate, x, factor, scale, dy)
+            return by_xla(x, factor, scale, dy)
+
+        def kernel(x: Array, factor: Array, scale: Array, dy: Array) -> tuple[Any, ...]:
+            return _norm_backward_kernel(x, None, factor, scale, None, dy)[:2]
+
+        return on_gpu(kernel, by_xla, x, factor, scale, dy)
 
     return plain if dtype == jnp.float16 else with_vjp(plain, forward, backward)
 
 
-def _rms_norm_backward_kernel(x: Array, factor: Array, scale: Array, dy: Array) -> tuple[Array, Array]:
-    dx, dscale, _ = norm_gradient_kernel(x, None, factor, scale, dy)
-    return dx, lax.convert_element_type(dscale, scale.dtype)
+def _plain_rms_norm(x: Array, scale: Array | None, axes: tuple[int, ...], eps: float, dtype: Any) -> Array:
+    y = divide_by_rms(lax.convert_element_type(x, dtype), axes, eps)[0]
+    return lax.convert_element_type(scale_and_shift(y, scale, None), x.dtype)
+
+
+def _rms_norm_forward(
+    x: Array, scale: Array | None, axes: tuple[int, ...], eps: float, dtype: Any
+) -> tuple[Array, Array]:
+    wide = lax.convert_element_type(x, dtype)
+    factor = materialize(lax.rsqrt(mean(wide * wide, axes) + eps))
+    return lax.convert_element_type(scale_and_shift(wide * factor, scale, None), x.dtype), factor
+
+
+def _rms_norm_backward(
+    x: Array, factor: Array, scale: Array | None, dy: Array, axes: tuple[int, ...]
+) -> tuple[Array, Array | None]:
+    wide, y = lax.convert_element_type(dy, factor.dtype), lax.convert_element_type(x, factor.dtype) * factor
+    by_y = wide * y
+    slope = materialize(_mean_scaled(by_y, scale, axes))
+    dx = factor * (scale_and_shift(wide, scale, None) - y * slope)
+    return lax.convert_element_type(dx, x.dtype), _sum_like(scale, by_y)
+
+
+@functools.cache
+def _residual_norm_rule(centered: bool, eps: float, dtype: Any) -> Any:
+    """`(x + bias, norm(x))` of (x, scale, shift, bias) over the last axis, whose gradients are one kernel."""
+
+    def plain(primals: Any, consts: Any = None) -> tuple[Array, Array]:
+        x, scale, shift, bias = primals
+        axes = (x.ndim - 1,)
+        if centered:
+            return _add_bias(x, bias), _plain_layer_norm(x, scale, shift, axes, eps, dtype)
+        return _add_bias(x, bias), _plain_rms_norm(x, scale, axes, eps, dtype)
+
+    def forward(primals: Any, consts: Any) -> tuple[tuple[Array, Array], tuple[Array | None, Array]]:
+        x, scale, shift, bias = primals
+        x = lax.optimization_barrier(x)  # or XLA computes the addition that gives x again when it adds to the stream
+        kernel = functools.partial(norm_kernel, eps=eps, centered=centered)
+        y, center, factor = on_gpu(kernel, normalize, x, scale, shift)
+        return (_add_bias(x, bias), y), (center, factor)
+
+    def normalize(x: Array, scale: Array, shift: Array | None) -> tuple[Array, Array | None, Array]:
+        if centered:
+            return layer_norm_forward(x, scale, shift, (x.ndim - 1,), eps, dtype)
+        y, factor = _rms_norm_forward(x, scale, (x.ndim - 1,), eps, dtype)
+        return y, None, factor
+
+    def backward(statistics: Any, primals: Any, consts: Any, cotangents: tuple[Array, Array]) -> Any:
+        (x, scale, shift, bias), (stream_grad, dy) = primals, cotangents
+        arrays = (x, *statistics, scale, shift, dy, stream_grad)
+        dx, dscale, dshift, dbias = on_gpu(_norm_backward_kernel, differentiate, *arrays)
+        return dx, dscale, dshift, None if bias is None else lax.convert_element_type(dbias, bias.dtype)
+
+    def differentiate(
+        x: Array, center: Any, factor: Array, scale: Array, shift: Any, dy: Array, stream_grad: Array
+    ) -> tuple[Any, ...]:
+        if centered:
+            dx, dscale, dshift = layer_norm_backward(x, center, factor, scale, shift, dy, (x.ndim - 1,))
+        else:
+            (dx, dscale), dshift = _rms_norm_backward(x, factor, scale, dy, (x.ndim - 1,)), None
+        dbias = reduce_sum_by_product(lax.convert_element_type(stream_grad, dtype), tuple(range(x.ndim - 1)))
+        return dx + stream_grad, dscale, dshift, dbias
+
+    return with_vjp(plain, forward, backward)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -265,6 +366,15 @@ def scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array
     if shift is not None:
         x = x + expand_last(lax.convert_element_type(shift, x.dtype), x)
     return x
+
+
+def _add_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + expand_last(bias, x)
+
+
+def _offset(scale: Array | None, offset: float, dtype: Any) -> Array | None:
+    """`scale + offset` in `dtype`, or the scale as it is where there is nothing to add."""
+    return lax.convert_element_type(scale, dtype) + offset if scale is not None and offset else scale
 
 
 def moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:

@@ -104,8 +104,11 @@ class GPT2Block(Composite):
         }
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
-        x = x + sub.drop(sub.attend({"x": sub.norm1(x), "lengths": lengths}))
-        return x + sub.drop(sub.down(sub.up(sub.norm2(x))))
+        attended = {"x": x, "lengths": lengths}
+        x, y = sub.norm1(x, None if self.dropout else sub.take_bias("attend", attended))
+        x = x + sub.drop(sub.attend({**attended, "x": y}))
+        x, y = sub.norm2(x, None if self.dropout else sub.take_bias("down", x))
+        return x + sub.drop(sub.down(sub.up(y)))
 
 
 def gpt2(size: Literal["small", "medium", "large", "xl"] = "small") -> GPT2:

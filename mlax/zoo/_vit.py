@@ -172,8 +172,11 @@ class ViTBlock(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, t, d)
         lengths = None if x.shape[1] == self.tokens else self.tokens
-        x = x + sub.drop(sub.attend({"x": sub.norm1(x), "lengths": lengths}))
-        return x + sub.drop(sub.down(sub.up(sub.norm2(x))))
+        attended = {"x": x, "lengths": lengths}
+        x, y = sub.norm1(x, None if self.dropout else sub.take_bias("attend", attended))
+        x = x + sub.drop(sub.attend({**attended, "x": y}))
+        x, y = sub.norm2(x, None if self.dropout else sub.take_bias("down", x))
+        return x + sub.drop(sub.down(sub.up(y)))
 
 
 def vit(

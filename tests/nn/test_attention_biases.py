@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import nn, ops
+import mlax
+from mlax import nn, ops, zoo
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 16))
 
@@ -48,7 +49,7 @@ def is_folded(layer: nn.MultiHeadAttention, weights: Any, x: Any, part: str) -> 
     return "bias" not in layer._fold_biases(x, weights, False)[1][part]
 
 
-def run(layer: nn.MultiHeadAttention, weights: Any, x: Any) -> Any:
+def run(layer: mlax.Layer, weights: Any, x: Any) -> Any:
     """The output, and the gradients of a function of it."""
 
     def loss(weights: Any) -> Any:
@@ -63,3 +64,12 @@ def draw_like(tree: Any) -> Any:
     keys = jax.random.split(jax.random.key(3), len(leaves))
     noise = [0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     return structure.unflatten([leaf + more for leaf, more in zip(leaves, noise, strict=True)])
+
+
+def test_a_norm_adds_the_bias_of_the_branch_after_it_to_the_residual_stream(monkeypatch):
+    block = zoo.GPT2(width=16, heads=4, depth=2, vocabulary=32, positions=6).parts()["blocks"]
+    weights = draw_like(block.init(jax.random.key(1), X)[0])
+    expected = run(block, weights, X)
+    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    found = run(block, weights, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)

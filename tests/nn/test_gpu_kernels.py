@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import nn, ops
+from mlax import dtypes, nn, ops, zoo
 
 GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
+NORMS = inspect.getmodule(inspect.unwrap(ops.layer_norm))
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
 
 
@@ -76,9 +77,69 @@ def test_the_norm_kernels_compute_the_plain_norms(monkeypatch, width, centered):
     norm = functools.partial(ops.layer_norm if centered else ops.rms_norm, eps=1e-5)
     expected, pull_back = jax.vjp(norm, *primals)
     np.testing.assert_allclose(y.astype(np.float32), expected, rtol=2**-8, atol=2**-8)
-    gradients = GPU.norm_gradient_kernel(x, mean, factor, scale, dy)
-    for gradient, exact in zip(gradients, pull_back(dy.astype(np.float32)), strict=False):
+    dx, sums = GPU.norm_gradient_kernel(x, mean, factor, scale, dy, has_shift=centered)
+    for gradient, exact in zip((dx, *sums), pull_back(dy.astype(np.float32)), strict=True):
         np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-7)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["layer", "rms"])
+def test_the_gradient_kernel_of_a_norm_adds_the_cotangent_around_it_and_sums_it(monkeypatch, name):
+    interpret_kernels(monkeypatch)
+    x, dy, stream_grad, scale, bias = draw(0, 7, 384), draw(1, 7, 384), draw(2, 7, 384), draw(3, 384), draw(4, 384)
+    primals = (x, scale, bias, bias) if name == "layer" else (x, scale, bias)
+    norm = ops.residual_layer_norm if name == "layer" else ops.residual_rms_norm
+    _, pull_back = jax.vjp(norm, *[each.astype(np.float32) for each in primals])
+    exact = pull_back((stream_grad.astype(np.float32), dy.astype(np.float32)))
+    _, mean, factor = GPU.norm_kernel(x, scale, None, eps=1e-5, centered=name == "layer")
+    dx, sums = GPU.norm_gradient_kernel(x, mean, factor, scale, dy, stream_grad, has_shift=name == "layer")
+    for gradient, wanted in zip((dx, *sums), exact, strict=True):
+        np.testing.assert_allclose(gradient.astype(np.float32), wanted, rtol=2**-7, atol=2**-6)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["layer", "rms"])
+def test_a_residual_norm_has_every_derivative_of_its_plain_form(name):
+    rule = NORMS._residual_norm_rule(name == "layer", 1e-5, jnp.dtype(np.float32))
+    x, scale, shift, bias = (jax.random.normal(jax.random.key(seed), (4, 128)[seed > 0 :]) for seed in range(4))
+    primals = (x, scale, shift if name == "layer" else None, bias)
+
+    def plain(primals: Any) -> Any:
+        x, scale, shift, bias = primals
+        y = ops.rms_norm(x, scale, eps=1e-5) if shift is None else ops.layer_norm(x, scale, shift)
+        return x + bias, y
+
+    def derivatives(function: Any) -> Any:
+        def loss(primals: Any) -> Any:
+            stream, y = function(primals)
+            return (jnp.sin(stream) * jnp.cos(y)).sum()
+
+        gradient = jax.grad(loss)
+        bent = jax.grad(lambda primals: sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(gradient(primals))))
+        by_rows = jax.vmap(gradient, in_axes=((0, None, None, None),))
+        return gradient(primals), jax.jvp(loss, (primals,), (primals,))[1], bent(primals), by_rows(primals)
+
+    found, expected = derivatives(rule), derivatives(plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@needs_mosaic
+def test_a_block_of_gpt2_has_one_kernel_for_each_norm_and_its_gradient_and_sums_one_bias_apart(
+    monkeypatch,
+):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    block = dtypes.mixed_bfloat16(zoo.GPT2(width=128, heads=2, depth=1, vocabulary=64, positions=512).parts()["blocks"])
+    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
+    weights = jax.eval_shape(block.init, jax.random.key(0), x)[0]
+
+    def gradient(weights: Any, x: Any) -> Any:
+        return jax.grad(lambda weights: block.fwd(x, weights)[0].astype(np.float32).sum())(weights)
+
+    text = jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 6  # of two norms and a GELU
+    bias_sums = [line for line in text.splitlines() if "stablehlo.reduce" in line and "x128xbf16>" in line]
+    assert len(bias_sums) <= 1, bias_sums  # of the queries
 
 
 @needs_mosaic
