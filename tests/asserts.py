@@ -39,6 +39,13 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def raised(kind: type[Exception], function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The error of a call, and its notes."""
+    with pytest.raises(kind) as caught:
+        function(*args, **kwargs)
+    return str(caught.value), "\n".join(getattr(caught.value, "__notes__", []))
+
+
 def assert_raises(call: Callable[[], Any], error: type[Exception], words: Iterable[str]) -> None:
     """The call raises this error, with all of these words in its message."""
     with pytest.raises(error) as caught:

@@ -7,6 +7,11 @@ import mlax
 from mlax import nn
 
 
+def fwd(layer, *args, **kwargs):
+    """What the layer computes, compiled, without its state."""
+    return jax.jit(layer.fwd, static_argnames="inference_mode")(*args, **kwargs)[0]
+
+
 def tanh(x):
     return jnp.tanh(x)
 
