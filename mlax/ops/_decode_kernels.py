@@ -20,9 +20,11 @@ import numpy as np
 from jax import lax
 
 COLUMNS = 16  # of the product that a program computes
-PIECE = 256  # elements of a row that a program reads at once, at most
-SLOTS = 64  # of the cache that a program reads at once
-WARPS = 2  # of attention with many rows: six programs fit on a multiprocessor then, 792 on an H200; with 4 they are 660
+PIECE = (
+    64  # of a row, at most, that a tile of a product reads: fewer than threads, or Triton passes it by shared memory
+)
+ROW_TILE = (256, 16)  # slots of the cache that a program reads at once, and its warps, with one row
+TILE = (64, 2)  # with many: six programs fit on a multiprocessor, 792 on an H200; with 4 warps they are 660
 LOW = -1e30  # the score of an empty slot
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -36,17 +38,15 @@ def fused_linear(
     residual: Any = None,
     eps: float = 1e-5,
     gelu: bool = False,
-    columns: int = COLUMNS,
     interpret: bool = False,
 ) -> Any:
     """`residual + gelu(layer_norm(x) @ kernel.T + bias)` in one kernel, of x (1, d) and the transposed kernel (f, d).
 
     `norm` is the scale and the shift (d,) of the layer norm. It is computed in float32 up to the result, but for the
-    factors of the product, which are in the dtype of the kernel. x may also be what `decode_attention` returns with
-    `splits`. Each program computes `columns` of the output.
+    factors of the product, which are in the dtype of x.
     """
     arrays = (x, kernel, bias, norm, residual)
-    return _call(_fused_linear, arrays, eps=eps, gelu=gelu, columns=columns, interpret=interpret)
+    return _call(_fused_linear, arrays, eps=eps, gelu=gelu, interpret=interpret)
 
 
 def sum_and_norm(
@@ -77,7 +77,6 @@ def decode_attention(
     *,
     heads: int,
     scale: float,
-    splits: int = 1,
     interpret: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Attention of one token of each row to itself and to the `count` tokens before it: (y, keys, values).
@@ -85,12 +84,8 @@ def decode_attention(
     Its queries, keys and values are qkv (b, (h + 2 g) k), or the partial sums (p, b, (h + 2 g) k) of a product with
     its `bias`. y is (b, h k), and the caches (b, g, s, k) are updated in place, at the slot `count` (b,), or (1,) for
     all rows. Only slots that are filled are read. A token without a slot gives NaN. The softmax is in float32.
-
-    With `splits`, a power of two, the slots of a head are divided among as many programs, and y is a pair for
-    `fused_linear`: the outputs (splits, b, h k) and the log-sum-exp of the scores (splits, b, h), in float32.
     """
-    arrays = (qkv, keys, values, count, bias)
-    return _call(_decode_attention, arrays, heads=heads, scale=scale, splits=splits, interpret=interpret)
+    return _call(_decode_attention, (qkv, keys, values, count, bias), heads=heads, scale=scale, interpret=interpret)
 
 
 def _call(kernel: Callable[..., Any], arrays: Any, **static: Any) -> Any:
@@ -137,47 +132,58 @@ def _with_optional(body: Callable[..., None], arrays: Any) -> Callable[..., None
     return lambda *refs: body(jax.tree.unflatten(tree, refs[: len(leaves)]), *refs[len(leaves) :])
 
 
-def _fused_linear(arrays: Any, *, eps: float, gelu: bool, columns: int, interpret: bool) -> Any:
-    f, columns = arrays[1].shape[0], _largest_power(arrays[1].shape[0], columns)
-    body = _with_optional(functools.partial(_linear_body, columns=columns, eps=eps, gelu=gelu), arrays)
-    shape = jax.ShapeDtypeStruct((1, f), arrays[1].dtype)
-    return _pallas_call("fused_linear", body, shape, (f // columns,), interpret)(*jax.tree.leaves(arrays))
+def _fused_linear(arrays: Any, *, eps: float, gelu: bool, interpret: bool) -> Any:
+    x, kernel, *others = arrays
+    f, columns = kernel.shape[0], _largest_power(kernel.shape[0], COLUMNS)
+    arrays = (x[0], kernel, *others)
+    body = functools.partial(_linear_body, columns=columns, eps=eps, gelu=gelu, interpret=interpret)
+    shape = jax.ShapeDtypeStruct((1, f), x.dtype)
+    call = _pallas_call("fused_linear", _with_optional(body, arrays), shape, (f // columns,), interpret)
+    return call(*jax.tree.leaves(arrays))
 
 
-def _linear_body(refs: Any, y_ref: Any, *, columns: int, eps: float, gelu: bool) -> None:
+def _linear_body(refs: Any, y_ref: Any, *, columns: int, eps: float, gelu: bool, interpret: bool) -> None:
     """A tile of columns of the product, as sums of products: a tensor core needs 16 rows, and there is one."""
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     x_ref, kernel_ref, bias_ref, norm, residual_ref = refs
     d, outputs = kernel_ref.shape[1], pl.ds(pl.program_id(0) * columns, columns)
     size = _largest_power(d, PIECE)
     pieces = [pl.ds(start, size) for start in range(0, d, size)]
-    tiles = [kernel_ref[outputs, piece] for piece in pieces]  # first, so that they load while the norm is computed
-    if isinstance(x_ref, tuple):
-        y_refs, log_sums_ref = x_ref
-        xs = [_combine_splits(y_refs, log_sums_ref, piece) for piece in pieces]
-    else:
-        xs = [x_ref[0, piece].astype(np.float32) for piece in pieces]
-    if norm is not None:
-        mean = sum(map(jnp.sum, xs)) / d
-        inverse = lax.rsqrt(sum(jnp.sum((x - mean) * (x - mean)) for x in xs) / d + eps)
-        affine = [[ref[piece].astype(np.float32) for ref in norm] for piece in pieces]
-        xs = [(x - mean) * inverse * scale + shift for x, (scale, shift) in zip(xs, affine, strict=True)]
-    xs = [x.astype(kernel_ref.dtype).astype(np.float32) for x in xs]
-    y = sum(tile.astype(np.float32) * x[None] for x, tile in zip(xs, tiles, strict=True))
+    tiles = [kernel_ref[outputs, piece] for piece in pieces]  # first: they arrive while the norm is computed
+    if norm is None and not interpret:
+        triton.debug_barrier()  # so that all are on their way; else the compiler loads them one after another
+    mean, factor = (0.0, 1.0) if norm is None else _moments(_load_row(x_ref, d), d, eps)
+    y = jnp.zeros((columns, size), np.float32)
+    for tile, piece in zip(tiles, pieces, strict=True):
+        x = x_ref[piece].astype(np.float32)
+        if norm is not None:
+            scale, shift = (ref[piece].astype(np.float32) for ref in norm)
+            x = (x - mean) * factor * scale + shift
+        y += tile.astype(np.float32) * x.astype(x_ref.dtype).astype(np.float32)[None]
     y = jnp.sum(y, axis=1) + bias_ref[outputs].astype(np.float32)
     y = _gelu(y) if gelu else y
     y = y if residual_ref is None else y + residual_ref[0, outputs].astype(np.float32)
     y_ref[0, outputs] = y.astype(y_ref.dtype)
 
 
-def _combine_splits(y_ref: Any, log_sum_ref: Any, piece: Any) -> Any:
-    """The outputs of attention, in the columns of a piece, from those of the splits of its slots."""
-    (splits, _, d), heads = y_ref.shape, log_sum_ref.shape[-1]
-    head = (piece.start + jnp.arange(piece.size)) // (d // heads)
-    log_sums = log_sum_ref[jnp.arange(splits)[:, None], 0, head[None]]
-    weights = jnp.exp(log_sums - jnp.max(log_sums, axis=0)[None])
-    return jnp.sum(weights * y_ref[:, 0, piece], axis=0) / jnp.sum(weights, axis=0)
+def _load_row(ref: Any, d: int, *index: Any) -> Any:
+    """A row of d elements in float32, padded with zeros to a power of two."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    size = pl.next_power_of_2(d)
+    row = ref.at[(*index, pl.ds(0, size))]
+    mask = None if size == d else jnp.arange(size) < d
+    return triton.load(row, mask=mask, other=None if mask is None else 0).astype(np.float32)
+
+
+def _moments(x: Any, d: int, eps: float) -> tuple[Any, Any]:
+    """The mean of a row of d elements, padded with zeros, and its inverse deviation."""
+    mean = jnp.sum(x) / d
+    centered = jnp.where(jnp.arange(x.size) < d, x - mean, 0.0)
+    return mean, lax.rsqrt(jnp.sum(centered * centered) / d + eps)
 
 
 def _sum_and_norm(arrays: Any, *, eps: float, interpret: bool) -> Any:
@@ -191,62 +197,48 @@ def _sum_and_norm(arrays: Any, *, eps: float, interpret: bool) -> Any:
 
 
 def _norm_body(refs: Any, *outputs: Any, eps: float) -> None:
-    """One row, in the registers of a program, padded with zeros to a power of two."""
+    """One row, in the registers of a program."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     x_ref, scale_ref, shift_ref, partial_ref, bias_ref = refs
-    d, row = x_ref.shape[-1], pl.program_id(0)
-    size = pl.next_power_of_2(d)
-    columns = pl.ds(0, size)
-    is_column = jnp.arange(size) < d
-
-    def load(ref: Any) -> Any:
-        if size == d:
-            return ref[...].astype(np.float32)
-        return triton.load(ref, mask=is_column, other=0).astype(np.float32)
+    (rows, d), row = x_ref.shape, pl.program_id(0)
 
     def store(ref: Any, value: Any) -> None:
-        triton.store(ref, value.astype(x_ref.dtype), mask=None if size == d else is_column)
+        columns, mask = pl.ds(0, value.size), None if value.size == d else jnp.arange(value.size) < d
+        triton.store(ref.at[row, columns], value.astype(ref.dtype), mask=mask)
 
-    x, scale, shift = load(x_ref.at[row, columns]), load(scale_ref.at[columns]), load(shift_ref.at[columns])
+    x, scale, shift = _load_row(x_ref, d, row), _load_row(scale_ref, d), _load_row(shift_ref, d)
     if partial_ref is not None:
-        rows = x_ref.shape[0]
-        partial = [load(partial_ref.at[start + row, columns]) for start in range(0, partial_ref.shape[0], rows)]
-        x = (x + (load(bias_ref.at[columns]) + sum(partial))).astype(x_ref.dtype).astype(np.float32)
-        store(outputs[0].at[row, columns], x)
-    centered = jnp.where(is_column, x - jnp.sum(x) / d, 0.0)
-    factor = lax.rsqrt(jnp.sum(centered * centered) / d + eps)
-    store(outputs[-1].at[row, columns], centered * factor * scale + shift)
+        partial = [_load_row(partial_ref, d, start + row) for start in range(0, partial_ref.shape[0], rows)]
+        x = (x + (_load_row(bias_ref, d) + sum(partial))).astype(x_ref.dtype).astype(np.float32)
+        store(outputs[0], x)
+    mean, factor = _moments(x, d, eps)
+    store(outputs[-1], (x - mean) * factor * scale + shift)
 
 
-def _decode_attention(arrays: Any, *, heads: int, scale: float, splits: int, interpret: bool) -> Any:
+def _decode_attention(arrays: Any, *, heads: int, scale: float, interpret: bool) -> Any:
     _, keys, values, *_ = arrays
     b, _, _, width = keys.shape
-    if splits == 1:
-        outputs = (jax.ShapeDtypeStruct((b, heads * width), keys.dtype),)
-    else:
-        shapes = (splits, b, heads * width), (splits, b, heads)
-        outputs = tuple(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
-    caches = tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values))
-    body = _with_optional(functools.partial(_attention_body, heads=heads, scale=scale, splits=splits), arrays)
-    aliases, options = {1: len(outputs), 2: len(outputs) + 1}, {"num_warps": 4 if b == 1 else WARPS, "num_stages": 2}
-    call = _pallas_call(
-        "decode_attention", body, [*outputs, *caches], (b, heads, splits), interpret, aliases, **options
-    )
-    *y, keys, values = call(*jax.tree.leaves(arrays))
-    return y[0] if splits == 1 else tuple(y), keys, values
+    slots, warps = ROW_TILE if b == 1 else TILE
+    y = jax.ShapeDtypeStruct((b, heads * width), keys.dtype)
+    caches = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+    body = _with_optional(functools.partial(_attention_body, heads=heads, scale=scale, slots=slots), arrays)
+    options = {"num_warps": warps, "num_stages": 2}
+    call = _pallas_call("decode_attention", body, [y, *caches], (b, heads), interpret, {1: 1, 2: 2}, **options)
+    return tuple(call(*jax.tree.leaves(arrays)))
 
 
-def _attention_body(refs: Any, *outputs: Any, heads: int, scale: float, splits: int) -> None:
-    """One head of one row, or a part of its slots. Each of SLOTS lanes has a softmax of its own."""
+def _attention_body(
+    refs: Any, y_ref: Any, new_keys_ref: Any, new_values_ref: Any, *, heads: int, scale: float, slots: int
+) -> None:
+    """One head of one row. Each of `slots` lanes has a softmax of its own."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     qkv_ref, keys_ref, values_ref, count_ref, bias_ref = refs
-    *y_refs, new_keys_ref, new_values_ref = outputs
     _, groups, capacity, width = keys_ref.shape
-    row, head, split = (pl.program_id(axis) for axis in range(3))
+    row, head = pl.program_id(0), pl.program_id(1)
     group = head // (heads // groups)
     count = count_ref[row if count_ref.shape[0] > 1 else 0]
 
@@ -260,16 +252,15 @@ def _attention_body(refs: Any, *outputs: Any, heads: int, scale: float, splits: 
     query, key, value = (project(at) for at in (head, heads + group, heads + groups + group))
     query = query.astype(np.float32) * scale
     value = jnp.where(count < capacity, value, jnp.full_like(value, jnp.nan))
-    lanes, filled = jnp.arange(SLOTS), jnp.minimum(count, capacity)
+    lanes, filled = jnp.arange(slots), jnp.minimum(count, capacity)
 
     def attend(i: Any, carry: Any) -> Any:
         top, total, y = carry
-        start = (i * splits + split) * SLOTS
-        is_filled = start + lanes < filled
+        is_filled = i * slots + lanes < filled
 
         def load(ref: Any) -> Any:
-            tile = ref.at[row, group, pl.ds(start, SLOTS), :]
-            return tile[...] if capacity % SLOTS == 0 else triton.load(tile, mask=is_filled[:, None], other=0)
+            tile = ref.at[row, group, pl.ds(i * slots, slots), :]
+            return tile[...] if capacity % slots == 0 else triton.load(tile, mask=is_filled[:, None], other=0)
 
         keys, values = load(keys_ref), load(values_ref)  # both, before either is waited for
         scores = jnp.where(is_filled, jnp.sum(keys.astype(np.float32) * query[None], axis=1), LOW)
@@ -277,22 +268,17 @@ def _attention_body(refs: Any, *outputs: Any, heads: int, scale: float, splits: 
         old, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
         return new_top, total * old + weights, y * old[:, None] + weights[:, None] * values.astype(np.float32)
 
-    zeros = jnp.zeros(SLOTS, np.float32)
-    carry = (zeros + LOW, zeros, jnp.zeros((SLOTS, width), np.float32))
-    steps = (filled + SLOTS - 1) // SLOTS
-    tops, totals, ys = lax.fori_loop(0, (steps + splits - 1 - split) // splits, attend, carry)
-    own = jnp.where(split == 0, jnp.sum(query * key.astype(np.float32)), LOW)
+    zeros = jnp.zeros(slots, np.float32)
+    carry = (zeros + LOW, zeros, jnp.zeros((slots, width), np.float32))
+    tops, totals, ys = lax.fori_loop(0, (filled + slots - 1) // slots, attend, carry)
+    own = jnp.sum(query * key.astype(np.float32))
     top = jnp.maximum(jnp.max(tops), own)
-    lane_weights, weight = (jnp.where(each > LOW, jnp.exp(each - top), 0.0) for each in (tops, own))
-    y = jnp.sum(ys * lane_weights[:, None], axis=0) + jnp.where(split == 0, weight * value.astype(np.float32), 0.0)
-    total = jnp.sum(totals * lane_weights) + weight
-    if splits == 1:
-        y_refs[0][row, pl.ds(head * width, width)] = (y / total).astype(y_refs[0].dtype)
-    else:
-        y_refs[0][split, row, pl.ds(head * width, width)] = y / jnp.where(total > 0.0, total, 1.0)
-        y_refs[1][split, row, head] = jnp.where(total > 0.0, top + jnp.log(total), LOW)
+    lane_weights, weight = jnp.where(tops > LOW, jnp.exp(tops - top), 0.0), jnp.exp(own - top)
+    y = jnp.sum(ys * lane_weights[:, None], axis=0) + weight * value.astype(np.float32)
+    y = y / (jnp.sum(totals * lane_weights) + weight)
+    y_ref[row, pl.ds(head * width, width)] = y.astype(y_ref.dtype)
 
-    @pl.when((split == 0) & (head % (heads // groups) == 0))
+    @pl.when(head % (heads // groups) == 0)
     def _() -> None:
         slot = jnp.minimum(count, capacity - 1)
         new_keys_ref[row, group, slot, :] = key.astype(new_keys_ref.dtype)

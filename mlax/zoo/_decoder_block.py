@@ -27,7 +27,6 @@ LINEARS = ("attend/qkv", "attend/out", "up", "down")
 WIDEST = 768  # that was measured with one row; the wider a block, the less of its time is the start of kernels
 PROGRAMS = 128  # heads of all rows, from which on attention with a program for each has work for a whole GPU
 ALIGNMENT = 128  # of the vocabulary: products of an odd one are slower, or XLA pads the table, at each token
-SPLITS = 1  # programs that the slots of a head are divided among, for one row
 
 
 @frozen
@@ -56,7 +55,7 @@ class DecoderBlock(Wrapper):
         x, attend = x[:, 0], weights["attend"]
         linear = functools.partial(ops.fused_linear, eps=self.layer.eps, interpret=self.interpret)
         qkv = linear(x, **attend["qkv"], norm=_scale_and_shift(weights["norm1"]))
-        y, state = _attend(self, self.layer, qkv, None, state, lengths, splits=SPLITS)
+        y, state = _attend(self, self.layer, qkv, None, state, lengths)
         x = linear(y, **attend["out"], residual=x)
         hidden = linear(x, **weights["up"], norm=_scale_and_shift(weights["norm2"]), gelu=True)
         return linear(hidden, **weights["down"], residual=x)[:, None], state
@@ -157,9 +156,7 @@ def partial_products(x: Any, kernel: Any) -> Any:
     return jnp.einsum("bpd,pdf->pbf", x, kernel, preferred_element_type=np.float32)
 
 
-def _attend(
-    layer: Any, block: Any, qkv: Any, bias: Any, state: Any, lengths: Any, *, splits: int = 1
-) -> tuple[Any, Any]:
+def _attend(layer: Any, block: Any, qkv: Any, bias: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
     """Attention of one token of each row, with the cache and the count of its state, and the new state."""
     cache, count = state["attend"]["cache"], state["attend"]["position"]["count"]
     y, keys, values = ops.decode_attention(
@@ -170,7 +167,6 @@ def _attend(
         bias,
         heads=block.heads,
         scale=(block.width // block.heads) ** -0.5,
-        splits=splits,
         interpret=layer.interpret,
     )
     count = count + (1 if lengths is None else lengths.astype(np.int32))

@@ -132,9 +132,8 @@ def generate_tokens(
         carry, tokens, scores = loop
         place = carry.index
         carry, shown, odds = next_token(settings, decoder, source, carry)
-        tokens = lax.dynamic_update_slice(tokens, shown[:, None], (np.int32(0), place))
-        if scores is not None:
-            scores = lax.dynamic_update_slice(scores, odds[:, None], (np.int32(0), place))
+        tokens = write_column(tokens, shown, place)
+        scores = None if scores is None else write_column(scores, odds, place)
         return carry, tokens, scores
 
     loop = (carry, tokens, scores)
@@ -152,6 +151,17 @@ def generate_tokens(
     is_token = jnp.arange(n)[None] < lengths[:, None]
     tokens = jnp.where(is_token, tokens[:, :n], np.int32(settings.pad))
     return Generated(tokens, lengths, None if scores is None else jnp.where(is_token, scores[:, :n], 0.0))
+
+
+def write_column(array: Any, column: Any, place: Any) -> Any:
+    """An array (b, n) with one column replaced.
+
+    For one row, a slice that is contiguous, XLA would copy it on another stream of a GPU, outside of the graph of
+    kernels that the rest of the loop is.
+    """
+    if array.shape[0] == 1:
+        return jnp.where(jnp.arange(array.shape[1])[None] == place, column[:, None], array)
+    return lax.dynamic_update_slice(array, column[:, None], (np.int32(0), place))
 
 
 def start(

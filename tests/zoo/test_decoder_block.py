@@ -78,22 +78,6 @@ def test_decode_attention_sums_the_parts_of_a_product():
         np.testing.assert_array_equal(result, reference)
 
 
-@pytest.mark.parametrize("count", [3, 200])
-def test_a_fused_linear_combines_attention_to_splits_of_the_slots(count):
-    qkv, keys, values = normal(0, 1, 192), *normal(1, 2, 1, 4, 256, 16)
-    kernel, bias, residual = normal(2, 32, 64), normal(3, 32), normal(4, 1, 32)
-    outputs = []
-    for splits in (1, 4):
-        y, *caches = ops.decode_attention(
-            qkv, keys, values, jnp.array([count]), heads=4, scale=0.25, splits=splits, interpret=True
-        )
-        outputs.append((ops.fused_linear(y, kernel, bias, residual=residual, interpret=True), *caches))
-    (y, *caches), (split_y, *split_caches) = outputs
-    np.testing.assert_allclose(*widen(split_y, y), rtol=0.01, atol=0.02)
-    for cache, other in zip(caches, split_caches, strict=True):
-        np.testing.assert_array_equal(cache, other)
-
-
 @pytest.mark.parametrize(("heads", "groups", "count"), [(4, 4, [0, 100, 70]), (4, 2, [65])])
 def test_decode_attention_is_attention_to_the_filled_slots(heads, groups, count):
     b, slots, width = 3, 128, 16
