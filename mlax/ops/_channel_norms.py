@@ -192,12 +192,16 @@ def _channel_norm_rule(
                 y = lax.convert_element_type(y, x.dtype) + residual
             return jax.vjp(activation, y)[1](lax.convert_element_type(dy, y.dtype))[0]
 
-        # Three equal arrays, but not to XLA, which would write what several kernels compute from one to memory.
+        # XLA would write the derivative to memory for the kernels that need it. It does not know that three copies are
+        # equal, and computes one again where `x` is read anyway: for `dx` and both sums, if that of `dy` has a term of `x`.
         copies = (steepness,) * 3 if activation is None else lax.optimization_barrier((steepness,) * 3)
         summed, multiplied, passed = map(pull_back, copies)
-        dshift = lax.expand_dims(reduce_sum(lax.convert_element_type(summed, dtype), axes), axes)
-        dscale = lax.convert_element_type(multiplied, dtype) * centered
-        dscale = lax.expand_dims(reduce_sum(dscale, axes), axes) * factor
+        summed, multiplied = (lax.convert_element_type(each, dtype) for each in (summed, multiplied))
+        has_term = activation is not None and not is_narrow(dtype)
+        summed = summed * (1.0 + centered * factor) if has_term else summed
+        dshift, dscale = (lax.expand_dims(reduce_sum(each, axes), axes) for each in (summed, multiplied * centered))
+        dscale = dscale * factor
+        dshift = dshift - dscale if has_term else dshift
         dresidual = None
         if residual is not None:
             passed = dresidual = lax.optimization_barrier(lax.convert_element_type(passed, residual.dtype))
