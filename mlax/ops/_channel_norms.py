@@ -193,7 +193,7 @@ def _channel_norm_rule(
             return jax.vjp(activation, y)[1](lax.convert_element_type(dy, y.dtype))[0]
 
         # XLA would write the derivative to memory for the kernels that need it. It does not know that three copies are
-        # equal, and computes one again where `x` is read anyway: for `dx`, and for both sums if the first has a term of it.
+        # equal, and computes one again where `x` is read anyway: for `dx`, and in sums with a term of `x`.
         copies = (steepness,) * 3 if activation is None else lax.optimization_barrier((steepness,) * 3)
         summed, multiplied, passed = map(pull_back, copies)
         summed, multiplied = (lax.convert_element_type(each, dtype) for each in (summed, multiplied))
