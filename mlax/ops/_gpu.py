@@ -22,6 +22,7 @@ from mlax.ops._checks import is_static
 
 THREADS = 128  # of a warpgroup
 MAX_WIDTH = 4096  # elements of a row that fit in the registers of a warpgroup
+MAX_RESIDUAL_WIDTH = 3072  # of the gradient of a residual norm, which holds more rows
 MIN_ROWS = 1024  # below which XLA is as fast
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 16, 8  # for each multiprocessor; each block of a backward pass writes partial sums
 CHUNK = 1024  # elements of a long row that are read at a time: 16 bytes for each thread
@@ -77,6 +78,11 @@ def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: 
     """Whether to compute a layer or RMS norm by a kernel (benchmarks/row_kernels.py)."""
     is_row_norm = axes == (x.ndim - 1,) and scale is not None and scale.ndim == 1 and x.shape[-1] <= MAX_WIDTH
     return is_row_norm and kernel_obstacle(x, accum_dtype) is None
+
+
+def prefers_residual_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
+    """Whether a kernel computes all gradients of a norm before a residual branch."""
+    return x.shape[-1] <= MAX_RESIDUAL_WIDTH and prefers_norm_kernel(x, scale, axes, accum_dtype)
 
 
 def prefers_gelu_kernel(x: Any) -> bool:
@@ -155,9 +161,11 @@ def norm_gradient_kernel(
     An RMS norm has no mean.
     """
     _, plgpu = _pallas()
-    rows, width, blocks = x.size // x.shape[-1], x.shape[-1], BACKWARD_BLOCKS * _multiprocessors()
-    load, has_stream = _row_loader(width), stream_grad is not None
-    count = 1 + has_shift + has_stream
+    rows, width, has_stream = x.size // x.shape[-1], x.shape[-1], stream_grad is not None
+    load, count = _row_loader(width), 1 + has_shift + has_stream
+    # as many as run at once: a multiprocessor has 512 registers for each thread of a block, which takes about so many
+    resident = 512 // (24 + width // 16) if has_stream else BACKWARD_BLOCKS
+    blocks = min(resident, BACKWARD_BLOCKS) * _multiprocessors()
 
     def body(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
         mean_ref, stream_ref, dx_ref, sums_ref = _fill_gaps(refs, mean is not None, has_stream, True, True)

@@ -23,7 +23,13 @@ from mlax._jax import (
 from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu, materialize
-from mlax.ops._gpu import norm_gradient_kernel, norm_kernel, on_gpu, prefers_norm_kernel
+from mlax.ops._gpu import (
+    norm_gradient_kernel,
+    norm_kernel,
+    on_gpu,
+    prefers_norm_kernel,
+    prefers_residual_norm_kernel,
+)
 from mlax.ops._windows import axis_window_slices
 
 
@@ -84,7 +90,7 @@ def residual_layer_norm(
     """
     check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
-    if prefers_norm_kernel(x, scale, _positive(axes, x), dtype):
+    if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
         return _residual_norm_rule(True, eps, dtype)(vary_alike(x, scale, shift, bias))
     return _add_bias(x, bias), layer_norm(x, scale, shift, axes=axes, eps=eps, accum_dtype=accum_dtype)
 
@@ -102,7 +108,7 @@ def residual_rms_norm(
     """RMS normalization before a residual branch: `(x + bias, rms_norm(x, scale))`, as `residual_layer_norm`."""
     check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
-    if prefers_norm_kernel(x, scale, _positive(axes, x), dtype):
+    if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
         scale = _offset(scale, scale_offset, dtype)
         return _residual_norm_rule(False, eps, dtype)(vary_alike(x, scale, None, bias))
     options: Any = {"axes": axes, "eps": eps, "scale_offset": scale_offset, "accum_dtype": accum_dtype}
