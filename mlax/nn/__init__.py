@@ -3,9 +3,10 @@
 from typing import Any
 
 from mlax.core import name_types as name_types
-from mlax.nn._attention import Attention, MultiHeadAttention
+from mlax.nn._attention import MultiHeadAttention
 from mlax.nn._conv import Conv, ConvTranspose
 from mlax.nn._cross_entropy import CrossEntropyHead
+from mlax.nn._dot_product_attention import Attention
 from mlax.nn._dropout import AlphaDropout, ChannelDropout, Dropout, PathDropout
 from mlax.nn._embed import Embed, EmbedBag
 from mlax.nn._from_torch import from_torch, to_torch
