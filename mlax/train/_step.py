@@ -15,12 +15,10 @@ from jax.sharding import PartitionSpec as P
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
 from mlax._metric import scalar_metrics
 from mlax._objective import (
-    MASK,
     Backward,
     Gradients,
     Objective,
     check_non_trainables,
-    check_signature,
     count_labels,
     gradients,
     loss_function,
@@ -35,7 +33,6 @@ from mlax.core import (
     match_paths,
     shape_dtypes,
     short_repr,
-    signature,
     variable_shapes,
 )
 from mlax.inspect import NonFinite, nonfinite
@@ -47,6 +44,7 @@ from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import DONATED_STATE, TrainState, init_state
+from mlax.train._step_checks import check_options, check_stacked, pipeline_with_backward
 
 
 def step(
@@ -128,7 +126,7 @@ class Step(metaclass=Documented):
     overriding_aot: CompiledFunction = dataclasses.field(init=False)  # for calls that override hyperparameters
 
     def __post_init__(self):
-        _check_options(self)
+        check_options(self)
         self.given_optimizer = self.optimizer
         if self.train is not None:
             self.optimizer = train_only(self.optimizer, as_patterns(self.train))
@@ -362,7 +360,7 @@ class Step(metaclass=Documented):
         """How many microbatches a batch is split into, and what computes their gradients, if not a scan."""
         if self.privacy is not None:
             return jax.tree.leaves(batch)[0].shape[0], self.privacy.backward
-        pipeline = _pipeline_with_backward(self)
+        pipeline = pipeline_with_backward(self)
         return (self.accumulate, None) if pipeline is None else (pipeline.microbatches, pipeline.backward)
 
     def _advance_call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -375,7 +373,7 @@ class Step(metaclass=Documented):
         """All steps of a call, with these hyperparameters."""
         if self.steps_per_call == 1:
             return self.advance(state, batch, **hyperparams)
-        _check_stacked(self.steps_per_call, batch)
+        check_stacked(self.steps_per_call, batch)
         return lax.scan(
             lambda state, batch: self.advance(state, batch, **hyperparams), state, batch, length=self.steps_per_call
         )
@@ -383,83 +381,3 @@ class Step(metaclass=Documented):
 
 def _function_name(function: Any) -> str:
     return getattr(function, "__qualname__", repr(function))
-
-
-def _pipeline_with_backward(step: Step) -> Any:
-    """The pipeline of the plan, if it computes its own backward pass."""
-    pipeline = None if step.plan is None else step.plan.pipeline
-    return pipeline if pipeline is not None and pipeline.backward is not None else None
-
-
-def _check_options(step: Step) -> None:
-    if isinstance(step.objective, Layer) or not callable(step.objective):
-        raise TypeError(
-            f"train.step: the objective is {short_repr(step.objective)}, but must be a function like `fwd`."
-        )
-    check_signature("train.step", step.objective, rng=None)
-    if not isinstance(step.optimizer, Optimizer):
-        raise TypeError(
-            f"train.step: {step.optimizer!r} is not an optimizer of mlax; wrap one of Optax in optim.from_optax."
-        )
-    if step.train is not None:
-        _check_train(step.train)
-    for name in ("steps_per_call", "accumulate"):
-        if not isinstance(getattr(step, name), int) or getattr(step, name) < 1:
-            raise ValueError(f"train.step: {name} is {getattr(step, name)!r}, but must be an int of at least 1.")
-    if step.scaling is not None and not isinstance(step.scaling, LossScale):
-        raise TypeError(f"train.step: scaling is {step.scaling!r}; pass train.DynamicLossScale() or StaticLossScale().")
-    if step.plan is not None and not isinstance(step.plan, Plan):
-        raise TypeError(f"train.step: plan is {step.plan!r}, but must be a place.Plan, as place.fsdp() returns.")
-    if step.accumulate > 1 and _pipeline_with_backward(step) is not None:
-        raise ValueError("train.step: the plan's pipeline splits batches into microbatches; leave accumulate at 1.")
-    if step.privacy is not None:
-        _check_privacy(step)
-    if (step.sampled is None) != (step.optimizer.estimate_every() is None):
-        _raise_sampled_error(step)
-    if step.scaling is not None and not step.skip_nonfinite:
-        raise ValueError("train.step: a scaled loss overflows now and then, so skip_nonfinite must stay True.")
-
-
-def _check_train(patterns: Any) -> None:
-    if patterns == () or not all(isinstance(pattern, str) for pattern in as_patterns(patterns)):
-        raise TypeError(
-            f"train.step: train is {short_repr(patterns)}, but must be a pattern or a tuple of them, such as "
-            '"**/lora/*" or ("!embed/**",); leave it out to train all leaves.'
-        )
-
-
-def _raise_sampled_error(step: Step) -> None:
-    if step.sampled is not None:
-        raise ValueError(
-            f"train.step: sampled= is for optimizers that estimate the curvature, such as optim.SophiaG, but "
-            f"{short_repr(step.optimizer)} does not; leave it out."
-        )
-    raise TypeError(
-        f"train.step: {short_repr(step.optimizer)} estimates the curvature from labels sampled from the predictions of "
-        "the model; pass sampled=, an objective like the other one with the labels jax.random.categorical(rng, logits)."
-    )
-
-
-def _check_privacy(step: Step) -> None:
-    if not isinstance(step.privacy, DifferentialPrivacy):
-        raise TypeError(
-            f"train.step: privacy is {step.privacy!r}, but must be train.DifferentialPrivacy(clip=1.0, noise=1.1), say."
-        )
-    if step.sampled is not None:
-        raise ValueError("train.step: privacy does not cover gradients from sampled labels; use another optimizer.")
-    if step.accumulate > 1 or step.scaling is not None or _pipeline_with_backward(step) is not None:
-        raise ValueError(
-            "train.step: privacy clips the gradient of each example, which accumulate, scaling and a pipeline's own "
-            "backward pass do not compute; leave them out, and bound memory by DifferentialPrivacy(chunk=...)."
-        )
-
-
-def _check_stacked(steps_per_call: int, batches: Any) -> None:
-    mask = batches.get(MASK) if isinstance(batches, dict) else None
-    for path, leaf in leaves_with_paths(batches):
-        if leaf.ndim == 0 or leaf.shape[0] != steps_per_call or (mask is not None and mask.ndim < 2):
-            raise ValueError(
-                f"step: steps_per_call is {steps_per_call}, so each array holds {steps_per_call} batches on a leading "
-                f"axis, but {path} is {signature(leaf)}; take the batches from "
-                f"feed.stream(steps_per_call={steps_per_call})."
-            )
