@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of a function for a fixed number of signatures."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -21,6 +22,11 @@ MEMORY_ADVICE = (
     "(mlax.Remat, Repeat(mode='remat')), compute in bfloat16 (mlax.dtypes.mixed_bfloat16), or shard the state over "
     "more devices."
 )
+
+
+# XLA generates Triton kernels for each matrix product, and times them beside cuBLAS. On an H200 that takes most of a
+# cold compilation, and the steps of GPT-2 and ViT run as fast without, or faster: docs/design/cold-start.md.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class RetraceError(TypeError, metaclass=Documented):
@@ -137,15 +143,18 @@ class CompiledFunction:
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
         constants = {name: value for name, value in after.items() if value == before.get(name)}
-        self._started[key] = Compilation(traced, self._compile_lowered(lowered, in_background), constants, args)
+        result = self._compile_lowered(lowered, compiler_options(args), in_background)
+        self._started[key] = Compilation(traced, result, constants, args)
 
-    def _compile_lowered(self, lowered: jax.stages.Lowered, in_background: bool) -> Future[jax.stages.Compiled]:
+    def _compile_lowered(
+        self, lowered: jax.stages.Lowered, options: dict[str, Any], in_background: bool
+    ) -> Future[jax.stages.Compiled]:
         result: Future[jax.stages.Compiled] = Future()
 
         def run() -> None:
             try:
                 with self._on_mesh():
-                    result.set_result(lowered.compile())
+                    result.set_result(compile_lowered(lowered, options))
             except BaseException as error:
                 result.set_exception(error)
 
@@ -247,6 +256,26 @@ class CompiledFunction:
             f"{'; '.join(changed[:4])}{more}. This would recompile, beyond compilations={self.compilations}: keep "
             f"shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations.{other_model}"
         )
+
+
+def compiler_options(args: Any) -> dict[str, Any]:
+    """`GPU_OPTIONS` on a GPU, unless the user has set one, or kernels are quantized: Triton reads those best."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() != "gpu" or any(name in flags for name in GPU_OPTIONS):
+        return {}
+    is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(args[0]))
+    return {} if is_quantized else GPU_OPTIONS
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    """Compile with these options of XLA, or without them if it does not have them any more."""
+    if options:
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+    return lowered.compile()
 
 
 def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:

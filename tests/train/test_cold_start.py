@@ -1,5 +1,6 @@
 """A cold start: what is compiled side by side, and that nothing is traced twice."""
 
+import inspect
 import threading
 
 import jax
@@ -57,6 +58,37 @@ def test_a_model_is_initialized_while_the_step_compiles(compiling):
     wanted, _ = other(other.init(rng, *MODEL.init(init_rng, X)), BATCH)
     jax.tree.map(np.testing.assert_array_equal, got.trainables, wanted.trainables)
     assert metrics["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "wanted"),
+    [
+        ("cpu", "", [None]),
+        ("gpu", "", [{"xla_gpu_enable_triton_gemm": False}]),
+        ("gpu", "--xla_gpu_enable_triton_gemm=true", [None]),
+    ],
+)
+def test_a_gpu_does_not_time_triton_kernels_unless_the_user_says_so(backend, flags, wanted, monkeypatch):
+    given = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(stages.Lowered, "compile", lambda self, compiler_options=None: given.append(compiler_options))
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    step.init_model(jax.random.key(0), MODEL, X, BATCH)
+    step.wait()
+    assert given == wanted
+
+
+def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
+    step = train.step(objective_of(MODEL), optim.SGD(0.1))
+    module = inspect.getmodule(type(step.aot))
+    monkeypatch.setattr(module, "GPU_OPTIONS", {"xla_gpu_enable_time_travel": True})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
+    step.wait()
+    monkeypatch.undo()
+    step(state, BATCH)
+    assert len(step.aot.compiled) == 1
 
 
 def test_with_a_plan_a_model_is_initialized_before_the_step_compiles():
