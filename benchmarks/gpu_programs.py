@@ -1,4 +1,4 @@
-"""Count the kernels, bytes and memory of training steps compiled for an NVIDIA H200, on a machine without a GPU.
+"""Count kernels, bytes and memory of training steps and of an optimizer compiled for an NVIDIA H200, without a GPU.
 
     pip install "jax[cuda12]" && python -m benchmarks.gpu_programs [WORK ...] [--layers] [--hlo FOLDER]
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import mlax
-from mlax import dtypes, inspect, ops, optim, train, zoo
+from mlax import dtypes, inspect, nn, ops, optim, train, zoo
 
 H200 = """
 platform_name: "CUDA"
@@ -45,12 +45,15 @@ gpu_device_info {
 device_description_str: "NVIDIA H200"
 """
 PEAKS = inspect.Peaks("NVIDIA H200", "bfloat16", flops=790e12, bandwidth=4.3e12)  # as measured on one
-WORKS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
+WORKS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {  # a training step or a jitted function, and shapes
     "gpt2": lambda: language_step("unroll", 32),
     "gpt2 scanned": lambda: language_step("scan", 32),
     "gpt2 batch 64": lambda: language_step("unroll", 64),
     "vit": lambda: image_step(mlax.override(zoo.vit("base"), mlax.Repeat, mode="unroll")),
     "resnet50": lambda: image_step(zoo.resnet(50)),
+    "mlp": lambda: mlp_step(()),
+    "mlp, 20 steps": lambda: mlp_step((20,)),
+    "adamw": lambda: bare_update(),
 }
 
 
@@ -84,13 +87,15 @@ def chosen_for(device: Any) -> Iterator[None]:
 
 
 def count(name: str, device: Any, layers: bool, folder: Path | None) -> None:
-    step, state, batch = WORKS[name]()
+    function, args = WORKS[name]()
     sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, batch))
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     start = time.perf_counter()
-    compiled = step.aot.compile(*args)
+    is_step = isinstance(function, train.Step)
+    compiled = function.aot.compile(*args) if is_step else function.lower(*args).compile()
     seconds = time.perf_counter() - start
-    cost, text, memory = inspect.cost(step, peaks=PEAKS), compiled.as_text(), compiled.memory_analysis()
+    cost = inspect.cost(function, *(() if is_step else args), peaks=PEAKS)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes  # the state is donated
     kernels, moved = sum(row.kernels for row in cost.rows), sum(row.bytes for row in cost.rows)
     print(f"{name:16}{kernels:9,}{moved / 1e9:9.1f}{held / 2**30:10.1f}{seconds:8.1f} s", flush=True)
@@ -101,7 +106,7 @@ def count(name: str, device: Any, layers: bool, folder: Path | None) -> None:
         (folder / f"{name.replace(' ', '-')}.hlo").write_text(text)
 
 
-def language_step(mode: Any, batch: int) -> tuple[Any, Any, Any]:
+def language_step(mode: Any, batch: int) -> tuple[Any, tuple[Any, ...]]:
     model = dtypes.mixed_bfloat16(mlax.override(zoo.gpt2("small"), mlax.Repeat, mode=mode))
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
@@ -112,7 +117,7 @@ def language_step(mode: Any, batch: int) -> tuple[Any, Any, Any]:
     return abstract_step(model, objective, {"x": tokens, "y": tokens})
 
 
-def image_step(model: Any, batch: int = 256) -> tuple[Any, Any, Any]:
+def image_step(model: Any, batch: int = 256) -> tuple[Any, tuple[Any, ...]]:
     model = dtypes.mixed_bfloat16(model)
 
     def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
@@ -123,11 +128,43 @@ def image_step(model: Any, batch: int = 256) -> tuple[Any, Any, Any]:
     return abstract_step(model, objective, {"x": images, "y": jax.ShapeDtypeStruct((batch,), jnp.int32)})
 
 
-def abstract_step(model: Any, objective: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """A training step, the shapes of its state, and those of a batch."""
-    step, key = train.step(objective, optim.AdamW(3e-4)), jax.random.key(0)
-    variables = jax.eval_shape(model.init, key, batch["x"])
-    return step, jax.eval_shape(lambda key, variables: step.init(key, *variables), key, variables), batch
+def mlp_step(steps: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
+    model = nn.MLP((512, 512, 10), activation=jax.nn.relu)
+
+    def objective(batch, trainables, non_trainables, rng=None, inference_mode=False):
+        logits, new = model.fwd(batch["x"], trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+        return ops.softmax_cross_entropy(logits, batch["y"]), new
+
+    rows = (*steps, 128)
+    batch = {"x": jax.ShapeDtypeStruct((*rows, 784), jnp.float32), "y": jax.ShapeDtypeStruct(rows, jnp.int32)}
+    return abstract_step(model, objective, batch, *steps)
+
+
+def bare_update() -> tuple[Any, tuple[Any, ...]]:
+    """AdamW over the 148 leaves that GPT-2 has in PyTorch, donated in the order of the arguments of `update`."""
+    d, optimizer = 768, optim.AdamW(3e-4)
+    block = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+    vectors = {
+        "norm1": d,
+        "shift1": d,
+        "norm2": d,
+        "shift2": d,
+        **{f"{name}_bias": n for name, (_, n) in block.items()},
+    }
+    shapes = {"table": (50_257, d), "positions": (1024, d), "norm": (d,), "shift": (d,)}
+    shapes |= {f"{i}_{name}": shape for i in range(12) for name, shape in block.items()}
+    shapes |= {f"{i}_{name}": (n,) for i in range(12) for name, n in vectors.items()}
+    weights = {f"{name}/kernel": jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    update = jax.jit(optimizer.update, donate_argnums=(1, 2))
+    return update, (weights, jax.eval_shape(optimizer.init, weights), weights)
+
+
+def abstract_step(model: Any, objective: Any, batch: Any, steps_per_call: int = 1) -> tuple[Any, tuple[Any, ...]]:
+    """A training step, and the shapes of its state and of a batch."""
+    step, key = train.step(objective, optim.AdamW(3e-4), steps_per_call=steps_per_call), jax.random.key(0)
+    x = batch["x"] if steps_per_call == 1 else jax.ShapeDtypeStruct(batch["x"].shape[1:], batch["x"].dtype)
+    variables = jax.eval_shape(model.init, key, x)
+    return step, (jax.eval_shape(lambda key, variables: step.init(key, *variables), key, variables), batch)
 
 
 if __name__ == "__main__":
