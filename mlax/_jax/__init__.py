@@ -4,6 +4,7 @@ from mlax._jax._barrier import fusion_barrier, share_buffers
 from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._gather import narrow_indices, take_rows
+from mlax._jax._layer_scan import layer_scan, prefers_layer_scan
 from mlax._jax._memory import (
     are_on_one_device,
     is_on_host,
@@ -106,6 +107,7 @@ __all__ = [
     "is_unsharded_cpu",
     "is_workaround",
     "layer_path",
+    "layer_scan",
     "leaves_with_paths",
     "map_chunks",
     "map_chunks_inplace",
@@ -117,6 +119,7 @@ __all__ = [
     "path_of",
     "pcast_like",
     "plan_chunks",
+    "prefers_layer_scan",
     "reduce_mean",
     "reduce_sum",
     "reduce_sum_by_product",

@@ -12,7 +12,16 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from mlax._jax import abstract_key, fold_in, fusion_barrier, is_abstract_key, to_host, write_slice
+from mlax._jax import (
+    abstract_key,
+    fold_in,
+    fusion_barrier,
+    is_abstract_key,
+    layer_scan,
+    prefers_layer_scan,
+    to_host,
+    write_slice,
+)
 from mlax.core._checks import check_is_dict
 from mlax.core._display import Node
 from mlax.core._errors import error_scope, is_like_first, locate_nan_in_scan, short_repr, signature
@@ -229,9 +238,10 @@ class Repeat(Wrapper):
 
         plain_step = functools.partial(step, layer=self.layer)
         if self.mode != "unroll":
+            scan = layer_scan if self.mode == "scan" and prefers_layer_scan(x, constants, stacked) else lax.scan
             # around the scan: inside, JAX repeats the scope in the backward pass of a remat
             with locate_nan_in_scan(plain_step, x, stacked, self.times), error_scope(STACKED, x):
-                y, new = lax.scan(step, x, stacked, length=self.times)
+                y, new = scan(step, x, stacked, length=self.times)
             return y, name_stack(new)
         # without the barrier, 48 blocks take two to four times as long to compile on a CPU and run slower
         fused_step = jax.jit(lambda x, own: step(*fusion_barrier((x, own))), inline=True)  # traced only once

@@ -1,0 +1,377 @@
+"""A scan over layers whose residuals are written into their stacks where they are computed."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import DropVar, Literal, Primitive, Var
+from jax.interpreters import ad, batching, mlir
+
+from mlax._jax._memory import is_on_host
+
+VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim"})  # their operand is stored, and they are computed again
+BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type", "stop_gradient"}  # from a product to a residual connection
+
+
+def prefers_layer_scan(*trees: Any) -> bool:
+    """Whether `layer_scan` is the faster form: in programs of one GPU, with stacks that XLA cannot shard."""
+    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11) or jax.device_count() > 1:
+        return False
+    types = [(leaf, jax.typeof(leaf)) for leaf in jax.tree.leaves(trees)]
+    return all(
+        aval.sharding.mesh.empty and not is_on_host(leaf) and all(isinstance(size, int) for size in aval.shape)
+        for leaf, aval in types
+    )
+
+
+def layer_scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, *, length: int) -> tuple[Any, Any]:
+    """`lax.scan` whose forward pass writes each residual into its stack at once, and reads it from there.
+
+    XLA's GPU compiler lets a matrix product or a kernel of ours write into, and read from, a slice of a stack, if
+    nothing but the stack takes its result. In JAX's derivative of a scan a residual is both stored and used: XLA
+    copies it into the stack, or computes it twice. Here whatever uses a residual reads the stack, which is allocated
+    but not filled with zeros, and an array and its reshaped form are stored once.
+
+    It has the values and all derivatives of `lax.scan`.
+    """
+    flat, tree = jax.tree.flatten((carry, xs))
+    counts = (len(jax.tree.leaves(carry)), len(jax.tree.leaves(xs)))
+    out_tree: Any = None
+
+    def flat_step(*flat: Any) -> list[Any]:
+        nonlocal out_tree
+        outputs, out_tree = jax.tree.flatten(step(*tree.unflatten(flat)))
+        return outputs
+
+    closed = jax.make_jaxpr(flat_step)(*_step_types(flat, counts[0]))
+    if closed.effects:
+        return lax.scan(step, carry, xs, length=length)
+    run = _differentiable_scan(closed.jaxpr, counts, length)
+    return out_tree.unflatten(run(*flat, *closed.consts))
+
+
+def _step_types(flat: Sequence[Any], carried: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of what a step gets: the carry as it is, and a slice of each of xs."""
+    types = [jax.typeof(leaf) for leaf in flat]
+    shapes = [aval.shape if index < carried else aval.shape[1:] for index, aval in enumerate(types)]
+    return [jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type) for shape, a in zip(shapes, types, strict=True)]
+
+
+def _differentiable_scan(jaxpr: Any, counts: tuple[int, int], length: int) -> Callable[..., list[Any]]:
+    """The scan of a jaxpr from (*carry, *x) to (*carry, *y), as a function of (*carry, *xs, *consts)."""
+    carried, inputs = counts[0], sum(counts)
+
+    def step(*values: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, list(values[inputs:]), *values[:inputs])
+
+    @jax.custom_jvp
+    def run(*values: Any) -> list[Any]:
+        def body(carry: Any, x: Any) -> tuple[Any, Any]:
+            outputs = step(*carry, *x, *values[inputs:])
+            return outputs[:carried], outputs[carried:]
+
+        carry, ys = lax.scan(body, list(values[:carried]), list(values[carried:inputs]), length=length)
+        return [*carry, *ys]
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def _(values: tuple[Any, ...], dots: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        # the tangent of the carry becomes nonzero in the loop, if it is not from the beginning
+        is_live = [
+            _is_inexact(value) and (index < carried or not isinstance(dot, SymbolicZero))
+            for index, (value, dot) in enumerate(zip(values, dots, strict=True))
+        ]
+        linearized = _LinearizedStep.trace(step, values, is_live, counts)
+        outputs, residuals = linearized.scan(values, length)
+        changes = iter(linearized.push(residuals, [_instantiate(dot) for dot in _select(dots, is_live)], length))
+        return outputs, [next(changes) if _is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearizedStep:
+    """A step that returns its residuals, too, and its tangent, as a function of the residuals."""
+
+    jaxpr: Any  # of (*carry, *x, *consts) to (*carry, *y, *residuals)
+    consts: list[Any]  # of the jaxpr
+    push_tree: Any  # of the tangent, a pytree of the residuals
+    is_live: list[bool]  # of each input: whether it has a tangent
+    counts: tuple[int, int]  # leaves of the carry and of x
+    outputs: int  # leaves of the carry and of y
+
+    @classmethod
+    def trace(
+        cls, step: Callable[..., list[Any]], values: Sequence[Any], is_live: list[bool], counts: tuple[int, int]
+    ) -> "_LinearizedStep":
+        outputs, push_tree = 0, None
+
+        def linearize(*values: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal outputs, push_tree
+            function = functools.partial(_call_live, step, values, is_live)
+            floats, push, rest = jax.linearize(function, *_select(values, is_live), has_aux=True)
+            residuals, push_tree = jax.tree.flatten(push)
+            found = [b if a is None else a for a, b in zip(floats, rest, strict=True)]
+            outputs = len(found)
+            return found, residuals
+
+        inputs = sum(counts)
+        closed = jax.make_jaxpr(linearize)(*_step_types(values[:inputs], counts[0]), *values[inputs:])
+        return cls(closed.jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
+
+    @functools.cached_property
+    def sources(self) -> "list[_Source]":
+        """What each residual is computed from."""
+        producers = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
+        return [_Source.find(atom, producers) for atom in self.jaxpr.outvars[self.outputs :]]
+
+    @functools.cached_property
+    def needed(self) -> list[Any]:
+        """The variables that the residuals are views of."""
+        return list(dict.fromkeys(source.atom for source in self.sources if isinstance(source.atom, Var)))
+
+    @functools.cached_property
+    def stored(self) -> list[Any]:
+        """The variables that are stored in stacks: all that are needed but xs and constants."""
+        given = {*self.jaxpr.constvars, *self.jaxpr.invars[self.counts[0] :]}
+        return [atom for atom in self.needed if atom not in given]
+
+    def scan(self, values: Sequence[Any], length: int) -> tuple[list[Any], dict[Any, Any]]:
+        """The outputs of the scan, and each variable that is needed: a stack, one of xs, or a constant."""
+        carried, inputs = self.counts[0], sum(self.counts)
+        products = _find_residual_products(self.jaxpr)
+        copied = {*self.jaxpr.invars, *_find_library_outputs(self.jaxpr)}
+
+        def body(index: Any, state: tuple[list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+            carry, ys, stacks = state
+            stack_of = dict(zip(self.stored, stacks, strict=True))
+
+            def store(atom: Any, value: Any) -> Any:
+                if atom in products:
+                    return lax.optimization_barrier(value)
+                if atom not in stack_of:
+                    return value
+                is_copied = atom in copied  # behind a barrier, or XLA would compute it a second time, into the stack
+                update = lax.optimization_barrier(value) if is_copied else value
+                stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], update, index, 0)
+                if is_copied:
+                    return value
+                return lax.dynamic_index_in_dim(stack_of[atom], index, 0, keepdims=False)
+
+            x = [lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in values[carried:inputs]]
+            found = _evaluate(self.jaxpr, self.consts, [*carry, *x, *values[inputs:]], store)
+            pairs = zip(ys, found[carried : self.outputs], strict=True)
+            ys = [lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in pairs]
+            return found[:carried], ys, [stack_of[atom] for atom in self.stored]
+
+        empty = [
+            [lax.empty((length, *atom.aval.shape), atom.aval.dtype) for atom in atoms]
+            for atoms in (self.jaxpr.outvars[carried : self.outputs], self.stored)
+        ]
+        carry, ys, stacks = lax.fori_loop(0, length, body, (list(values[:carried]), *empty))
+        given = zip(
+            (*self.jaxpr.constvars, *self.jaxpr.invars[carried:]), (*self.consts, *values[carried:]), strict=True
+        )
+        return [*carry, *ys], {**dict(given), **dict(zip(self.stored, stacks, strict=True))}
+
+    def push(self, residuals: dict[Any, Any], dots: list[Any], length: int) -> list[Any]:
+        """The tangents of the outputs, for those of the live inputs."""
+        carried, inputs = self.counts[0], sum(self.counts)
+        with_axis = {*self.stored, *self.jaxpr.invars[carried:inputs]}
+        atoms = sorted(self.needed, key=lambda atom: atom not in with_axis)
+
+        def push_one(residuals: list[Any], *dots: Any) -> list[Any]:
+            env = dict(zip(atoms, residuals, strict=True))
+            push = self.push_tree.unflatten(_compute_residuals(self.sources, env))
+            return [change for change in push(*dots) if change is not None]
+
+        scanned = sum(atom in with_axis for atom in atoms)
+        live = (sum(self.is_live[:carried]), sum(self.is_live[carried:inputs]))
+        scan = _LinearScan(push_one, (scanned, len(atoms) - scanned, *live), length)
+        return scan.bind([residuals[atom] for atom in atoms], dots)
+
+
+class _LinearScan(NamedTuple):
+    """The scan of a function that is linear in the tangents of the carry, of x and of constants."""
+
+    push: Callable[..., list[Any]]  # of (residuals, *dots) to the tangents of the carry and of y
+    counts: tuple[int, int, int, int]  # residuals with and without an axis of layers; tangents of the carry and of x
+    length: int
+
+    def bind(self, residuals: list[Any], dots: list[Any]) -> list[Any]:
+        return _linear_scan.bind(*residuals, *dots, scan=self, jaxpr=jax.make_jaxpr(self.apply)(*residuals, *dots))
+
+    def apply(self, *values: Any) -> list[Any]:
+        stacks, fixed, dcarry, dxs, dconsts = self.split(values)
+
+        def body(dcarry: list[Any], now: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            changes = self.push([*now[0], *fixed], *dcarry, *now[1], *dconsts)
+            return changes[: len(dcarry)], changes[len(dcarry) :]
+
+        dcarry, dys = lax.scan(body, dcarry, (stacks, dxs), length=self.length)
+        return [*dcarry, *dys]
+
+    def transpose(self, residuals: list[Any], types: list[Any], cotangents: list[Any]) -> list[Any]:
+        """The cotangents of the carry, of xs and of constants, of these types, for those of the carry and of ys."""
+        stacks, fixed, carry, xs, consts = self.split([*residuals, *types])
+        slices = [jax.ShapeDtypeStruct(each.shape[1:], each.dtype) for each in xs]
+        split = len(carry) + len(xs)
+
+        def body(state: tuple[list[Any], list[Any]], now: tuple[list[Any], list[Any]]) -> tuple[Any, list[Any]]:
+            push = functools.partial(self.push, [*now[0], *fixed])
+            grads = jax.linear_transpose(push, *carry, *slices, *consts)([*state[0], *now[1]])
+            sums = [lax.add(*pair) for pair in zip(state[1], grads[split:], strict=True)]
+            return (list(grads[: len(carry)]), sums), list(grads[len(carry) : split])
+
+        start = (cotangents[: len(carry)], [jnp.zeros(each.shape, each.dtype) for each in consts])
+        now = (stacks, cotangents[len(carry) :])
+        (grads, sums), x_grads = lax.scan(body, start, now, length=self.length, reverse=True)
+        return [*grads, *x_grads, *sums]
+
+    def split(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Residuals with and without an axis of layers, and tangents of the carry, of xs and of constants."""
+        ends = itertools.accumulate(self.counts)
+        return [list(values[start:end]) for start, end in itertools.pairwise((0, *ends, len(values)))]
+
+
+# A primitive, so that JAX does not split the scan of the tangents where it partially evaluates the derivative: what
+# depends on residuals alone would be computed by a scan of its own in the forward pass, and stored.
+_linear_scan = Primitive("linear_scan")
+_linear_scan.multiple_results = True
+
+
+def _apply_linear(*values: Any, scan: _LinearScan, jaxpr: Any) -> list[Any]:
+    return scan.apply(*values)
+
+
+def _differentiate_linear(values: Any, dots: Any, *, scan: _LinearScan, jaxpr: Any) -> tuple[list[Any], list[Any]]:
+    return jax.jvp(scan.apply, values, tuple(map(ad.instantiate_zeros, dots)))
+
+
+def _transpose_linear(cotangents: Any, *values: Any, scan: _LinearScan, jaxpr: Any) -> list[Any]:
+    held = sum(scan.counts[:2])
+    types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in values[held:]]
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types]
+    grads = scan.transpose(list(values[:held]), shapes, [ad.instantiate_zeros(dot) for dot in cotangents])
+    pairs = zip(values[held:], grads, strict=True)
+    return [None] * held + [grad if ad.is_undefined_primal(x) else None for x, grad in pairs]
+
+
+def _batch_linear(values: Any, axes: Any, *, scan: _LinearScan, jaxpr: Any) -> tuple[list[Any], list[int]]:
+    y = jax.vmap(scan.apply, in_axes=tuple(axes))(*values)
+    return y, [0] * len(y)
+
+
+_linear_scan.def_impl(_apply_linear)
+_linear_scan.def_abstract_eval(lambda *avals, scan, jaxpr: jaxpr.out_avals)
+ad.primitive_jvps[_linear_scan] = _differentiate_linear
+ad.primitive_transposes[_linear_scan] = _transpose_linear
+batching.primitive_batchers[_linear_scan] = _batch_linear
+mlir.register_lowering(_linear_scan, mlir.lower_fun(_apply_linear, multiple_results=True))
+
+
+def _call_live(
+    step: Callable[..., list[Any]], values: Sequence[Any], is_live: list[bool], *live: Any
+) -> tuple[list[Any], list[Any]]:
+    """The outputs of a step, those that are inexact and the others, each with None in the place of the other."""
+    rest = iter(live)
+    outputs = step(*[next(rest) if keep else value for value, keep in zip(values, is_live, strict=True)])
+    return [y if _is_inexact(y) else None for y in outputs], [None if _is_inexact(y) else y for y in outputs]
+
+
+def _select(values: Sequence[Any], is_kept: Sequence[bool]) -> list[Any]:
+    return [value for value, keep in zip(values, is_kept, strict=True) if keep]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, np.inexact)
+
+
+def _instantiate(dot: Any) -> Any:
+    return jnp.zeros(dot.shape, dot.dtype) if isinstance(dot, SymbolicZero) else dot
+
+
+class _Source(NamedTuple):
+    """A variable that a residual is a view of, and how to compute the residual from it."""
+
+    atom: Any  # None if the residual depends on nothing
+    views: list[Any]  # equations of one operand or of none
+    is_separate: bool  # behind an `optimization_barrier`, which keeps XLA from merging what takes it with other uses
+
+    @classmethod
+    def find(cls, atom: Any, producers: dict[Any, Any]) -> "_Source":
+        views: list[Any] = []
+        is_separate = False
+        while isinstance(atom, Var) and atom in producers:
+            eqn = producers[atom]
+            if eqn.primitive.name == "optimization_barrier":
+                atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
+            elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
+                views.insert(0, eqn)
+                atom = eqn.invars[0] if eqn.invars else None
+            else:
+                break
+        return cls(atom, views, is_separate)
+
+    def compute(self, env: dict[Any, Any]) -> Any:
+        values = [] if self.atom is None else [self.atom.val if isinstance(self.atom, Literal) else env[self.atom]]
+        for eqn in self.views:
+            values = [eqn.primitive.bind(*values, **eqn.params)]
+        return values[0]
+
+
+def _compute_residuals(sources: list[_Source], env: dict[Any, Any]) -> list[Any]:
+    values = [source.compute(env) for source in sources]
+    separate = iter(lax.optimization_barrier([x for x, each in zip(values, sources, strict=True) if each.is_separate]))
+    return [next(separate) if each.is_separate else x for x, each in zip(values, sources, strict=True)]
+
+
+def _find_residual_products(jaxpr: Any) -> set[Any]:
+    """The outputs of matrix products that are added to an array of their size, as in a residual connection.
+
+    XLA's GPU compiler would pass that array, which it copies first, and the bias to the product, and such a product
+    takes no slice of a stack. Added by a fusion, which reads and writes as much, they let it take one.
+    """
+    users: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+
+    def is_added(atom: Any) -> bool:
+        found = users.get(atom, [])
+        if len(found) != 1 or found[0].primitive.name not in BEFORE_SUM:
+            return False
+        is_sum = any(other is not atom and other.aval.size == atom.aval.size for other in found[0].invars)
+        return is_sum or is_added(found[0].outvars[0])
+
+    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" and is_added(eqn.outvars[0])}
+
+
+def _find_library_outputs(jaxpr: Any) -> list[Any]:
+    """What conditionals return, such as those that choose cuDNN by the platform, and its operands among it.
+
+    Libraries take no slice of a stack. Conditionals that choose a kernel of ours are followed by its derivative.
+    """
+    kernels = {eqn.invars[-1] for eqn in jaxpr.eqns if eqn.primitive.name == "attach"}
+    conds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond" and kernels.isdisjoint(eqn.outvars)]
+    return [out for eqn in conds for out in eqn.outvars]
+
+
+def _evaluate(jaxpr: Any, consts: list[Any], values: list[Any], store: Callable[[Any, Any], Any]) -> list[Any]:
+    """The outputs of a jaxpr, each of whose variables is replaced by what `store` returns for it."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update({atom: store(atom, value) for atom, value in zip(jaxpr.invars, values, strict=True)})
+    for eqn in jaxpr.eqns:
+        inputs = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)))
+        outputs = [atom for atom in eqn.outvars if not isinstance(atom, DropVar)]
+        single = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=[eqn])  # keeps scope and source line
+        found = jax.core.eval_jaxpr(single, [], *[env[atom] for atom in inputs])
+        env.update({atom: store(atom, value) for atom, value in zip(outputs, found, strict=True)})
+    return [atom.val if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]

@@ -1,0 +1,140 @@
+"""The scan of layers that is for GPUs: the values and derivatives of lax.scan, and residuals that only stacks take."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mlax
+from mlax import nn
+from mlax._jax import layer_scan, prefers_layer_scan
+from tests.arrays import normal
+from tests.layers import Block
+
+LAYERS, BATCH, WIDTH = 3, 4, 6
+X, W, B = normal(BATCH, WIDTH), normal(LAYERS, WIDTH, WIDTH), normal(LAYERS, WIDTH)
+SCALE = np.float32(0.3)
+
+
+def run(scan, x, w, b, scale):
+    """Integers and a key in the carry and in xs, a closed-over tracer, an output that is not differentiable."""
+
+    def step(carry, own):
+        (x, count), (w, b, key, index) = carry, own
+        h = jnp.tanh(x @ w + b).reshape(BATCH, 2, WIDTH // 2)
+        keep = jax.random.bernoulli(key, 0.5, h.shape)
+        y = x + scale * (jnp.where(keep, h, 0.0).reshape(BATCH, WIDTH) @ w.T + b)
+        return (y, count + 1), (h.sum(), index * 2)
+
+    xs = (w, b, jax.random.split(jax.random.key(0), LAYERS), jnp.arange(LAYERS))
+    (y, count), (sums, indices) = scan(step, (x, jnp.int32(0)), xs, length=LAYERS)
+    return (y * y).sum() * sums.sum(), (count, indices)
+
+
+def value(scan):
+    return lambda *args: run(scan, *args)[0]
+
+
+def tangent(function):
+    return lambda *args: jax.jvp(function, args, (X, W, B, SCALE))
+
+
+def gradient(function):
+    return jax.grad(function, (0, 1, 2, 3))
+
+
+DERIVATIVES = {
+    "value": lambda function: function,
+    "gradient": gradient,
+    "gradient of the weights alone": lambda function: jax.grad(function, 1),
+    "tangent": tangent,
+    "Hessian-vector product": lambda function: tangent(gradient(function)),
+    "gradient of a gradient": lambda function: gradient(lambda *args: (jax.grad(function, 1)(*args) ** 2).sum()),
+    "vmap of the gradient": lambda f: jax.vmap(gradient(f), (0, None, None, None), axis_size=BATCH),
+    "gradient of the vmap": lambda f: gradient(lambda x, *rest: jax.vmap(lambda s: f(x, *rest[:2], s))(rest[2]).sum()),
+    "gradient of a checkpoint": lambda function: gradient(jax.checkpoint(function)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_the_scan_of_layers_has_the_values_and_derivatives_of_a_scan(name):
+    args = [X, W, B, SCALE]
+    if name == "vmap of the gradient":
+        args[0] = jnp.stack([X] * BATCH)
+    if name == "gradient of the vmap":
+        args[3] = jnp.array([0.1, 0.2], np.float32)
+    expected, found = (jax.jit(DERIVATIVES[name](value(scan)))(*args) for scan in (lax.scan, layer_scan))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_outputs_that_are_not_differentiable_are_those_of_a_scan():
+    (_, (count, indices)), _ = jax.value_and_grad(functools.partial(run, layer_scan), has_aux=True)(X, W, B, SCALE)
+    assert count == LAYERS
+    np.testing.assert_array_equal(indices, [0, 2, 4])
+
+
+def forward_loop():
+    """The shapes of the stacks of a forward pass with residuals x and h, and the equations of its loop."""
+
+    def step(x, own):
+        w, v = own
+        h = (x @ w).reshape(BATCH, 2, WIDTH // 2)
+        return x + h.reshape(BATCH, WIDTH) @ v, None
+
+    def loss(x, w, v):
+        return layer_scan(step, x, (w, v), length=LAYERS)[0].sum()
+
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(loss, *args))(X, W, W).jaxpr
+    stacks = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "empty"]
+    (loop,) = [eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return stacks, loop.eqns
+
+
+def test_each_residual_is_stored_once_and_weights_are_not():
+    assert forward_loop()[0] == [(LAYERS, BATCH, WIDTH)] * 2
+
+
+def test_nothing_but_the_stack_takes_a_residual_in_the_forward_pass():
+    _, eqns = forward_loop()
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    takers = [eqn for eqn in eqns if any(atom is products[0].outvars[0] for atom in eqn.invars)]
+    assert len(products) == 2 and len(takers) == 1
+    assert "update" in str(takers[0].params.get("name", takers[0].primitive.name))
+
+
+@pytest.mark.parametrize("transform", ["value_and_grad", "jvp"])
+def test_a_repeat_on_a_gpu_computes_what_an_unrolled_one_does(monkeypatch, transform):
+    monkeypatch.setattr("mlax.core._wrappers.prefers_layer_scan", lambda *trees: True)
+
+    def compute(mode):
+        layer = mlax.Repeat(Block(WIDTH), LAYERS, mode=mode)
+        trainables, state = layer.init(jax.random.key(0), X)
+
+        def loss(trainables, x):
+            y, new = layer.fwd(x, trainables, state, rng=jax.random.key(1))
+            return (y * y).sum(), new
+
+        if transform == "jvp":
+            return jax.jit(lambda *args: jax.jvp(lambda *args: loss(*args)[0], args, args))(trainables, X)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(trainables, X)
+
+    found, expected = compute("scan"), compute("unroll")
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, expected)
+
+
+def test_outputs_inside_of_a_repeat_on_a_gpu_are_captured(monkeypatch):
+    layer = mlax.Repeat(mlax.Residual(nn.Linear(WIDTH)), LAYERS)
+    variables = layer.init(jax.random.key(0), X)
+    expected = mlax.capture(layer, "**")(X, *variables)
+    monkeypatch.setattr("mlax.core._wrappers.prefers_layer_scan", lambda *trees: True)
+    jax.tree.map(np.testing.assert_array_equal, mlax.capture(layer, "**")(X, *variables), expected)
+
+
+def test_the_scan_of_layers_is_for_one_gpu(monkeypatch):
+    assert not prefers_layer_scan(X)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert not prefers_layer_scan(X)
