@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DropVar, Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir
@@ -69,7 +70,7 @@ def _differentiable_scan(jaxpr: Any, counts: tuple[int, int], length: int) -> Ca
     carried, inputs = counts[0], sum(counts)
 
     def step(*values: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, list(values[inputs:]), *values[:inputs])
+        return eval_jaxpr(jaxpr, list(values[inputs:]), *values[:inputs])
 
     @jax.custom_jvp
     def run(*values: Any) -> list[Any]:
@@ -89,7 +90,8 @@ def _differentiable_scan(jaxpr: Any, counts: tuple[int, int], length: int) -> Ca
         ]
         linearized = _LinearizedStep.trace(step, values, is_live, counts)
         outputs, residuals = linearized.scan(values, length)
-        changes = iter(linearized.push(residuals, [_instantiate(dot) for dot in _select(dots, is_live)], length))
+        live_dots = list(map(_instantiate, _select(dots, is_live), _select(values, is_live)))
+        changes = iter(linearized.push(residuals, live_dots, length))
         return outputs, [next(changes) if _is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
 
     return run
@@ -293,8 +295,8 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, np.inexact)
 
 
-def _instantiate(dot: Any) -> Any:
-    return jnp.zeros(dot.shape, dot.dtype) if isinstance(dot, SymbolicZero) else dot
+def _instantiate(dot: Any, value: Any) -> Any:
+    return lax.full_like(value, 0) if isinstance(dot, SymbolicZero) else dot
 
 
 class _Source(NamedTuple):
@@ -372,6 +374,6 @@ def _evaluate(jaxpr: Any, consts: list[Any], values: list[Any], store: Callable[
         inputs = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)))
         outputs = [atom for atom in eqn.outvars if not isinstance(atom, DropVar)]
         single = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=[eqn])  # keeps scope and source line
-        found = jax.core.eval_jaxpr(single, [], *[env[atom] for atom in inputs])
+        found = eval_jaxpr(single, [], *[env[atom] for atom in inputs])
         env.update({atom: store(atom, value) for atom, value in zip(outputs, found, strict=True)})
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
