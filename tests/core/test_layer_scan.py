@@ -105,9 +105,21 @@ def test_nothing_but_the_stack_takes_a_residual_in_the_forward_pass():
     assert "update" in str(takers[0].params.get("name", takers[0].primitive.name))
 
 
+def choose_layer_scan(monkeypatch):
+    """As in a program of one GPU; returns a list that grows with each choice."""
+    chosen = []
+
+    def prefers(*trees):
+        chosen.append(trees)
+        return True
+
+    monkeypatch.setitem(mlax.Repeat.apply_with_keys.__globals__, "prefers_layer_scan", prefers)
+    return chosen
+
+
 @pytest.mark.parametrize("transform", ["value_and_grad", "jvp"])
 def test_a_repeat_on_a_gpu_computes_what_an_unrolled_one_does(monkeypatch, transform):
-    monkeypatch.setattr("mlax.core._wrappers.prefers_layer_scan", lambda *trees: True)
+    chosen = choose_layer_scan(monkeypatch)
 
     def compute(mode):
         layer = mlax.Repeat(Block(WIDTH), LAYERS, mode=mode)
@@ -122,6 +134,7 @@ def test_a_repeat_on_a_gpu_computes_what_an_unrolled_one_does(monkeypatch, trans
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(trainables, X)
 
     found, expected = compute("scan"), compute("unroll")
+    assert chosen
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, expected)
 
 
@@ -129,12 +142,15 @@ def test_outputs_inside_of_a_repeat_on_a_gpu_are_captured(monkeypatch):
     layer = mlax.Repeat(mlax.Residual(nn.Linear(WIDTH)), LAYERS)
     variables = layer.init(jax.random.key(0), X)
     expected = mlax.capture(layer, "**")(X, *variables)
-    monkeypatch.setattr("mlax.core._wrappers.prefers_layer_scan", lambda *trees: True)
+    choose_layer_scan(monkeypatch)
     jax.tree.map(np.testing.assert_array_equal, mlax.capture(layer, "**")(X, *variables), expected)
 
 
 def test_the_scan_of_layers_is_for_one_gpu(monkeypatch):
     assert not prefers_layer_scan(X)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert not prefers_layer_scan(X)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert prefers_layer_scan(X)
