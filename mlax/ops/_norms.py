@@ -88,6 +88,7 @@ def residual_layer_norm(
     The first output goes around the branch, the second through it: `stream + branch(y)`. The bias is what the branch
     would add last. On a GPU, all gradients of both outputs are one pass over memory.
     """
+    check_is_dtype("residual_layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
     if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
@@ -106,6 +107,7 @@ def residual_rms_norm(
     accum_dtype: Any = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """RMS normalization before a residual branch: `(x + bias, rms_norm(x, scale))`, as `residual_layer_norm`."""
+    check_is_dtype("residual_rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
     if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):

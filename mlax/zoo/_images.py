@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mlax.core import check_is_dtype
 from mlax.zoo._config import Config
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -29,6 +30,7 @@ def normalize_images(
     >>> zoo.normalize_images(jnp.zeros((8, 224, 224, 3), "uint8")).shape
     (8, 224, 224, 3)
     """
+    check_is_dtype("normalize_images", dtype=dtype)
     x = jnp.asarray(images)
     if x.ndim < 1 or x.shape[-1] != len(mean) or len(mean) != len(std):
         raise ValueError(
