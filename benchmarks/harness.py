@@ -80,11 +80,18 @@ def serve(measure: Callable[[str], Any]) -> None:
         print(json.dumps(measure(line.strip())), flush=True)
 
 
-def time_steps(step: Callable[[], Any], steps: int = 5) -> list[float]:
-    """The seconds of each of `steps` calls, after one to warm up."""
+def time_steps(step: Callable[[], Any], steps: int = 5, least: float = 0.0) -> list[float]:
+    """The seconds of each of `steps` calls, or of more until they take `least` seconds, after some to warm up.
+
+    With `least`, a step below a millisecond is called often: its first calls after another library's turn are slower,
+    since caches are cold and threads asleep.
+    """
+    begin = time.perf_counter()
     step()
-    times = []
-    for _ in range(steps):
+    while time.perf_counter() - begin < least / 3:
+        step()
+    times: list[float] = []
+    while len(times) < steps or sum(times) < least:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)

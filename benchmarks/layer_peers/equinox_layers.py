@@ -69,7 +69,7 @@ def build(name: str, x: np.ndarray):
         x = x.swapaxes(1, 2)  # heads before time
     elif x.ndim == 4:
         x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
-    return call, weights, (state, jax.random.key(1)), x
+    return call, weights, (state, jax.random.key(1) if name == "Dropout" else None), x
 
 
 def apply(name, model, x, state, key):

@@ -45,9 +45,10 @@ def build(name: str, x: np.ndarray):
     """A pure function (weights, rest, x) to (y, rest), and its arguments."""
     layer = LAYERS[name]
     trainables, non_trainables = layer.init(jax.random.key(0), x)
+    rng = jax.random.key(1) if name == "Dropout" else None
 
     def call(trainables, rest, x):
         y, non_trainables = layer.fwd(x, trainables, rest["state"], rng=rest["rng"])
         return y, {**rest, "state": non_trainables}
 
-    return call, trainables, {"state": non_trainables, "rng": jax.random.key(1)}, x
+    return call, trainables, {"state": non_trainables, "rng": rng}, x

@@ -23,7 +23,11 @@ class ScanStep:
     step: Callable[[Apply, Any, Any, Any], tuple[Any, Any]]  # of (apply, carry, x, nondiff) to (carry, y)
 
     def __call__(self, apply: Apply, weights: dict[str, Any], carry: Any, x: Any, nondiff: Any) -> tuple[Any, Any]:
-        return self.step(apply, carry, add_feedback(x, self.feedback(weights, (carry, nondiff[0]))), nondiff)
+        added = self.feedback(weights, (carry, nondiff[0]))
+        # XLA fuses the slice of x into its consumers, which is well for a sum, but takes a loop that reads it several
+        # times, as for the gates of a GRU, up to twice as long on a CPU
+        x = fusion_barrier(x) if added is None and jax.default_backend() == "cpu" else add_feedback(x, added)
+        return self.step(apply, carry, x, nondiff)
 
 
 def add_feedback(x: Any, feedback: Any) -> Any:
@@ -58,11 +62,7 @@ def batched_grad_scan(
             return function(weights.get(name), value)
 
         def body(carry: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
-            x, nondiff = now
-            if jax.default_backend() == "cpu":
-                # else XLA fuses the slice of x into the loop of the gates, which takes up to twice as long
-                x = lax.optimization_barrier(x)
-            return step(apply, weights, carry, x, nondiff)
+            return step(apply, weights, carry, *now)
 
         return lax.scan(body, carry, (xs, nondiff), reverse=reverse, unroll=unroll)
 

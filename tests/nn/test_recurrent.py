@@ -357,3 +357,13 @@ def test_weights_may_be_wider_than_the_input():
 def test_invalid_descriptions_are_errors(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell(64), nn.MGUCell(64)], ids=["GRU", "MGU"])
+def test_on_a_cpu_the_loop_of_the_gates_does_not_slice_the_sequence(cell):
+    x, layer = jnp.ones((4, 8, 64)), mlax.Recurrent(cell)
+    compiled = jax.jit(layer.fwd).lower(x, *layer.init(RNG, x)).compile().as_text()
+    computations = compiled.split("\n}\n")
+    gates = [text for text in computations if " tanh(" in text]
+    assert gates
+    assert not any("dynamic-slice" in text for text in gates)
