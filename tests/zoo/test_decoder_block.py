@@ -152,6 +152,16 @@ def test_a_decoder_stack_computes_a_token_of_many_rows_as_the_blocks_do():
         np.testing.assert_allclose(leaf.astype(jnp.float32), other.astype(jnp.float32), atol=0.02)
 
 
+def test_a_block_is_three_kernels_around_its_products_with_many_rows_and_five_kernels_with_one():
+    for rows, number in ((ROWS, 3), (1, 5)):
+        decoder, weights = prepare_decoder(MODEL, 64, trainables_of(MODEL), rows=rows, fuse="interpreted")
+        chain = dict(find_layers(decoder, Chain if rows == 1 else DecoderStack))["blocks"]
+        state = init_state(decoder, jnp.ones((rows, 1), "int32"))["blocks"]
+        fwd = functools.partial(chain.fwd, inference_mode=True)
+        text = str(jax.make_jaxpr(fwd)(jnp.ones((rows, 1, 64), jnp.bfloat16), weights["blocks"], state))
+        assert text.count("pallas_call[") == number
+
+
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_generation_with_kernels_gives_the_tokens_of_generation_without(rows):
     prompts = jax.random.randint(jax.random.key(1), (rows, 3), 0, 50, "int32")
