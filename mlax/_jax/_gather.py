@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from mlax._jax._reductions import sums_precisely
+from mlax._jax._sharding import is_unsharded_cpu
 
 Mode = Literal["fill", "clip"]
 
@@ -20,9 +21,13 @@ def take_rows(table: jax.Array, indices: jax.Array, mode: Mode) -> jax.Array:
     they are sorted and added in pairs, and pairs of pairs.
     """
     is_static = all(isinstance(size, int) for size in indices.shape)
-    if sums_precisely(table) or not is_static or 0 in (*indices.shape, *table.shape):
+    if not is_static or 0 in (*indices.shape, *table.shape):
         return jnp.take(table, indices, axis=0, mode=mode)
-    return _take_rows(table, indices, mode)
+    if not sums_precisely(table):
+        return _take_rows(table, indices, mode)
+    if is_unsharded_cpu(table) and is_unsharded_cpu(indices):
+        return _take_slices(table, indices, mode)
+    return jnp.take(table, indices, axis=0, mode=mode)
 
 
 def narrow_indices(indices: jax.Array, size: Any) -> jax.Array:
@@ -31,6 +36,18 @@ def narrow_indices(indices: jax.Array, size: Any) -> jax.Array:
         return indices
     lowest = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else 0
     return jnp.clip(indices, lowest, size).astype(jnp.int32)
+
+
+def _take_slices(table: jax.Array, indices: jax.Array, mode: Mode) -> jax.Array:
+    """`jnp.take` as XLA rewrites it on a CPU: slices (n, 1, d) for indices (n, 1).
+
+    Its own rewriting copies the cotangents before it adds them to the table's gradient (benchmarks/layers.py, Embed).
+    """
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim + 1)), collapsed_slice_dims=(), start_index_map=(0,)
+    )
+    slices = lax.gather(table, indices.reshape(-1, 1), dimensions, (1, *table.shape[1:]), mode=mode)
+    return slices.reshape(*indices.shape, *table.shape[1:])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
