@@ -12,7 +12,7 @@ from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, causal_block_atte
 from mlax.ops._channel_norms import batch_norm, batch_statistics, group_norm, normalize_batch
 from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
-from mlax.ops._cpu import materialize, prefers_chunked_kernel_grad, with_chunked_kernel_grad
+from mlax.ops._cpu import canonical_conv, materialize, prefers_canonical_conv
 from mlax.ops._cross_entropy import softmax_cross_entropy
 from mlax.ops._decode_kernels import decode_attention, fused_linear, sum_and_norm
 from mlax.ops._dropout import alpha_dropout, dropout

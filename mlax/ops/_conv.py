@@ -12,11 +12,11 @@ from mlax.core import check_is_dtype
 from mlax.ops._checks import check_kernel, check_same_dtype
 from mlax.ops._cpu import (
     Convolve,
+    canonical_conv,
     depthwise_products,
-    prefers_chunked_kernel_grad,
+    prefers_canonical_conv,
     prefers_depthwise_products,
     prefers_undilated_kernel_grad,
-    with_chunked_kernel_grad,
     with_undilated_kernel_grad,
 )
 from mlax.ops._image_forms import fold_strides, prefers_folded_strides
@@ -68,8 +68,8 @@ def conv(
 
     if prefers_depthwise_products(x, kernel, axes, groups, accum_dtype):
         y = depthwise_products(x, kernel, axes, windows, accum_dtype)
-    elif prefers_chunked_kernel_grad(x, axes, groups, accum_dtype):
-        y = with_chunked_kernel_grad(convolve, axes, windows, precision)(x, kernel)
+    elif prefers_canonical_conv(x, axes, groups, accum_dtype):
+        y = canonical_conv(axes, windows, precision)(x, kernel)
     else:
         y = _convolve_unsharded(convolve, x, kernel, axes, groups)
     return _add_bias(y, bias, axes, x.dtype)

@@ -17,14 +17,13 @@ from jaxtyping import Array
 
 from mlax._jax import explicit_sharding, is_unsharded_cpu, with_jvps
 from mlax.ops._checks import is_static
-from mlax.ops._layout import Layout, parse_layout
+from mlax.ops._layout import Layout
 from mlax.ops._windows import Windows, pad, window_slices
 
 Convolve = Callable[[Array, Array], Array]  # of (x, kernel)
 
-CHUNK_BYTES = 2**19  # of windows, which stay in the cache of a core
-MIN_CHANNELS = 128  # of all examples together, below which JAX's own kernel gradient is as fast
-MIN_SIZE = 128  # of an image, in pixels or in channels: for smaller ones JAX's own is up to 3 times as fast
+MIN_EXAMPLES = 32  # of a piece of a batch whose transpose stays in the cache
+MAX_PIECES = 4  # of a batch, each with a convolution of its own
 MAX_DEPTHWISE_WINDOW = 64  # elements; a larger window would make a large program
 
 
@@ -70,64 +69,66 @@ def depthwise_products(x: Array, kernel: Array, axes: Layout, windows: Windows, 
     return functools.reduce(lax.add, products)
 
 
-def prefers_chunked_kernel_grad(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
-    """Whether the kernel's gradient of a convolution is faster as a sum of matrix products.
+def prefers_canonical_conv(x: Array, axes: Layout, groups: int, accum_dtype: Any) -> bool:
+    """Whether to compute a convolution and its gradients by `canonical_conv` (benchmarks/convs.py)."""
+    is_wide = accum_dtype is None and jnp.finfo(x.dtype).bits >= 32
+    return is_unsharded_cpu(x) and groups == 1 and is_static(*x.shape) and is_wide and x.shape[axes.batch] > 0
 
-    By JAX's own rule it is a convolution whose window is the whole image and whose channels are the examples. XLA has
-    no fast loop for that, unless there are few of both, or one spatial axis (benchmarks/convs.py).
+
+def canonical_conv(axes: Layout, windows: Windows, precision: Any) -> Convolve:
+    """A convolution of (x, kernel) whose value and gradients are convolutions in the layout of XLA's fast loops.
+
+    That is (b, *spatial, c) and (*window, c, f). XLA transposes operands to it at the top level of a program only, so
+    that a training step inside of a loop would take many times as long. JAX's gradients have the layouts of what they
+    are the gradient of, so each gets its own.
     """
-    pixels = [x.shape[axis] for axis in axes.spatial]
-    return (
-        is_unsharded_cpu(x)
-        and groups == 1
-        and len(axes.spatial) > 1
-        and is_static(*x.shape)
-        and x.shape[axes.batch] * x.shape[axes.channel] >= MIN_CHANNELS
-        and max(math.prod(pixels), x.shape[axes.channel]) >= MIN_SIZE
-        and accum_dtype is None
-        and jnp.finfo(x.dtype).bits >= 32
-    )
 
-
-def with_chunked_kernel_grad(convolve: Convolve, axes: Layout, windows: Windows, precision: Any) -> Convolve:
-    """`convolve`, whose derivative by the kernel is computed a few examples at a time."""
+    def in_layouts(x: Array, kernel: Array, orders: tuple[str, str, str]) -> Array:
+        return _conv_in_layouts(x, kernel, orders, axes, windows, precision)
 
     def x_jvp(dot: Array, x: Array, kernel: Array) -> Array:
-        return chunked(dot, kernel)
+        return in_layouts(dot, kernel, ("nsc", "soi", "nsc"))
 
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # or the transposed input would be a residual
     def kernel_jvp(dot: Array, x: Array, kernel: Array) -> Array:
-        return _chunked_conv(x, dot, axes, windows, precision)
+        pieces = min(MAX_PIECES, max(1, x.shape[axes.batch] // MIN_EXAMPLES))
+        split = jnp.array_split(x, pieces, axes.batch)
+        return lax.concatenate([in_layouts(each, dot, ("csn", "iso", "snc")) for each in split], axes.batch)
 
-    chunked = with_jvps(convolve, x_jvp, kernel_jvp)
-    return chunked
+    return with_jvps(lambda x, kernel: in_layouts(x, kernel, ("nsc", "sio", "nsc")), x_jvp, kernel_jvp)
 
 
-def _chunked_conv(x: Array, kernel: Array, axes: Layout, windows: Windows, precision: Any) -> Array:
-    """A convolution as matrix products of the kernel with all windows of a few examples at a time.
+def _conv_in_layouts(
+    x: Array, kernel: Array, orders: tuple[str, str, str], axes: Layout, windows: Windows, precision: Any
+) -> Array:
+    """The convolution of `x` and `kernel`, transposed to these orders of axes, as is the result before it is returned.
 
-    Its transpose is a sum of products. The windows are copies, many times the size of the input, so they never all
-    exist at once, nor are they residuals of the backward pass.
+    The axes of images are n, s (spatial) and c, those of a kernel o, s and i.
     """
-    order = (axes.batch, *axes.spatial, axes.channel)
-    x = lax.transpose(x, order)
-    last = parse_layout("conv", "channel_last", x)
-    matrix = lax.transpose(kernel, (axes.outputs, *axes.window, axes.inputs))
-    matrix = matrix.reshape(matrix.shape[0], -1)  # (features, window times channels)
-    side = int(matrix.shape[1] > matrix.shape[0])
-    matrix = matrix if side else matrix.T  # products are faster if the longer axis is the last
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def product(x: Array, matrix: Array) -> Array:
-        slices = window_slices(pad(x, last.spatial, windows.padding), last, windows)
-        rows = lax.concatenate(slices, last.channel).reshape(-1, matrix.shape[side])
-        return lax.dot_general(rows, matrix, (((1,), (side,)), ((), ())), precision)
-
-    chunk_bytes = max(CHUNK_BYTES, matrix.nbytes)  # so that adding to the kernel's gradient is a small part of the work
-    fit = chunk_bytes // (math.prod(windows.count) * matrix.shape[side] * x.dtype.itemsize)
-    examples = max(number for number in range(1, max(1, fit) + 1) if x.shape[0] % number == 0)
-    chunks = x.reshape(-1, examples, *x.shape[1:])
-    y = lax.map(lambda chunk: product(chunk, matrix), chunks).reshape(x.shape[0], *windows.count, -1)
-    return lax.transpose(y, [order.index(axis) for axis in range(y.ndim)])
+    images = {"n": (axes.batch,), "s": axes.spatial, "c": (axes.channel,)}
+    kernels = {"o": (axes.outputs,), "s": axes.window, "i": (axes.inputs,)}
+    image, weight, output = (
+        [axis for letter in order for axis in places[letter]]
+        for order, places in zip(orders, (images, kernels, images), strict=True)
+    )
+    numbers = [
+        tuple(order.index(axis) for axis in (first, second, *spatial))
+        for order, first, second, spatial in (
+            (image, axes.batch, axes.channel, axes.spatial),
+            (weight, axes.outputs, axes.inputs, axes.window),
+            (output, axes.batch, axes.channel, axes.spatial),
+        )
+    ]
+    y = lax.conv_general_dilated(
+        lax.transpose(x, image),
+        lax.transpose(kernel, weight),
+        windows.strides,
+        windows.padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=lax.ConvDimensionNumbers(*numbers),
+        precision=precision,
+    )
+    return lax.transpose(y, [output.index(axis) for axis in range(y.ndim)])
 
 
 def prefers_undilated_kernel_grad(x: Array, strides: tuple[int, ...], groups: int, accum_dtype: Any) -> bool:

@@ -1,6 +1,7 @@
 """Convolutions against PyTorch, against loops over windows, and their errors."""
 
 import inspect
+import re
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import mlax
 from mlax import dtypes, nn, ops
-from mlax.ops import parse_layout, prefers_chunked_kernel_grad
+from mlax.ops import parse_layout, prefers_canonical_conv
 from tests.catalogue import conv as loops
 
 RNG = jax.random.key(0)
@@ -73,18 +74,18 @@ def test_outputs_and_gradients_agree_with_pytorch_in_every_layout(case, layout):
     np.testing.assert_allclose(d_weights["bias"], TORCH[f"{case}/d_bias"], **close)
 
 
-CHUNKED = {
-    "features": (nn.Conv(40, 3, padding=1), (128, 4, 4, 1)),  # more than a window has elements
-    "one place": (nn.Conv(6, 1, strides=2, padding=0), (12, 5, 4, 16)),
+CANONICAL = {
+    "features": (nn.Conv(40, 3, padding=1), (128, 4, 4, 1)),  # pieces of a batch
+    "one place": (nn.Conv(6, 1, strides=2, padding=0), (70, 5, 4, 16)),  # pieces of 35 examples
     "apart": (nn.Conv(4, (3, 2), strides=(2, 1), padding=(1, 0), dilation=(1, 2)), (9, 7, 6, 16)),
     "spelt": (nn.Conv(4, 3, pad_with="reflect", layout="HCNW/IWHO"), (4, 8, 16, 5)),
     "volume": (nn.Conv(3, 2, strides=2), (8, 3, 4, 5, 16)),
 }
 
 
-@pytest.mark.parametrize("case", CHUNKED)
-def test_chunked_derivatives_equal_those_of_jax(case, monkeypatch):
-    layer, shape = CHUNKED[case]
+@pytest.mark.parametrize("case", CANONICAL)
+def test_derivatives_in_the_layout_of_fast_loops_equal_those_of_jax(case, monkeypatch):
+    layer, shape = CANONICAL[case]
     x = jax.random.normal(RNG, shape)
     trainables, _ = layer.init(RNG, x)
     asked = []
@@ -104,18 +105,18 @@ def test_chunked_derivatives_equal_those_of_jax(case, monkeypatch):
             found["mapped"] = jax.vmap(both, (None, 0))(trainables, jnp.stack([x, -x]))
         return found
 
-    def by(chunks):
+    def by(canonical):
         monkeypatch.setattr(
             inspect.getmodule(ops.conv),
-            "prefers_chunked_kernel_grad",
-            lambda *_: asked.append(chunks) or chunks,
+            "prefers_canonical_conv",
+            lambda *_: asked.append(canonical) or canonical,
         )
         return jax.jit(lambda *given: derivatives(*given))(trainables, x)
 
-    chunked, own = by(True), by(False)
+    canonical, own = by(True), by(False)
     assert True in asked and False in asked
     for name in own:
-        for ours, theirs in zip(jax.tree.leaves(chunked[name]), jax.tree.leaves(own[name]), strict=True):
+        for ours, theirs in zip(jax.tree.leaves(canonical[name]), jax.tree.leaves(own[name]), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
 
 
@@ -148,18 +149,31 @@ def test_strides_that_a_gpu_folds_into_channels_change_no_derivative(shape, laye
     )
 
 
-def test_narrow_small_and_sharded_convolutions_are_not_chunked():
+def test_in_a_loop_a_convolution_and_its_gradients_have_the_layout_of_fast_loops():
+    layer, x = nn.Conv(4, 3, strides=2, bias=False), jnp.zeros((2, 8, 8, 3))
+
+    @jax.jit
+    def train(trainables, x):
+        def step(trainables, _):
+            grads, x_grad = jax.grad(lambda *args: jnp.sum(layer.fwd(args[1], args[0])[0] ** 2), (0, 1))(trainables, x)
+            return jax.tree.map(lambda each, grad: each - grad * x_grad[0, 0, 0, 0], trainables, grads), None
+
+        return jax.lax.scan(step, trainables, length=3)[0]
+
+    program = train.lower(layer.init(RNG, x)[0], x).compile().as_text()
+    assert set(re.findall(r"dim_labels=(\S+?)[,\s]", program)) == {"b01f_01io->b01f"}
+
+
+def test_narrow_grouped_and_sharded_convolutions_keep_the_layouts_of_jax():
     x = jnp.zeros((8, 12, 12, 16))
     axes = parse_layout("conv", "channel_last", x)
-    assert prefers_chunked_kernel_grad(x, axes, 1, None)
-    assert prefers_chunked_kernel_grad(jnp.zeros((8, 5, 5, 128)), axes, 1, None)
-    assert not prefers_chunked_kernel_grad(jnp.zeros((8, 5, 5, 16)), axes, 1, None)
-    assert not prefers_chunked_kernel_grad(x.astype(jnp.bfloat16), axes, 1, None)
-    assert not prefers_chunked_kernel_grad(x, axes, 1, jnp.float32)
-    assert not prefers_chunked_kernel_grad(x, axes, 2, None)
+    assert prefers_canonical_conv(x, axes, 1, None)
+    assert not prefers_canonical_conv(x.astype(jnp.bfloat16), axes, 1, None)
+    assert not prefers_canonical_conv(x, axes, 1, jnp.float32)
+    assert not prefers_canonical_conv(x, axes, 2, None)
     with jax.set_mesh(jax.make_mesh((1,), ("b",), (jax.sharding.AxisType.Explicit,))):
         split = jax.reshard(x, jax.P("b"))
-        assert not prefers_chunked_kernel_grad(split, axes, 1, None)
+        assert not prefers_canonical_conv(split, axes, 1, None)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("circular", "circular"), ("reflect", "reflect"), ("edge", "replicate")])
