@@ -7,8 +7,8 @@
 Greedy decoding with GPT-2 124M in bfloat16, random weights, 512 new tokens after a prompt of 128. A row each:
 - scan by hand: one jitted scan over tokens, a cache for each layer in its carry, one product for query, key and value,
   weights in bfloat16. Its cache is (b, h, s, k), or (b, s, h, k), or that with attention as products and sums.
-- zoo.generate from float32 weights (mixed_bfloat16), from unstacked ones in bfloat16, that with a stop token, and
-  without kernels of its own, which are used on GPUs of Hopper (zoo.decoding_backend).
+- zoo.generate from float32 weights (mixed_bfloat16), from unstacked ones in bfloat16, and that with a stop token;
+  with kernels of its own, for GPUs of Hopper, and without them. zoo.decoding_backend says which of the two it chooses.
 That all of them produce the same tokens is checked in float32 with a small model first. This is about the forms of
 mlax's own program; `python -m benchmarks gpu --only decode-b1 decode-b64` compares it with transformers.
 """
@@ -114,13 +114,14 @@ def all_programs(model: zoo.GPT2, batch: int, prompt: int, tokens: int, dtype: A
         "zoo.generate: stacked": functools.partial(ours, mixed, trainables),
         "zoo.generate: unstacked": functools.partial(ours, apart, weights),
         "zoo.generate: stop token": functools.partial(ours, apart, weights, stop=UNREACHABLE),
-        "XLA alone: zoo.generate": functools.partial(without_kernels, apart, tokens, weights, prompts),
+        "XLA alone: zoo.generate": functools.partial(generate_fused, "projections", apart, tokens, weights, prompts),
+        "kernels: zoo.generate": functools.partial(generate_fused, "kernels", apart, tokens, weights, prompts),
     }
 
 
-def without_kernels(model: Any, tokens: int, weights: Any, prompts: Any) -> Any:
-    """`zoo.generate` as on devices that have no kernels of mlax."""
-    settings = zoo.Settings(model, tokens, zoo.Greedy(), "right", 0, False, "projections")
+def generate_fused(fuse: Any, model: Any, tokens: int, weights: Any, prompts: Any) -> Any:
+    """`zoo.generate` with or without kernels of mlax, whatever it would choose; float32 has none."""
+    settings = zoo.Settings(model, tokens, zoo.Greedy(), "right", 0, False, fuse)
     arguments = (weights, None, prompts, None, (), {}, np.zeros(0, np.int32), None)
     return jax.block_until_ready(zoo.generate_tokens(settings, *arguments).tokens)
 

@@ -121,11 +121,10 @@ def prepare_decoder(
 def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: int = 1024) -> str:
     """The backend that computes a token of each row in `zoo.generate`, and why: "pallas: ..." or "xla: ...".
 
-    "pallas" is for blocks of GPT-2, in bfloat16 with float32 statistics, as `dtypes.mixed_bfloat16` makes them, on one
-    NVIDIA GPU of Hopper (H100, H200): five kernels a block for one row, up to a width of 768, and for 128 heads or more
-    in all rows eight, of which four are XLA's products. Attention reads the filled slots of the cache alone. "xla" is
-    for everything else, also what the kernels refuse to compile. `batch` is the number of rows, `length` the capacity
-    of the cache.
+    "pallas" is for one row and blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as
+    `dtypes.mixed_bfloat16` makes them, on one NVIDIA GPU of Hopper (H100, H200): five kernels a block, of which
+    attention reads the filled slots of the cache alone. "xla" is for everything else, also what the kernels refuse to
+    compile. `batch` is the number of rows, `length` the capacity of the cache.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
@@ -133,9 +132,11 @@ def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: 
     'xla'
     """
     check_layer("decoding_backend", "the model", model)
-    fuse = choose_fusion(trainables)
+    fuse = choose_fusion(trainables, batch)
     if fuse == "nothing":
         return "xla: the weights are on several devices, or traced"
+    if fuse == "projections" and choose_fusion(trainables, 1) == "kernels":
+        return f"xla: the kernels are measured to be faster with one row, and the batch has {batch}"
     if fuse == "projections":
         return "xla: the kernels are for NVIDIA GPUs of Hopper, and the weights are on another device"
     decoders: list[Any] = []
@@ -184,8 +185,12 @@ def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
     return map_layers(model, "", fuse), unflatten_paths(leaves.items())
 
 
-def choose_fusion(trainables: Tree) -> Fuse:
-    """What a decoder may fuse with these weights, by their devices: nothing that is sharded, as tracers may be."""
+def choose_fusion(trainables: Tree, rows: int) -> Fuse:
+    """What a decoder of so many rows fuses with these weights, by their devices: nothing that is sharded.
+
+    Tracers may be. Kernels are chosen where they were measured to be faster, which is for one row. Those for many are
+    what `fuse="kernels"` gives (benchmarks/generation.py).
+    """
     leaves = jax.tree.leaves(trainables)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return "nothing"
@@ -195,7 +200,8 @@ def choose_fusion(trainables: Tree) -> Fuse:
     # where a program of uncommitted arrays runs: a device, a platform or None
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     candidates = [*devices] if default is None else [*devices, default]
-    return "kernels" if all(map(has_kernels, candidates or jax.devices()[:1])) else "projections"
+    is_measured = rows == 1 and all(map(has_kernels, candidates or jax.devices()[:1]))
+    return "kernels" if is_measured else "projections"
 
 
 class Counters:

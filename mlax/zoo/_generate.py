@@ -66,7 +66,8 @@ def generate(
     prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
     stop, inputs = check_stop("generate", stop), check_inputs("generate", inputs)
     rng = check_sampler("generate", sampler, rng)
-    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs, choose_fusion(trainables))
+    fuse = choose_fusion(trainables, prompts.shape[0])
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs, fuse)
     with explain_errors("generate", model, prompts, lengths, inputs):
         return generate_tokens(
             settings, trainables, non_trainables, prompts, lengths, inputs, sampler.numbers(), stop, rng

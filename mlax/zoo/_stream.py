@@ -54,11 +54,10 @@ def stream(
         raise ValueError(f"stream: chunk is {chunk!r}, but must be an integer of at least 1.")
     stop, inputs = check_stop("stream", stop), check_inputs("stream", inputs)
     rng = check_sampler("stream", sampler, rng)
-    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, choose_fusion(trainables))
-    slots = capacity(prompts, max_new_tokens + chunk)
-    decoder, weights = prepare_decoder(  # once, not in each chunk
-        model, slots, trainables, rows=prompts.shape[0], fuse=settings.fuse
-    )
+    rows, slots = prompts.shape[0], capacity(prompts, max_new_tokens + chunk)
+    fuse = choose_fusion(trainables, rows)
+    settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, fuse)
+    decoder, weights = prepare_decoder(model, slots, trainables, rows=rows, fuse=fuse)  # once, not in each chunk
     source = Source(weights, sampler.numbers(), stop, rng)
     return _stream(settings, decoder, source, chunk, (non_trainables, prompts, lengths, inputs))
 

@@ -216,8 +216,16 @@ def test_kernels_are_for_weights_on_one_gpu_of_hopper():
     for platform, capability, wanted in (("gpu", "9.0", True), ("gpu", "8.0", False), ("cpu", "", False)):
         assert has_kernels(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
     assert not has_kernels("cpu")
-    assert choose_fusion({"kernel": jnp.ones(2)}) == "projections"
-    assert jax.jit(lambda x: choose_fusion(x) == "nothing")(jnp.ones(2))
+    assert choose_fusion({"kernel": jnp.ones(2)}, 1) == "projections"
+    assert jax.jit(lambda x: choose_fusion(x, 1) == "nothing")(jnp.ones(2))
+
+
+def test_kernels_are_chosen_for_one_row_only(monkeypatch):
+    monkeypatch.setitem(choose_fusion.__globals__, "has_kernels", lambda device: True)
+    trainables = trainables_of(MODEL)
+    assert choose_fusion(trainables, 1) == "kernels"
+    assert choose_fusion(trainables, ROWS) == "projections"
+    assert "one row, and the batch has 64" in zoo.decoding_backend(MODEL, trainables, batch=ROWS)
 
 
 def test_kernels_are_lowered_for_a_gpu_without_a_warning():
