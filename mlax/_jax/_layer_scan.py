@@ -155,10 +155,8 @@ class _LinearizedStep:
             stack_of = dict(zip(self.stored, stacks, strict=True))
 
             def store(atom: Any, value: Any) -> Any:
-                if atom in products:
-                    return lax.optimization_barrier(value)
                 if atom not in stack_of:
-                    return value
+                    return lax.optimization_barrier(value) if atom in products else value
                 is_copied = atom in copied  # behind a barrier, or XLA would compute it a second time, into the stack
                 update = lax.optimization_barrier(value) if is_copied else value
                 stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], update, index, 0)

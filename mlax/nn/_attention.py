@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,10 +32,10 @@ class MultiHeadAttention(Composite):
 
     The input is x (b, t, d); a pair (x, source) for cross-attention, source (b, s, ...); or a dict with any of x,
     source, value_source (b, s, ...), for the values; segments (b, t), source_segments (b, s), ids of packed sequences;
-    lengths (b,), or one integer, of the tokens of a row of the source, or of x, that are not padding; positions (t,) or
-    (b, t), of `rotary`; mask, boolean, and bias (b, h, t, s), each axis of that size or 1. None counts as absent. With
-    `cache`, a call appends its tokens to a KV cache (KeyValueCache); with `cross`, it stores a source, for later calls
-    without one. Variables: query, key, value, out, attend and others. https://arxiv.org/abs/1706.03762, section 3.2.2.
+    lengths (b,) or (), the tokens of a row of the source, or of x, that are not padding; positions (t,) or (b, t), of
+    `rotary`; mask, boolean, and bias (b, h, t, s), each axis of that size or 1. None counts as absent. With `cache`, a
+    call appends its tokens to a KV cache (KeyValueCache); with `cross`, it stores a source, for later calls without
+    one. Variables: query, key, value, out, attend and others. https://arxiv.org/abs/1706.03762, section 3.2.2.
 
     >>> layer, x = nn.MultiHeadAttention(heads=4, causal=True), jnp.ones((8, 20, 64))
     >>> trainables, non_trainables = layer.init(jax.random.key(0), x)
@@ -181,7 +182,7 @@ class MultiHeadAttention(Composite):
             edits["key"], own["key"] = with_fields(parts["key"], bias=False), {"kernel": trainables["key"]["kernel"]}
         has_dropout = self.dropout > 0.0 and inference_mode is not True
         lengths = x.get("lengths") if isinstance(x, dict) else None
-        is_full = lengths is None or (isinstance(lengths, int) and lengths > 0)
+        is_full = lengths is None or (isinstance(lengths, int | np.integer) and lengths > 0)
         if is_full and inputs.keys() <= {"x", "positions", "lengths"} and not has_dropout:  # each query has a key
             value, out = (cast(trainables[name], inputs["x"].dtype) for name in ("value", "out"))
             groups = value["bias"].reshape(self.kv_heads or self.heads, -1)
@@ -301,7 +302,7 @@ class MultiHeadAttention(Composite):
                 f"{', '.join(MULTI_HEAD_INPUTS[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
             )
         if "lengths" in inputs and jnp.ndim(inputs["lengths"]) == 0:
-            inputs["lengths"] = jnp.full(inputs["x"].shape[:1], inputs["lengths"], np.int32)
+            inputs["lengths"] = _repeat_length(inputs["lengths"], inputs["x"].shape[0])
         for each in ("x", "source", "value_source"):
             if each in inputs and inputs[each].ndim != 3:
                 raise ValueError(f"{name}: {each} is {inputs[each].shape}, but must be (batch, time, width).")
@@ -353,6 +354,13 @@ def _attention_of(layer: MultiHeadAttention) -> Attention:
     """The part that attends; a function, since methods need a finished description and `__post_init__` calls it."""
     fields = (*ATTENTION_FIELDS, "precision", "param_dtype")
     return Attention(**{name: getattr(layer, name) for name in fields})
+
+
+def _repeat_length(length: Any, b: Any) -> Any:
+    """One length, or its shape, for each of b rows."""
+    if isinstance(length, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((b,), length.dtype)
+    return jnp.full(b, length, np.int32)
 
 
 def _with_features(edited: Layer, part: Layer) -> Layer:

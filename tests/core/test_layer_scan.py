@@ -46,6 +46,17 @@ def gradient(function):
     return jax.grad(function, (0, 1, 2, 3))
 
 
+def run_gated(scan, x, w, b, scale):
+    """A product that is multiplied by another one before it is added to the carry, so that both are residuals."""
+
+    def step(x, own):
+        w, b = own
+        return x + scale * (jnp.tanh(x @ w + b) * (x @ w.T)), None
+
+    y, _ = scan(step, x, (w, b), length=LAYERS)
+    return (y * y).sum()
+
+
 DERIVATIVES = {
     "value": lambda function: function,
     "gradient": gradient,
@@ -67,6 +78,11 @@ def test_the_scan_of_layers_has_the_values_and_derivatives_of_a_scan(name):
     if name == "gradient of the vmap":
         args[3] = jnp.array([0.1, 0.2], np.float32)
     expected, found = (jax.jit(DERIVATIVES[name](value(scan)))(*args) for scan in (lax.scan, layer_scan))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_a_product_that_is_a_residual_of_a_gate_is_stored():
+    expected, found = (gradient(functools.partial(run_gated, scan))(X, W, B, SCALE) for scan in (lax.scan, layer_scan))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
 
 

@@ -116,6 +116,9 @@ def test_an_odd_number_of_tokens_is_padded_once_on_a_gpu(monkeypatch):
 
     plain = jax.grad(loss, has_aux=True)(trainables)
     monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    image_shapes = jax.ShapeDtypeStruct((5, 16, 16, 3), np.float32)  # other ones, since shapes of variables are cached
+    shapes = jax.eval_shape(model.init, jax.random.key(1), image_shapes)[0]
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, trainables)
     jaxpr = str(jax.make_jaxpr(loss)(trainables))
     assert "f32[3,6,8]" in jaxpr and jaxpr.count("pad[") == 1
     padded = jax.grad(loss, has_aux=True)(trainables)
