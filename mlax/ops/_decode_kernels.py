@@ -173,10 +173,9 @@ def _load_row(ref: Any, d: int, *index: Any) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    size = pl.next_power_of_2(d)
-    row = ref.at[(*index, pl.ds(0, size))]
-    mask = None if size == d else jnp.arange(size) < d
-    return triton.load(row, mask=mask, other=None if mask is None else 0).astype(np.float32)
+    columns = jnp.arange(pl.next_power_of_2(d))  # not a slice, which JAX 0.12 refuses beyond the end
+    mask = None if columns.size == d else columns < d
+    return triton.load(ref.at[(*index, columns)], mask=mask, other=None if mask is None else 0).astype(np.float32)
 
 
 def _moments(x: Any, d: int, eps: float) -> tuple[Any, Any]:
@@ -205,8 +204,8 @@ def _norm_body(refs: Any, *outputs: Any, eps: float) -> None:
     (rows, d), row = x_ref.shape, pl.program_id(0)
 
     def store(ref: Any, value: Any) -> None:
-        columns, mask = pl.ds(0, value.size), None if value.size == d else jnp.arange(value.size) < d
-        triton.store(ref.at[row, columns], value.astype(ref.dtype), mask=mask)
+        columns = jnp.arange(value.size)
+        triton.store(ref.at[row, columns], value.astype(ref.dtype), mask=None if columns.size == d else columns < d)
 
     x, scale, shift = _load_row(x_ref, d, row), _load_row(scale_ref, d), _load_row(shift_ref, d)
     if partial_ref is not None:

@@ -228,12 +228,36 @@ def test_kernels_are_chosen_for_one_row_only(monkeypatch):
     assert "one row, and the batch has 64" in zoo.decoding_backend(MODEL, trainables, batch=ROWS)
 
 
-def test_kernels_are_lowered_for_a_gpu_without_a_warning():
-    shapes = (1, 64), (64, 64), (64,)
-    x, kernel, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+def describe(*shape: int, dtype: Any = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+D = 192  # a width that is not a power of two, as that of GPT-2
+CACHE = describe(3, 3, 96, 64)
+KERNELS = {
+    "fused_linear": (
+        functools.partial(ops.fused_linear, gelu=True),
+        (describe(1, D), describe(64, D), describe(64)),
+        {"norm": (describe(D), describe(D)), "residual": describe(1, 64)},
+    ),
+    "sum_and_norm": (
+        ops.sum_and_norm,
+        (describe(3, D), describe(D), describe(D), describe(2, 3, D, dtype="float32"), describe(D)),
+        {},
+    ),
+    "decode_attention": (
+        functools.partial(ops.decode_attention, heads=3, scale=0.1),
+        (describe(2, 3, 3 * D, dtype="float32"), CACHE, CACHE, describe(3, dtype="int32"), describe(3 * D)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_lowered_for_a_gpu_without_a_warning(name):
+    kernel, arrays, named = KERNELS[name]
     with on_hopper():
-        traced = jax.jit(functools.partial(ops.fused_linear, gelu=True)).trace(x, kernel, bias)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(kernel).trace(*arrays, **named).lower(lowering_platforms=("cuda",)).as_text()
     assert "__gpu$xla.gpu.triton" in text
 
 
