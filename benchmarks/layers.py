@@ -6,11 +6,13 @@ the less accurate mean(x^2) - mean(x)^2.
 
     python benchmarks/layers.py [python-with-torch] [names...] [--rounds N]    # 10 minutes; names as "Conv"
 
-A training step computes the output, and the gradients of weights and input for a given cotangent; that of the CNN has a
-loss and SGD instead. All run in training mode; weights and inputs are arguments, so that nothing is constant-folded,
-and all results are materialized. Each library is used as documented (layer_peers), PyTorch eagerly, since its compiler
-is a separate library, and with images in its channels-last format. PyTorch runs in its own process, which idles while
-JAX computes, and vice versa. On a GPU both use it.
+A training step computes the output, and then the gradients of weights and input for a given cotangent; that of the CNN
+has a loss and SGD instead. A conditional on the output keeps XLA from running the backward pass beside the forward
+pass, which it cannot in training, where the cotangent is computed from the output. All run in training mode; weights
+and inputs are arguments, so that nothing is constant-folded, and all results are materialized. Each library is used as
+documented (layer_peers), PyTorch eagerly, since its compiler is a separate library, and with images in its
+channels-last format. PyTorch runs in its own process, which idles while JAX computes, and vice versa. On a GPU both use
+it.
 """
 
 import argparse
@@ -126,12 +128,13 @@ def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
     current = {"weights": weights}
 
     @jax.jit
-    def gradients(weights, rest, x, cotangent):
+    def gradients(weights, rest, x, cotangent, is_given):
         if jnp.issubdtype(x.dtype, jnp.integer):
             y, vjp, rest = jax.vjp(lambda weights: call(weights, rest, x), weights, has_aux=True)
         else:
             y, vjp, rest = jax.vjp(lambda weights, x: call(weights, rest, x), weights, x, has_aux=True)
-        return y, rest, vjp(cotangent)
+        number = jax.lax.cond(is_given, lambda y: jnp.zeros((), y.dtype), jnp.sum, y)
+        return y, rest, vjp(cotangent + number)
 
     @partial(jax.jit, donate_argnums=0)
     def update(weights, rest, x, labels):
@@ -149,12 +152,13 @@ def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
 
     forward = jax.jit(call)
     labels = make_labels(name)
-    ones = jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(call, weights, rest, x)[0])
+    y = jax.eval_shape(call, weights, rest, x)[0]
+    cotangent = (jnp.ones(y.shape, y.dtype), np.True_)
     return {
         "forward": lambda: jax.block_until_ready(forward(current["weights"], rest, x)),
         "training": train
         if labels is not None
-        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, ones)),
+        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, *cotangent)),
     }
 
 
