@@ -5,7 +5,8 @@
 The models are the network of examples/digits.py, without dropout, and the transformer of examples/characters.py, in
 float32 with AdamW. All libraries start with the same weights and batches, and the losses after some steps are compared,
 so that all do the same work. Each uses the loop from its documentation (train_peers); mlax uses a plain loop around
-`train.step`, with its guard against non-finite values, and `train.fit`. Then:
+`train.step`, with its guard against non-finite values, and `train.fit`. The process keeps freed memory
+(`train.keep_freed_memory`), from which all libraries on JAX gain. Then:
 
 - the overhead of the loop: what `train.fit`, with a progress bar, a log and a run directory, does per step beyond a
   bare loop should take at most 2% of a step of 10 ms;
@@ -36,6 +37,9 @@ PACE, LIMIT, STALL = 10e-3, 0.02, 5e-3
 def main(torch_python: str | None, rounds: int, rows_path: str | None = None) -> None:
     from rich import print
 
+    from mlax import train
+
+    train.keep_freed_memory()
     rows, worst = [], {}
     for name in STEPS:
         times = throughput(name, torch_python, rounds)

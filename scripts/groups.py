@@ -96,7 +96,7 @@ GROUPS = {
     },
     "train": {
         "The training step": "step Step TrainState",
-        "The training loop": "fit Fitted Evaluation Maximize Minimize enable_compilation_cache",
+        "The training loop": "fit Fitted Evaluation Maximize Minimize enable_compilation_cache keep_freed_memory",
         "Metrics": "accuracy F1 Precision Recall ConfusionMatrix AUC Perplexity Metric MetricSums",
         "Loggers and curves": "TensorBoard JSONLines WandB Logger Metrics plot_curves heartbeat",
         "Feeds": "Feed Source ExampleSource IterableFeed Buckets PackedSequences pack_sequences BatchIterator Position",

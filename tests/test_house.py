@@ -23,6 +23,7 @@ BELOW = {
     "train": {
         "_compilation_cache",
         "_jax",
+        "_malloc",
         "_metric",
         "_objective",
         "_supervision",
@@ -34,7 +35,7 @@ BELOW = {
         "place",
     },
     "zoo": {"_jax", "core", "dtypes", "files", "inspect", "nn", "ops", "place"},
-    "cli": {"_compilation_cache", "_supervision", "core", "inspect", "train"},
+    "cli": {"_compilation_cache", "_malloc", "_supervision", "core", "inspect", "train"},
 }
 
 

@@ -15,6 +15,7 @@ from mlax._compilation_cache import (
     compilation_cache_size,
     enable_compilation_cache,
 )
+from mlax._malloc import keep_freed_memory
 from mlax._supervision import STEP_FOLDER
 from mlax.cli._script import config_type, load_script, parse_config, run_script, takes_config
 
@@ -29,7 +30,7 @@ def demo(name: str, list: bool, args: Sequence[str]) -> int:
         return 0
     if name not in found:
         raise SystemExit(f"mlax demo: there is no example {name!r}; there are {', '.join(found) or 'none'}.")
-    enable_compilation_cache()
+    _prepare_process()
     path = found[name]
     if not takes_config(path):
         run_script(path, args)
@@ -112,9 +113,15 @@ def planned_steps(run: Path) -> int | None:
 
 def train(script: str, args: Sequence[str]) -> int:
     """Run a script in this process."""
-    enable_compilation_cache()
+    _prepare_process()
     run_script(script, args)
     return 0
+
+
+def _prepare_process() -> None:
+    """What makes training start and run faster, before JAX is imported."""
+    enable_compilation_cache()
+    keep_freed_memory()
 
 
 def cache(clear: bool) -> int:

@@ -13,6 +13,7 @@ import traceback
 from typing import Any, NoReturn
 
 from mlax._compilation_cache import enable_compilation_cache
+from mlax._malloc import keep_freed_memory
 from mlax._supervision import ALL_FINISHED_OFFSET, FINISHED_OFFSET, HEARTBEAT_VARIABLE, LOOPBACK, TERMINATED
 from mlax.cli._script import run_script
 
@@ -37,6 +38,7 @@ def main(task: dict[str, Any], script: str, args: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the supervisor if a process hangs
     sys.orig_argv[:] = task["command"]  # what the user typed, for messages that say how to resume
     enable_compilation_cache()
+    keep_freed_memory()
     import jax
 
     index, devices = task["index"], task["devices"]

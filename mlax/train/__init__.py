@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mlax._compilation_cache import enable_compilation_cache
+from mlax._malloc import keep_freed_memory
 from mlax._metric import Metric, MetricSums
 from mlax._objective import count_labels as count_labels
 from mlax._objective import gradients as gradients
@@ -85,6 +86,7 @@ __all__ = [
     "fit",
     "from_orbax",
     "heartbeat",
+    "keep_freed_memory",
     "pack_sequences",
     "plot_curves",
     "step",

@@ -171,8 +171,8 @@ class ViTBlock(Composite):
         }
 
     def wire(self, sub: Sub, x: Any) -> Any:  # (b, t, d)
-        is_padded = self.tokens is not None and x.shape[1] != self.tokens
-        attended = {"x": x, "lengths": np.int32(self.tokens) if is_padded else None}
+        lengths = None if self.tokens is None or x.shape[1] == self.tokens else np.int32(self.tokens)
+        attended = {"x": x, "lengths": lengths}
         x, y = sub.norm1(x, None if self.dropout else sub.take_bias("attend", attended))
         x = x + sub.drop(sub.attend({**attended, "x": y}))
         x, y = sub.norm2(x, None if self.dropout else sub.take_bias("down", x))
