@@ -9,10 +9,10 @@ the less accurate mean(x^2) - mean(x)^2.
 A training step computes the output, and then the gradients of weights and input for a given cotangent; that of the CNN
 has a loss and SGD instead. A conditional on the output keeps XLA from running the backward pass beside the forward
 pass, which it cannot in training, where the cotangent is computed from the output. All run in training mode; weights
-and inputs are arguments, so that nothing is constant-folded, and all results are materialized. Each library is used as
-documented (layer_peers), PyTorch eagerly, since its compiler is a separate library, and with images in its
-channels-last format. PyTorch runs in its own process, which idles while JAX computes, and vice versa. On a GPU both use
-it.
+and inputs are arguments, so that nothing is constant-folded, and all results are materialized. The process keeps freed
+memory (`train.keep_freed_memory`), from which all libraries on JAX gain. Each library is used as documented
+(layer_peers), PyTorch eagerly, since its compiler is a separate library, and with images in its channels-last format.
+PyTorch runs in its own process, which idles while JAX computes, and vice versa. On a GPU both use it.
 """
 
 import argparse
@@ -62,6 +62,9 @@ KINDS = {"forward": "Forward", "training": "Training step"}
 def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str | None = None) -> None:
     from rich import print
 
+    from mlax import train
+
+    train.keep_freed_memory()
     torch = Process(torch_python, "--peer") if torch_python else None
     times = {name: measure_layer(name, torch, rounds) for name in names}
     if torch:
