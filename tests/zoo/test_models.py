@@ -11,10 +11,12 @@ from jax import export
 
 import mlax
 from mlax import dtypes, zoo
+from mlax.core import find_layers
 from tests.asserts import assert_close_to_scale, compilations
 from tests.catalogue import MODELS
 from tests.files.torch_archive import write_torch
 
+SCANNED = [name for name, row in MODELS.items() if find_layers(row.model, mlax.Repeat)]
 ALIKE = ("ViT distilled", "ResNet basic", "BERTClassifier of RoBERTa")  # whose layers other rows compile
 
 
@@ -54,6 +56,20 @@ def test_every_operation_is_in_one_dtype_forward_and_backward(row):
     model, x, trainables, state = row.init("bfloat16")
     arguments = (trainables, state, x, jax.random.key(0))
     assert dtypes.audit(jax.value_and_grad(loss(model)), *arguments, dtype="bfloat16") == ()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Llama" else pytest.mark.thorough) for name in SCANNED]
+)
+def test_the_scan_of_layers_of_a_gpu_has_the_gradients_of_a_scan(monkeypatch, name):
+    model, x, trainables, state = MODELS[name].init("float32")
+    model = mlax.override(model, mlax.Repeat, mode="scan")
+    gradients = []
+    for is_gpu in (False, True):
+        monkeypatch.setitem(mlax.Repeat.apply_with_keys.__globals__, "prefers_layer_scan", lambda *trees: is_gpu)
+        run = jax.jit(lambda *arguments: jax.grad(loss(model))(*arguments))
+        gradients.append(run(trainables, state, x, jax.random.key(0)))
+    assert_close_to_scale(gradients[1], gradients[0], 1e-4)
 
 
 @pytest.mark.parametrize(
