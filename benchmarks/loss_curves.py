@@ -1,9 +1,10 @@
 """Claim: over 300 steps of GPT-2, the loss is that of the plain form within the noise of bfloat16, for each fast form.
 
-Plain is the same model with the gradients that JAX derives, attention by XLA, no kernels of Pallas, and Optax's loss of
-float32 logits. Each hand-written derivative and each kernel is switched in alone, then all of them. All runs have the
-same initial weights, learn the same text, a random walk over the vocabulary, and compute in bfloat16. The noise is the
-difference that another rounding of the initial weights to bfloat16 makes. Compared are means over 20 steps.
+Plain is the same model, unrolled, with the gradients that JAX derives, attention by XLA, no kernels of Pallas, and
+Optax's loss of float32 logits. Each hand-written derivative and each kernel is switched in alone, then all of them. All
+runs have the same initial weights, learn the same text, a random walk over the vocabulary, and compute in bfloat16. The
+noise is the difference that another rounding of the initial weights to bfloat16 makes. Compared are means over 20
+steps.
 
     python benchmarks/loss_curves.py                                     # 10 minutes on an H200
     python benchmarks/loss_curves.py --depth 4 --batch 16 --length 512   # 1 minute
@@ -22,7 +23,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -58,6 +59,8 @@ class Form:
     has_head: bool = False  # whether output layer and loss are one, by nn.CrossEntropyHead
     chunks: int = 1  # of the head
     attention: str | None = "xla"
+    folds_biases: bool = False  # whether biases are added where a kernel or a product does it anyway
+    mode: str = "unroll"  # of Repeat
     is_perturbed: bool = False  # whether the initial weights are rounded differently
 
 
@@ -74,14 +77,17 @@ FORMS = {
     "head with its loss, in 8 chunks": Form(derivatives=("loss",), has_head=True, chunks=8),
     "kernel of the loss": Form(derivatives=("loss",), kernels=("loss",), has_head=True),
     "fused attention": Form(attention=None),
-    "all": Form(derivatives=KINDS, kernels=KINDS, has_head=True, attention=None),
+    "folded biases": Form(folds_biases=True),
+    "scanned": Form(mode="scan"),
+    "all": Form(derivatives=KINDS, kernels=KINDS, has_head=True, attention=None, folds_biases=True),
 }
+FORMS["all, scanned"] = replace(FORMS["all"], mode="scan")
 
 
 def main(options: argparse.Namespace) -> None:
     has_kernels = ops.kernel_backend(jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16), accum_dtype="float32")
     forms = {name: form for name, form in FORMS.items() if not form.kernels or has_kernels.startswith("mosaic")}
-    forms |= {"all": FORMS["all"]}  # on other devices, without kernels
+    forms |= {name: form for name, form in FORMS.items() if name.startswith("all")}  # elsewhere without kernels
     lowered = {name: lower(form, options) for name, form in forms.items()}  # one at a time: they patch modules
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
@@ -105,12 +111,15 @@ def main(options: argparse.Namespace) -> None:
 def use(form: Form) -> Iterator[None]:
     """Compute with this form's derivatives and kernels what is traced inside."""
     with contextlib.ExitStack() as stack:
+        if not form.folds_biases:
+            stack.enter_context(mock.patch.object(ops, "prefers_kernels", return_value=False))
         for kind, modules in MODULES.items():
             for module in modules:
                 if kind not in form.derivatives:
                     stack.enter_context(mock.patch.object(module, "with_vjp", keep_plain))
-                if kind not in form.kernels and hasattr(module, f"prefers_{kind}_kernel"):
-                    stack.enter_context(mock.patch.object(module, f"prefers_{kind}_kernel", return_value=False))
+                for name in (f"prefers_{kind}_kernel", f"prefers_residual_{kind}_kernel"):
+                    if kind not in form.kernels and hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, return_value=False))
                 clear_caches(module)
         jax.clear_caches()
         yield
@@ -174,7 +183,7 @@ def make_model(form: Form, options: argparse.Namespace) -> mlax.Layer:
     )
     model = mlax.override(model, nn.MultiHeadAttention, implementation=form.attention)
     model = mlax.override(model, nn.CrossEntropyHead, chunks=form.chunks)
-    return dtypes.mixed_bfloat16(mlax.override(model, mlax.Repeat, mode="unroll"))
+    return dtypes.mixed_bfloat16(mlax.override(model, mlax.Repeat, mode=form.mode))
 
 
 def initialize(model: mlax.Layer, options: argparse.Namespace, is_perturbed: bool) -> Any:
