@@ -156,12 +156,12 @@ def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
     forward = jax.jit(call)
     labels = make_labels(name)
     y = jax.eval_shape(call, weights, rest, x)[0]
-    cotangent = (jnp.ones(y.shape, y.dtype), np.True_)
+    given = (jnp.ones(y.shape, y.dtype), jnp.asarray(True))  # the cotangent, and that it is the whole of it
     return {
         "forward": lambda: jax.block_until_ready(forward(current["weights"], rest, x)),
         "training": train
         if labels is not None
-        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, *cotangent)),
+        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, *given)),
     }
 
 

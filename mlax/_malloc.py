@@ -1,4 +1,4 @@
-"""How the C library allocates: memory that a step on a CPU frees is kept for the next one.
+"""Settings of glibc's malloc: freed memory is kept, so that a step on a CPU does not fault it in again.
 
 Without JAX, so that `mlax` starts fast.
 """
@@ -16,7 +16,7 @@ VARIABLES = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MA
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 2 GiB of memory that it frees, which is faster on a CPU; returns whether it does.
+    """Keep up to 2 GiB of freed memory in this process, to avoid page faults on a CPU; returns whether it does.
 
     XLA allocates the temporary arrays of a step when the step runs, and frees them after it. By default the C library
     returns tens of MiB to the operating system at once, and the next step faults every page in again, which can be a

@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.suite.rows import Row
 from benchmarks.suite.works import EQUINOX, FLAX, MLAX, PEERS, TORCH, Claim, Work
 
+TRAINED_LIKE_TORCH = ("GELU MLP, training step", "CNN, training step")  # as benchmarks/layers.py claims
 Verdict = tuple[str, bool]  # a claim in words, with what was measured, and whether it holds
 
 
@@ -29,7 +30,10 @@ def judge(work: Work, claim: Claim, rows: Iterable[Row]) -> Verdict:
 
 
 def judge_cpu(rows: Iterable[Row]) -> list[Verdict]:
-    """Whether no layer is slower than a JAX peer's, and no training step than any peer's, by more than 5%."""
+    """Whether no layer is slower than a JAX peer's, and no training step than any peer's, by more than 5%.
+
+    Of the layers, the blocks of `TRAINED_LIKE_TORCH` are compared with PyTorch, too.
+    """
     peers = {"layers": (FLAX, EQUINOX), "train": (FLAX, EQUINOX, TORCH)}
     times: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
@@ -37,7 +41,8 @@ def judge_cpu(rows: Iterable[Row]) -> list[Verdict]:
             times.setdefault((row["work"], row["title"]), {})[row["library"]] = row["value"]
     verdicts = []
     for (work, title), found in times.items():
-        others = {name: found[name] for name in peers[work] if name in found}
+        compared = (*peers[work], TORCH) if title in TRAINED_LIKE_TORCH else peers[work]
+        others = {name: found[name] for name in compared if name in found}
         if MLAX in found and others:
             best = min(others, key=others.__getitem__)
             words = f"{title}: mlax {found[MLAX]:,.3g} ms, {found[MLAX] / others[best]:.2f} x {best}, at most 1.05"

@@ -360,7 +360,7 @@ def _repeat_length(length: Any, b: Any) -> Any:
     """One length, or its shape, for each of b rows."""
     if isinstance(length, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((b,), length.dtype)
-    return jnp.full(b, length, np.int32)
+    return jnp.broadcast_to(jnp.asarray(length), (b,))  # in its dtype, so that a float is refused
 
 
 def _with_features(edited: Layer, part: Layer) -> Layer:

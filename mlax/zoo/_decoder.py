@@ -136,7 +136,7 @@ def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: 
     if fuse == "nothing":
         return "xla: the weights are on several devices, or traced"
     if fuse == "projections" and choose_fusion(trainables, 1) == "kernels":
-        return f"xla: the kernels are measured to be faster with one row, and the batch has {batch}"
+        return f"xla: the kernels are for one row, and the batch has {batch}"
     if fuse == "projections":
         return "xla: the kernels are for NVIDIA GPUs of Hopper, and the weights are on another device"
     decoders: list[Any] = []
@@ -186,10 +186,10 @@ def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
 
 
 def choose_fusion(trainables: Tree, rows: int) -> Fuse:
-    """What a decoder of so many rows fuses with these weights, by their devices: nothing that is sharded.
+    """What a decoder of so many rows fuses with these weights, by their devices.
 
-    Tracers may be. Kernels are chosen where they were measured to be faster, which is for one row. Those for many are
-    what `fuse="kernels"` gives (benchmarks/generation.py).
+    Nothing if the weights are sharded, or tracers, which may be. Kernels only where they are measured to be faster, for
+    one row; benchmarks/generation.py passes `fuse="kernels"` for more.
     """
     leaves = jax.tree.leaves(trainables)
     if any(isinstance(leaf, Tracer) for leaf in leaves):

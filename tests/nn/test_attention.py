@@ -173,6 +173,15 @@ def test_an_input_of_attention_that_is_none_counts_as_absent():
     )
 
 
+def test_one_length_is_that_of_all_rows_and_must_be_an_integer():
+    layer, x = nn.MultiHeadAttention(2), jax.random.normal(jax.random.key(0), (3, 4, 8))
+    trainables, _ = layer.init(jax.random.key(1), {"x": x, "lengths": jnp.int32(2)})
+    y, _ = layer.fwd({"x": x, "lengths": 2}, trainables)
+    np.testing.assert_array_equal(y, layer.fwd({"x": x, "lengths": jnp.full(3, 2)}, trainables)[0])
+    with pytest.raises(TypeError, match="lengths"):  # by jaxtyping in tests
+        layer.fwd({"x": x, "lengths": 2.5}, trainables)
+
+
 def test_packed_sequences_attend_as_if_alone(kernel):
     layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
     one, two = normals((1, 5, 8), (1, 3, 8))
