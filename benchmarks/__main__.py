@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="works, WORK:LIBRARY, scripts, in the order to run")
     parser.add_argument("--torch", default=sys.executable, help="a Python that has PyTorch")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--together", type=int, default=max(2, 3 * cores // 4), help="processes that compile at once")
+    parser.add_argument("--together", type=int, default=max(2, 3 * cores // 4), help="processes that start at once")
     parser.add_argument("--resume", type=Path, help="rows of an interrupted run, to add the missing ones to")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a program may take to compile")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="for rows and logs")

@@ -1,9 +1,10 @@
-"""One library doing one work, in a process of its own: build, compile, wait for the turn, measure.
+"""One library doing one work, in a process of its own: build, compile, measure, the last two in their turn.
 
     python -m benchmarks.suite.entry WORK ENTRY [--tiny]
 
-It prints three lines of JSON: after the first call, when it has compiled and warmed up, and with what it measured. It
-measures when it reads a line, so that nothing else uses the device meanwhile.
+It prints four lines of JSON: when it has built the program, after the first call, when it has compiled and warmed up,
+and with what it measured. It compiles when it reads a line, and measures when it reads another: nothing else may use
+the device meanwhile, since compilers time kernels to choose among them.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,11 +39,14 @@ def main(name: str, entry_name: str, tiny: bool) -> None:
 def run(work: Work, entry: Entry, dtype: str, out: Any) -> None:
     library = importlib.import_module(f"benchmarks.suite.{MODULES[entry.library]}")
     call = getattr(library, work.program)(work.size, dtype=dtype, **entry.options)
+    say(out, state="built")
+    if not sys.stdin.readline():  # whoever asked has died
+        return
     values = [to_list(library.wait(call()))]
     say(out, state="first")
     values += [to_list(library.wait(call())) for _ in range(WARM_UP - 1 if not work.alone else 0)]
     say(out, state="ready")
-    if not sys.stdin.readline():  # whoever asked has died
+    if not sys.stdin.readline():
         return
     times = [] if work.alone else [time_calls(library, call, work.calls) for _ in range(1 + REPETITIONS)]
     say(
@@ -65,6 +70,7 @@ def time_calls(library: Any, call: Any, number: int) -> float:
 
 def to_list(value: Any) -> Any:
     """The loss of a call or of its last step; or the first tokens and a checksum of all."""
+    value = value["loss"] if isinstance(value, Mapping) else value
     value = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     if value.ndim < 2:
         return float(value.reshape(-1)[-1])

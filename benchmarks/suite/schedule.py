@@ -1,4 +1,6 @@
-"""Run entries in processes of their own: several compile side by side, then each measures while the others idle.
+"""Run entries in processes of their own: several start side by side, then each compiles and measures in its turn.
+
+Compilers time kernels to choose among them, so that nothing else may use the device meanwhile.
 
 A process of JAX takes the memory that its entry needs when it starts, and holds it until it has measured: a group is as
 large as the device's memory allows. Entries that measure the start of a process run alone, and so does, once more, what
@@ -57,8 +59,8 @@ class Pool(NamedTuple):
     torch_python: str  # a Python that has PyTorch
     logs: Path  # a folder for what the processes print
     tiny: bool = False
-    together: int = 6  # processes that compile side by side
-    limit: float = 150.0  # seconds to compile, and to measure
+    together: int = 6  # processes that start side by side
+    limit: float = 150.0  # seconds to start, to compile, and to measure
     gib: float = H200_GIB  # the memory of the device
 
     def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
@@ -81,12 +83,8 @@ class Pool(NamedTuple):
             workers = [_Worker(self, job, caches, gib or job.gib) for job in group]
             for worker in workers:
                 stack.callback(worker.stop)
-            ready = [worker.wait_for("ready") for worker in workers]
-            for worker, report in zip(workers, ready, strict=True):
-                if not report:  # it might still compile, and must not while others measure
-                    worker.stop()
-            for worker, report in zip(workers, ready, strict=True):
-                yield worker.measure() if report else worker.fail()
+            for worker in workers:
+                yield worker.measure() if worker.wait_for("built") and worker.compile() else worker.fail()
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Groups that fit, in order; small jobs come earlier, beside large ones that leave room."""
@@ -150,7 +148,7 @@ class _Worker:
 
     def wait_for(self, state: str) -> dict[str, Any]:
         """The report of a state; empty if the process fails or takes too long."""
-        end = (self.start if state == "ready" else time.perf_counter()) + self.limit
+        end = (self.start if state == "built" else time.perf_counter()) + self.limit
         while True:
             try:
                 report = self.reports.get(timeout=max(0.0, end - time.perf_counter()))
@@ -160,13 +158,21 @@ class _Worker:
             if report["state"] in (state, "ended"):
                 return report if report["state"] == state else {}
 
+    def compile(self) -> dict[str, Any]:
+        """Its report when it is ready to measure; empty if it fails."""
+        self._go_on()
+        return self.wait_for("ready")
+
     def measure(self) -> Measurement:
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # it might have died meanwhile
-            print("go", file=pipe)
+        self._go_on()
         report = self.wait_for("done")
         self.stop()
         return Measurement(self.job, self.first, report) if report else self.fail()
+
+    def _go_on(self) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it might have died meanwhile
+            print("go", file=self.process.stdin, flush=True)
 
     def fail(self) -> Measurement:
         self.stop()
@@ -180,7 +186,8 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             assert self.process.stdin
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
             self.is_stopped = True
 
 

@@ -17,8 +17,10 @@ from jax.interpreters import ad, batching, mlir
 
 from mlax._jax._memory import is_on_host
 
-VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim"})  # their operand is stored, and they are computed again
-BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type", "stop_gradient"}  # from a product to a residual connection
+# of these the operand is stored, and they are computed again
+VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
+BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
+OPAQUE = frozenset({"dot_general", "cond", "optimization_barrier"})  # what XLA does not fuse with a slice of a stack
 
 
 def prefers_layer_scan(*trees: Any) -> bool:
@@ -148,7 +150,7 @@ class _LinearizedStep:
         """The outputs of the scan, and each variable that is needed: a stack, one of xs, or a constant."""
         carried, inputs = self.counts[0], sum(self.counts)
         products = _find_residual_products(self.jaxpr)
-        copied = {*self.jaxpr.invars, *_find_library_outputs(self.jaxpr)}
+        copied = {*self.jaxpr.invars, *_find_copied(self.jaxpr)}
 
         def body(index: Any, state: tuple[list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
             carry, ys, stacks = state
@@ -312,6 +314,8 @@ class _Source(NamedTuple):
             eqn = producers[atom]
             if eqn.primitive.name == "optimization_barrier":
                 atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
+            elif eqn.primitive.name == "attach":
+                atom = _attached_inputs(eqn)[eqn.outvars.index(atom)]
             elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
                 views.insert(0, eqn)
                 atom = eqn.invars[0] if eqn.invars else None
@@ -332,17 +336,22 @@ def _compute_residuals(sources: list[_Source], env: dict[Any, Any]) -> list[Any]
     return [next(separate) if each.is_separate else x for x, each in zip(values, sources, strict=True)]
 
 
+def _find_users(jaxpr: Any) -> dict[Any, list[Any]]:
+    users: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+    return users
+
+
 def _find_residual_products(jaxpr: Any) -> set[Any]:
     """The outputs of matrix products that are added to an array of their size, as in a residual connection.
 
     XLA's GPU compiler would pass that array, which it copies first, and the bias to the product, and such a product
     takes no slice of a stack. Added by a fusion, which reads and writes as much, they let it take one.
     """
-    users: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if isinstance(atom, Var):
-                users.setdefault(atom, []).append(eqn)
+    users = _find_users(jaxpr)
 
     def is_added(atom: Any) -> bool:
         found = users.get(atom, [])
@@ -354,14 +363,42 @@ def _find_residual_products(jaxpr: Any) -> set[Any]:
     return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" and is_added(eqn.outvars[0])}
 
 
-def _find_library_outputs(jaxpr: Any) -> list[Any]:
-    """What conditionals return, such as those that choose cuDNN by the platform, and its operands among it.
+def _find_copied(jaxpr: Any) -> set[Any]:
+    """What is copied into its stack while its users go on, since reading it from there would itself be a copy.
 
-    Libraries take no slice of a stack. Conditionals that choose a kernel of ours are followed by its derivative.
+    That are the operands and results of libraries such as cuDNN, which take no slice of a stack, and what several
+    operations use that XLA does not fuse with a slice, or one of them and a fusion.
     """
-    kernels = {eqn.invars[-1] for eqn in jaxpr.eqns if eqn.primitive.name == "attach"}
-    conds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond" and kernels.isdisjoint(eqn.outvars)]
-    return [out for eqn in conds for out in eqn.outvars]
+    users = _find_users(jaxpr)
+
+    def find_uses(atom: Any) -> list[Any]:
+        """The equations that use it, or a view of it."""
+        found: list[Any] = []
+        for eqn in users.get(atom, []):
+            if eqn.primitive.name == "attach":
+                pairs = zip(_attached_inputs(eqn), eqn.outvars, strict=True)
+                found += [use for given, out in pairs if given is atom for use in find_uses(out)]
+            else:
+                found += find_uses(eqn.outvars[0]) if eqn.primitive.name in VIEWS else [eqn]
+        return found
+
+    def is_copied(atom: Any) -> bool:
+        uses = find_uses(atom)
+        opaque = [eqn for eqn in uses if eqn.primitive.name in OPAQUE]
+        return any(map(_calls_library, uses)) or (bool(opaque) and len(uses) > 1)
+
+    results = {out for eqn in jaxpr.eqns if _calls_library(eqn) for out in eqn.outvars}
+    return results | {out for eqn in jaxpr.eqns for out in eqn.outvars if is_copied(out)}
+
+
+def _attached_inputs(eqn: Any) -> list[Any]:
+    """The arguments of an `attach` that it returns; it only gives them a derivative."""
+    return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
+
+
+def _calls_library(eqn: Any) -> bool:
+    """Whether an equation computes attention by cuDNN, as far as the platform has it."""
+    return eqn.primitive.name == "cond" and any("dot_product_attention" in str(each) for each in eqn.params["branches"])
 
 
 def _evaluate(jaxpr: Any, consts: list[Any], values: list[Any], store: Callable[[Any, Any], Any]) -> list[Any]:

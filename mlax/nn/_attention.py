@@ -360,6 +360,8 @@ def _repeat_length(length: Any, b: Any) -> Any:
     """One length, or its shape, for each of b rows."""
     if isinstance(length, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((b,), length.dtype)
+    if isinstance(length, int | np.integer) and not isinstance(length, bool) and isinstance(b, int):
+        return np.full(b, length, np.int32)  # its value is known while tracing
     return jnp.broadcast_to(jnp.asarray(length), (b,))  # in its dtype, so that a float is refused
 
 

@@ -14,7 +14,7 @@ from mlax.ops._checks import check_floating, check_groups, check_kernel, is_stat
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import canonical_conv, materialize, prefers_canonical_conv
 from mlax.ops._cross_entropy import softmax_cross_entropy
-from mlax.ops._decode_kernels import decode_attention, fused_linear, sum_and_norm
+from mlax.ops._decode_kernels import decode_attention, fused_linear, rows_linear, split_depth, sum_and_norm
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._gpu import compute_capability, kernel_backend, prefers_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from mlax.ops._attention_scores import (
     dense_weights,
     prefers_causal_blocks,
 )
+from mlax.ops._checks import known_values
 
 
 def attention(
@@ -33,7 +35,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     segments: Integer[Array, "b t"] | tuple[Integer[Array, "b t"], Integer[Array, "b s"]] | None = None,
-    lengths: Integer[Array, " b"] | None = None,
+    lengths: Integer[Array | np.ndarray, " b"] | None = None,
     positions: tuple[Integer[Array, "*b t"], Integer[Array, "*b s"]] | None = None,
     mask: Bool[Array, "#b #h #t #s"] | None = None,
     bias: Float[Array, "#b #h #t #s"] | None = None,
@@ -110,9 +112,9 @@ def attention(
     )
     if backend != "cudnn":
         return composed(primals, consts)
-    fused = cudnn_attention(spec, composed)
-    # part of a GPU program may run on its CPU
-    return lax.platform_dependent(primals, consts, cuda=fused, default=composed)
+    known = None if lengths is None else known_values(lengths)
+    spec = replace(spec, has_keys=known is not None and bool(np.all(known > 0)))
+    return cudnn_attention(spec, composed)(primals, consts)
 
 
 def attention_weights(

@@ -18,40 +18,87 @@ from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
 def cudnn_attention(spec: ScoreSpec, plain: Callable[..., Any]) -> Callable[..., jax.Array]:
     """Attention of the primals (q, k, v, bias, sinks) and the consts `ScoreInputs`, as `plain` computes it.
 
-    cuDNN computes the forward and the backward pass, and `plain` every other derivative, which cuDNN does not have.
+    cuDNN computes the forward and the backward pass in programs for NVIDIA GPUs. `plain` computes what of such a program
+    runs on the CPU, and every other derivative, which cuDNN does not have.
     """
 
     def forward(primals: Any, consts: ScoreInputs) -> tuple[jax.Array, Any]:
-        q, k, v, bias, _ = primals
-        arrays = (q, k, v) if bias is None else (q, k, v, bias)
-
         trees: list[Any] = []
 
         def attend(arrays: Any, lengths: Any) -> Any:
+            """The output and those residuals that are neither it nor an array."""
             y, pull_back = jax.vjp(lambda *arrays: fused_attention(*arrays, lengths=lengths, spec=spec), *arrays)
-            residuals, tree = jax.tree.flatten(pull_back)
-            trees.append(tree)  # not returned, since trees of two traces compare unequal
-            return y, residuals
+            leaves, tree = jax.tree.flatten(pull_back)
+            trees.append((tree, origins := _find_origins(arrays, lengths, spec)))  # trees of two traces are unequal
+            return y, [leaf for leaf, origin in zip(leaves, origins, strict=True) if origin is None]
 
-        y, residuals = _vmap_kernel(attend, is_parallel=bias is None)(arrays, consts.key_limit)
-        return y, trees[0].unflatten(residuals)
+        def by_cudnn(primals: Any, consts: ScoreInputs) -> Any:
+            attend_each = _vmap_kernel(attend, is_parallel=primals[3] is None)
+            return attend_each(_without_none(primals), consts.key_limit)
+
+        def by_xla(primals: Any, consts: ScoreInputs) -> Any:
+            return plain(primals, consts), [jnp.zeros(each.shape, each.dtype) for each in shapes]
+
+        _, shapes = jax.eval_shape(by_cudnn, primals, consts)
+        y, rest = lax.platform_dependent(primals, consts, cuda=by_cudnn, default=by_xla)
+        (tree, origins), others = trees[0], iter(rest)
+        given = (*_without_none(primals), y)
+        residuals = tree.unflatten([next(others) if origin is None else given[origin] for origin in origins])
+        return _zero_without_keys(y, consts, spec), residuals
 
     def backward(residuals: Any, primals: Any, consts: ScoreInputs, grad: jax.Array) -> Any:
         leaves, tree = jax.tree.flatten(residuals)
         pull_back = _vmap_kernel(lambda leaves, grad: tree.unflatten(leaves)(grad), is_parallel=primals[3] is None)
-        q_grad, k_grad, v_grad, *bias_grad = pull_back(leaves, grad)
-        return q_grad, k_grad, v_grad, bias_grad[0] if bias_grad else None, None
+
+        def by_cudnn(leaves: Any, primals: Any, consts: ScoreInputs, grad: jax.Array) -> Any:
+            q_grad, k_grad, v_grad, *bias_grad = pull_back(leaves, _zero_without_keys(grad, consts, spec))
+            return q_grad, k_grad, v_grad, bias_grad[0] if bias_grad else None, None
+
+        def by_xla(leaves: Any, primals: Any, consts: ScoreInputs, grad: jax.Array) -> Any:
+            (grads,) = jax.vjp(lambda primals: plain(primals, consts), primals)[1](grad)
+            return grads
+
+        return lax.platform_dependent(leaves, primals, consts, grad, cuda=by_cudnn, default=by_xla)
 
     return with_vjp(plain, forward, backward)
+
+
+def _without_none(primals: Any) -> tuple[Any, ...]:
+    return tuple(x for x in primals[:4] if x is not None)
+
+
+def _find_origins(arrays: Any, lengths: Any, spec: ScoreSpec) -> list[int | None]:
+    """Which array each residual of cuDNN is, or the output, by the index that follows theirs; None for all others.
+
+    So they are stored once, also where they are residuals of what comes before and after attention.
+    """
+
+    def both(arrays: Any, lengths: Any) -> list[Any]:
+        y, pull_back = jax.vjp(lambda *arrays: fused_attention(*arrays, lengths=lengths, spec=spec), *arrays)
+        return [y, *jax.tree.leaves(pull_back)]
+
+    jaxpr = jax.make_jaxpr(both)(arrays, lengths).jaxpr
+    y, *residuals = jaxpr.outvars
+    given: list[Any] = [*jaxpr.invars[: len(arrays)], y]
+    return [next((i for i, each in enumerate(given) if each is residual), None) for residual in residuals]
+
+
+def _zero_without_keys(x: jax.Array, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
+    """x (b, t, h, k) with zeros in rows without keys, for which cuDNN is called with one."""
+    if consts.key_limit is None or spec.has_keys:
+        return x
+    return jnp.where((consts.key_limit > 0)[:, None, None, None], x, jnp.zeros_like(x))
 
 
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None, *, lengths: Any, spec: ScoreSpec
 ) -> jax.Array:
-    """The attention by cuDNN of q (b, t, h, k), k and v (b, s, g, k). Odd times are padded, since JAX refuses them."""
+    """The attention by cuDNN of q (b, t, h, k), k and v (b, s, g, k), to at least one key.
+
+    Odd times are padded, since JAX refuses them.
+    """
     (b, t), s = q.shape[:2], k.shape[1]
     query_lengths = None
-    has_keys = None if lengths is None else (lengths > 0)[:, None, None, None]
     if lengths is not None:
         lengths = jnp.maximum(lengths, 1)  # cuDNN gives NaN for a row without keys
     if t % 2 or s % 2:
@@ -59,7 +106,7 @@ def fused_attention(
         k, v = (_pad_time(x, s % 2) for x in (k, v))
         query_lengths = jnp.full(b, t, np.int32)
         lengths = jnp.full(b, s, np.int32) if lengths is None else lengths
-    y = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -70,9 +117,7 @@ def fused_attention(
         key_value_seq_lengths=None if lengths is None else lengths.astype(np.int32),
         local_window_size=None if spec.window is None else (spec.window - 1, 0),
         implementation="cudnn",
-    )
-    y = y[:, :t]
-    return y if has_keys is None else jnp.where(has_keys, y, jnp.zeros_like(y))
+    )[:, :t]
 
 
 def _pad_time(x: jax.Array, more: int) -> jax.Array:

@@ -34,6 +34,7 @@ class ScoreSpec:
     ordered: bool = True  # positions are 0, 1, 2, ... for queries and keys
     precision: Any = None
     accum_dtype: Any = None
+    has_keys: bool = False  # whether each row is known to have a key
 
 
 class ScoreInputs(NamedTuple):

@@ -1,9 +1,9 @@
 """Kernels for one token of a transformer, in Pallas: what is around the products, and attention to a KV cache.
 
 A token is a chain of short kernels, whose starts cost more than their work. XLA takes two kernels for a norm, six for
-attention to a cache, and another to sum the parts of a product that it divides. `sum_and_norm` and `decode_attention`
-do all of that in one kernel each, for any number of rows, and the latter reads only the slots that are filled. For one
-row there is `fused_linear`, too, a product with the norm before it and the activation and the residual after it.
+attention to a cache, and another to sum the parts of a product that it divides. `sum_and_norm`, `decode_attention` and
+`rows_linear` do all of that in one kernel each, for any number of rows, and attention reads only the slots that are
+filled. For one row there is `fused_linear`, a product with the norm before it and the residual after it.
 
 JAX deprecates the Triton backend of Pallas, and warns whenever it lowers a kernel. So each kernel is lowered once for
 its shapes, without the warning, and called as an exported program; what it raises then is its refusal.
@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-COLUMNS = 16  # of the product that a program computes
-PIECE = (
-    64  # of a row, at most, that a tile of a product reads: fewer than threads, or Triton passes it by shared memory
-)
-ROW_TILE = (256, 16)  # slots of the cache that a program reads at once, and its warps, with one row
-TILE = (64, 2)  # with many: six programs fit on a multiprocessor, 792 on an H200; with 4 warps they are 660
+# What is tuned here was measured on an H200 (docs/design/zoo.md).
+COLUMNS, NORM_COLUMNS = 8, 16  # of the product of one row that a program computes, without and with a norm before it
+PIECE = 64  # of that row, at most, that a tile reads: fewer than threads, or Triton passes it by shared memory
+ROW_TILE = {"slots": 128, "num_warps": 4, "num_stages": 3}  # of the cache that a program reads at once, with one row
+TILE = {"slots": 64, "num_warps": 2, "num_stages": 2}  # with many
+QUERIES = 16  # rows of a tensor core: all are the one query
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 32, 128  # of a product of many rows
+PROGRAMS = 96  # that such a product is divided into, at least, if its depth allows: most of a GPU's multiprocessors
 LOW = -1e30  # the score of an empty slot
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -47,6 +49,25 @@ def fused_linear(
     """
     arrays = (x, kernel, bias, norm, residual)
     return _call(_fused_linear, arrays, eps=eps, gelu=gelu, interpret=interpret)
+
+
+def rows_linear(
+    x: Any, kernel: Any, bias: Any = None, *, parts: int = 1, gelu: bool = False, interpret: bool = False
+) -> Any:
+    """`gelu(x @ kernel + bias)` in one kernel, of x (b, d) and the kernel (d, f), in the dtype of x.
+
+    Divided into several `parts` of d, it gives their sums (parts, b, f) in float32, and adds no bias; `split_depth` is
+    how many parts are fastest. b is a multiple of 16, f of 32, and d of 16 in each part.
+    """
+    return _call(_rows_linear, (x, kernel, bias), parts=parts, gelu=gelu, interpret=interpret)
+
+
+def split_depth(rows: int, d: int, f: int) -> int:
+    """The parts of d into which to divide a product of few rows, so that it has work for a whole GPU."""
+    tiles, parts = -(-rows // TILE_ROWS) * (f // TILE_COLUMNS), 1
+    while parts * tiles < PROGRAMS and d % (2 * parts * 64) == 0:
+        parts *= 2
+    return parts
 
 
 def sum_and_norm(
@@ -132,9 +153,39 @@ def _with_optional(body: Callable[..., None], arrays: Any) -> Callable[..., None
     return lambda *refs: body(jax.tree.unflatten(tree, refs[: len(leaves)]), *refs[len(leaves) :])
 
 
+def _rows_linear(arrays: Any, *, parts: int, gelu: bool, interpret: bool) -> Any:
+    x, kernel, bias = arrays
+    (b, d), f = x.shape, kernel.shape[1]
+    rows, depth = _largest_power(b, TILE_ROWS), _largest_power(d // parts, TILE_DEPTH)
+    shape = jax.ShapeDtypeStruct((b, f), x.dtype) if parts == 1 else jax.ShapeDtypeStruct((parts, b, f), np.float32)
+    body = functools.partial(_product_body, parts=parts, rows=rows, depth=depth, gelu=gelu)
+    grid = (b // rows, f // TILE_COLUMNS, parts)
+    call = _pallas_call("rows_linear", _with_optional(body, arrays), shape, grid, interpret, num_stages=4)
+    return call(*jax.tree.leaves(arrays))
+
+
+def _product_body(refs: Any, y_ref: Any, *, parts: int, rows: int, depth: int, gelu: bool) -> None:
+    """A tile of a product, or of one of its parts, by tensor cores."""
+    from jax.experimental import pallas as pl
+
+    x_ref, kernel_ref, bias_ref = refs
+    part, size = pl.program_id(2), x_ref.shape[1] // parts
+    own, columns = pl.ds(pl.program_id(0) * rows, rows), pl.ds(pl.program_id(1) * TILE_COLUMNS, TILE_COLUMNS)
+
+    def add(index: Any, y: Any) -> Any:
+        inner = pl.ds(part * size + index * depth, depth)
+        return y + jnp.dot(x_ref[own, inner], kernel_ref[inner, columns], preferred_element_type=np.float32)
+
+    y = lax.fori_loop(0, size // depth, add, jnp.zeros((rows, TILE_COLUMNS), np.float32))
+    y = y if bias_ref is None else y + bias_ref[columns].astype(np.float32)[None]
+    y = _gelu(y) if gelu else y
+    y_ref[(own, columns) if parts == 1 else (part, own, columns)] = y.astype(y_ref.dtype)
+
+
 def _fused_linear(arrays: Any, *, eps: float, gelu: bool, interpret: bool) -> Any:
-    x, kernel, *others = arrays
-    f, columns = kernel.shape[0], _largest_power(kernel.shape[0], COLUMNS)
+    x, kernel, _, norm, _ = arrays
+    f, others = kernel.shape[0], arrays[2:]
+    columns = _largest_power(f, COLUMNS if norm is None else NORM_COLUMNS)
     arrays = (x[0], kernel, *others)
     body = functools.partial(_linear_body, columns=columns, eps=eps, gelu=gelu, interpret=interpret)
     shape = jax.ShapeDtypeStruct((1, f), x.dtype)
@@ -191,7 +242,8 @@ def _sum_and_norm(arrays: Any, *, eps: float, interpret: bool) -> Any:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     body = _with_optional(functools.partial(_norm_body, eps=eps), arrays)
     shapes = [shape] if partial is None else [shape, shape]
-    results = _pallas_call("sum_and_norm", body, shapes, x.shape[:1], interpret)(*jax.tree.leaves(arrays))
+    call = _pallas_call("sum_and_norm", body, shapes, x.shape[:1], interpret, num_warps=8)
+    results = call(*jax.tree.leaves(arrays))
     return (x, results[0]) if partial is None else tuple(results)
 
 
@@ -219,11 +271,11 @@ def _norm_body(refs: Any, *outputs: Any, eps: float) -> None:
 def _decode_attention(arrays: Any, *, heads: int, scale: float, interpret: bool) -> Any:
     _, keys, values, *_ = arrays
     b, _, _, width = keys.shape
-    slots, warps = ROW_TILE if b == 1 else TILE
+    tile = ROW_TILE if b == 1 else TILE
     y = jax.ShapeDtypeStruct((b, heads * width), keys.dtype)
     caches = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
-    body = _with_optional(functools.partial(_attention_body, heads=heads, scale=scale, slots=slots), arrays)
-    options = {"num_warps": warps, "num_stages": 2}
+    body = _with_optional(functools.partial(_attention_body, heads=heads, scale=scale, slots=tile["slots"]), arrays)
+    options = {name: tile[name] for name in ("num_warps", "num_stages")}
     call = _pallas_call("decode_attention", body, [y, *caches], (b, heads), interpret, {1: 1, 2: 2}, **options)
     return tuple(call(*jax.tree.leaves(arrays)))
 
@@ -231,7 +283,7 @@ def _decode_attention(arrays: Any, *, heads: int, scale: float, interpret: bool)
 def _attention_body(
     refs: Any, y_ref: Any, new_keys_ref: Any, new_values_ref: Any, *, heads: int, scale: float, slots: int
 ) -> None:
-    """One head of one row. Each of `slots` lanes has a softmax of its own."""
+    """One head of one row. Tensor cores compute rows of 16, so that the query is there 16 times."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -249,32 +301,31 @@ def _attention_body(
         return (partial + bias_ref[columns].astype(np.float32)).astype(keys_ref.dtype)
 
     query, key, value = (project(at) for at in (head, heads + group, heads + groups + group))
-    query = query.astype(np.float32) * scale
     value = jnp.where(count < capacity, value, jnp.full_like(value, jnp.nan))
-    lanes, filled = jnp.arange(slots), jnp.minimum(count, capacity)
+    queries, filled = jnp.broadcast_to(query[None], (QUERIES, width)), jnp.minimum(count, capacity)
+    slot_numbers = jnp.arange(slots)
 
     def attend(i: Any, carry: Any) -> Any:
         top, total, y = carry
-        is_filled = i * slots + lanes < filled
+        is_filled = i * slots + slot_numbers < filled
 
         def load(ref: Any) -> Any:
             tile = ref.at[row, group, pl.ds(i * slots, slots), :]
             return tile[...] if capacity % slots == 0 else triton.load(tile, mask=is_filled[:, None], other=0)
 
-        keys, values = load(keys_ref), load(values_ref)  # both, before either is waited for
-        scores = jnp.where(is_filled, jnp.sum(keys.astype(np.float32) * query[None], axis=1), LOW)
-        new_top = jnp.maximum(top, scores)
-        old, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
-        return new_top, total * old + weights, y * old[:, None] + weights[:, None] * values.astype(np.float32)
+        keys, values = load(keys_ref), load(values_ref)  # (s, k)
+        scores = jnp.dot(queries, keys.T, preferred_element_type=np.float32) * scale
+        scores = jnp.where(is_filled[None], scores, LOW)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        old, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
+        added = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=np.float32)
+        return new_top, total * old + jnp.sum(weights, axis=1), y * old[:, None] + added
 
-    zeros = jnp.zeros(slots, np.float32)
-    carry = (zeros + LOW, zeros, jnp.zeros((slots, width), np.float32))
-    tops, totals, ys = lax.fori_loop(0, (filled + slots - 1) // slots, attend, carry)
-    own = jnp.sum(query * key.astype(np.float32))
-    top = jnp.maximum(jnp.max(tops), own)
-    lane_weights, weight = jnp.where(tops > LOW, jnp.exp(tops - top), 0.0), jnp.exp(own - top)
-    y = jnp.sum(ys * lane_weights[:, None], axis=0) + weight * value.astype(np.float32)
-    y = y / (jnp.sum(totals * lane_weights) + weight)
+    own = jnp.sum(query.astype(np.float32) * key.astype(np.float32)) * scale  # the token attends to itself, too
+    ones = jnp.ones(QUERIES, np.float32)
+    start = (own * ones, ones, value.astype(np.float32)[None] * ones[:, None])
+    _, total, y = lax.fori_loop(0, (filled + slots - 1) // slots, attend, start)
+    y = jnp.sum(y / total[:, None], axis=0) / QUERIES
     y_ref[row, pl.ds(head * width, width)] = y.astype(y_ref.dtype)
 
     @pl.when(head % (heads // groups) == 0)

@@ -73,7 +73,7 @@ class Batcher(metaclass=Documented):
         self.capacity, self.chunk = capacity, chunk
         self.buckets = _check_buckets(buckets, capacity)
         self._rng, stop = check_sampler("Batcher", sampler, rng), check_stop("Batcher", stop)
-        fuse = choose_fusion(trainables, rows)
+        fuse = choose_fusion(trainables)
         decoder, weights = prepare_decoder(model, capacity, trainables, rows=rows, fuse=fuse)
         settings = Settings(model, capacity, sampler.structure(), "right", 0, False)
         self._program = Program(decoder, settings)

@@ -62,7 +62,7 @@ def beam_search(
     if early_stopping not in ("heuristic", "first", "never"):
         raise ValueError(f"beam_search: early_stopping is {early_stopping!r}, but must be heuristic, first or never.")
     stop, inputs = check_stop("beam_search", stop), check_inputs("beam_search", inputs)
-    fuse = choose_fusion(trainables, prompts.shape[0] * beams)
+    fuse = choose_fusion(trainables)
     search = BeamSearch(model, beams, max_new_tokens, early_stopping, padding, pad, fuse)
     arguments = (trainables, non_trainables, prompts, lengths, inputs, np.float32(length_penalty), stop)
     with explain_errors("beam_search", model, prompts, lengths, inputs):

@@ -121,10 +121,11 @@ def prepare_decoder(
 def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: int = 1024) -> str:
     """The backend that computes a token of each row in `zoo.generate`, and why: "pallas: ..." or "xla: ...".
 
-    "pallas" is for one row and blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as
-    `dtypes.mixed_bfloat16` makes them, on one NVIDIA GPU of Hopper (H100, H200): five kernels a block, of which
-    attention reads the filled slots of the cache alone. "xla" is for everything else, also what the kernels refuse to
-    compile. `batch` is the number of rows, `length` the capacity of the cache.
+    "pallas" is for blocks of GPT-2 in bfloat16 with float32 statistics, as `dtypes.mixed_bfloat16` makes them, on one
+    NVIDIA GPU of Hopper (H100, H200), with one row and a width of at most 768, or with as many rows as attention needs
+    to fill a GPU: five or seven kernels a block, of which attention reads the filled slots of the cache alone. "xla" is
+    for everything else, also what the kernels refuse to compile. `batch` is the number of rows, `length` the capacity
+    of the cache.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())
@@ -132,11 +133,9 @@ def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: 
     'xla'
     """
     check_layer("decoding_backend", "the model", model)
-    fuse = choose_fusion(trainables, batch)
+    fuse = choose_fusion(trainables)
     if fuse == "nothing":
         return "xla: the weights are on several devices, or traced"
-    if fuse == "projections" and choose_fusion(trainables, 1) == "kernels":
-        return f"xla: the kernels are for one row, and the batch has {batch}"
     if fuse == "projections":
         return "xla: the kernels are for NVIDIA GPUs of Hopper, and the weights are on another device"
     decoders: list[Any] = []
@@ -185,11 +184,10 @@ def _fuse_projections(model: Layer, trainables: Tree) -> tuple[Any, Tree]:
     return map_layers(model, "", fuse), unflatten_paths(leaves.items())
 
 
-def choose_fusion(trainables: Tree, rows: int) -> Fuse:
-    """What a decoder of so many rows fuses with these weights, by their devices.
+def choose_fusion(trainables: Tree) -> Fuse:
+    """What a decoder fuses with these weights, by their devices.
 
-    Nothing if the weights are sharded, or tracers, which may be. Kernels only where they are measured to be faster, for
-    one row; benchmarks/generation.py passes `fuse="kernels"` for more.
+    Nothing if the weights are sharded, or tracers, which may be. Kernels only where they are measured to be faster.
     """
     leaves = jax.tree.leaves(trainables)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -200,8 +198,7 @@ def choose_fusion(trainables: Tree, rows: int) -> Fuse:
     # where a program of uncommitted arrays runs: a device, a platform or None
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     candidates = [*devices] if default is None else [*devices, default]
-    is_measured = rows == 1 and all(map(has_kernels, candidates or jax.devices()[:1]))
-    return "kernels" if is_measured else "projections"
+    return "kernels" if all(map(has_kernels, candidates or jax.devices()[:1])) else "projections"
 
 
 class Counters:

@@ -69,11 +69,11 @@ class DecoderBlock(Wrapper):
 
 @frozen
 class DecoderStack(Wrapper):
-    """A Chain of GPT2Blocks that computes a token of many rows with kernels around XLA's products.
+    """A Chain of GPT2Blocks that computes a token of many rows with seven kernels a block.
 
-    Eight kernels a block: residual and norm; queries, keys and values; attention; output; residual and norm; the
-    hidden layer, which is two; output. Products that XLA would divide into parts, to use the whole GPU, are left
-    divided, and summed by the kernel that comes next, also if that is in the next block.
+    Residual and norm; queries, keys and values; attention; output; residual and norm; hidden layer; output. Products
+    are divided into parts, to use the whole GPU, which are summed by the kernel that comes next, also if that is in the
+    next block.
     """
 
     layer: Any  # the Chain
@@ -103,12 +103,17 @@ class DecoderStack(Wrapper):
         attend, norm = weights["attend"], functools.partial(ops.sum_and_norm, eps=block.eps, interpret=self.interpret)
         x, partial, bias = stream
         x, y = norm(x, *_scale_and_shift(weights["norm1"]), partial, bias)
-        qkv = partial_products(y, attend["qkv"]["kernel"])
+        qkv = self.multiply(y, attend["qkv"]["kernel"])
         y, state = _attend(self, block, qkv, attend["qkv"]["bias"], state, lengths)
-        partial = partial_products(y, attend["out"]["kernel"])
+        partial = self.multiply(y, attend["out"]["kernel"])
         x, y = norm(x, *_scale_and_shift(weights["norm2"]), partial, attend["out"]["bias"])
-        hidden = ops.gelu(ops.linear(y, weights["up"]["kernel"], weights["up"]["bias"]))
-        return (x, partial_products(hidden, weights["down"]["kernel"]), weights["down"]["bias"]), state
+        hidden = ops.rows_linear(y, **weights["up"], gelu=True, interpret=self.interpret)
+        return (x, self.multiply(hidden, weights["down"]["kernel"]), weights["down"]["bias"]), state
+
+    def multiply(self, x: Any, kernel: Any) -> Any:
+        """The sums (p, b, f), in float32, of the parts of a product of x (b, d) with a kernel (d, f)."""
+        parts = max(2, ops.split_depth(x.shape[0], *kernel.shape))  # one would be rounded to the dtype of x
+        return ops.rows_linear(x, kernel, parts=parts, interpret=self.interpret)
 
     def find_refusal(self, x: Any, trainables: Any, non_trainables: Any) -> str | None:
         """Why the kernels do not compute arrays of these shapes and dtypes; None if they do."""
@@ -140,20 +145,6 @@ class PaddedEmbed(Wrapper):
 def pad_table(table: Any) -> Any:
     """A table (v, d) with rows of zeros up to a multiple of ALIGNMENT."""
     return jnp.pad(table, ((0, -table.shape[0] % ALIGNMENT), (0, 0)))
-
-
-def partial_products(x: Any, kernel: Any) -> Any:
-    """Partial sums (p, b, f), in float32, of a product of x (b, d) with a kernel (d, f), over d.
-
-    There are as many as XLA divides a product into, where a tile of 64 x 64 outputs for each program would leave most
-    of a GPU idle. XLA sums them with another kernel; here whatever reads them does.
-    """
-    (b, d), f = x.shape, kernel.shape[1]
-    tiles, parts = -(-b // 64) * -(-f // 64), 1
-    while d % (2 * parts) == 0 and d // (2 * parts) >= 64 and parts * tiles <= PROGRAMS:
-        parts *= 2
-    x, kernel = x.reshape(b, parts, d // parts), kernel.reshape(parts, d // parts, f)
-    return jnp.einsum("bpd,pdf->pbf", x, kernel, preferred_element_type=np.float32)
 
 
 def _attend(layer: Any, block: Any, qkv: Any, bias: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
@@ -263,6 +254,8 @@ def find_obstacle(layer: Layer, rows: int) -> str | None:
         return f"the kernels are not for a width of {layer.width} with {layer.heads} heads"
     if rows == 1 and layer.width > WIDEST:
         return f"the kernels for one row are not for a width of {layer.width}"
+    if rows > 1 and rows % 16:
+        return f"the kernels are for one row, or for a multiple of 16, not {rows}"
     if rows > 1 and rows * layer.heads < PROGRAMS:
         return f"the kernels are for one row, or for {-(-PROGRAMS // layer.heads)} or more, not {rows}"
     parts: dict[str, Any] = {**parts_of(layer)}

@@ -66,7 +66,7 @@ def generate(
     prompts, lengths = check_prompts("generate", model, prompts, lengths, max_new_tokens, padding)
     stop, inputs = check_stop("generate", stop), check_inputs("generate", inputs)
     rng = check_sampler("generate", sampler, rng)
-    fuse = choose_fusion(trainables, prompts.shape[0])
+    fuse = choose_fusion(trainables)
     settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, log_probs, fuse)
     with explain_errors("generate", model, prompts, lengths, inputs):
         return generate_tokens(

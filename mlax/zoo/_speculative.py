@@ -79,7 +79,7 @@ def speculative_generate(
     stop, rng = check_stop("speculative_generate", stop), check_sampler("speculative_generate", sampler, rng)
     if sampler.needs_seen:
         raise ValueError("speculative_generate: the sampler has a repetition_penalty; pass None, or use zoo.generate.")
-    fuse = choose_fusion((trainables, draft_trainables), prompts.shape[0])
+    fuse = choose_fusion((trainables, draft_trainables))
     settings = SpeculativeSettings(model, draft, max_new_tokens, draft_tokens, sampler.structure(), padding, pad, fuse)
     rng = jax.random.key(0) if rng is None else rng  # of no influence on Greedy
     weights = trainables, draft_trainables

@@ -55,7 +55,7 @@ def stream(
     stop, inputs = check_stop("stream", stop), check_inputs("stream", inputs)
     rng = check_sampler("stream", sampler, rng)
     rows, slots = prompts.shape[0], capacity(prompts, max_new_tokens + chunk)
-    fuse = choose_fusion(trainables, rows)
+    fuse = choose_fusion(trainables)
     settings = Settings(model, max_new_tokens, sampler.structure(), padding, pad, False, fuse)
     decoder, weights = prepare_decoder(model, slots, trainables, rows=rows, fuse=fuse)  # once, not in each chunk
     source = Source(weights, sampler.numbers(), stop, rng)

@@ -67,6 +67,25 @@ def test_sum_and_norm_adds_partial_sums_and_a_bias_and_normalizes(width):
     np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(64, 1), (64, 3), (48, 1), (16, 2)])
+def test_a_product_of_rows_has_a_bias_and_gelu_or_is_divided_into_parts(rows, parts):
+    x, kernel, bias = normal(0, rows, 192), normal(1, 192, 96) / 16, normal(2, 96)
+    y = ops.rows_linear(x, kernel, bias if parts == 1 else None, parts=parts, gelu=parts == 1, interpret=True)
+    product = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+    if parts == 1:
+        reference = jax.nn.gelu(product + bias.astype(jnp.float32))
+        np.testing.assert_allclose(y.astype(jnp.float32), reference, rtol=0.01, atol=0.01)
+    else:
+        assert y.shape == (parts, rows, 96) and y.dtype == jnp.float32
+        np.testing.assert_allclose(y.sum(0), product, rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_few_rows_are_divided_to_fill_a_gpu():
+    shapes = {(768, 2304): 2, (768, 768): 4, (768, 3072): 1, (3072, 768): 4, (64, 64): 1}
+    assert {shape: ops.split_depth(64, *shape) for shape in shapes} == shapes
+    assert ops.split_depth(512, 768, 768) == 1
+
+
 def test_decode_attention_sums_the_parts_of_a_product():
     qkv, keys, values, bias = normal(0, 3, 96), *normal(1, 2, 3, 2, 64, 16), normal(2, 96)
     attend = functools.partial(ops.decode_attention, heads=2, scale=0.25, interpret=True)
@@ -149,11 +168,11 @@ def test_a_decoder_stack_computes_a_token_of_many_rows_as_the_blocks_do():
     assert jax.tree.structure(fused_state) == jax.tree.structure(state)
     for leaf, other in zip(jax.tree.leaves(fused_state), jax.tree.leaves(state), strict=True):
         leaf, other = (each[is_token] if each.ndim > 1 else each for each in (leaf, other))
-        np.testing.assert_allclose(leaf.astype(jnp.float32), other.astype(jnp.float32), atol=0.02)
+        np.testing.assert_allclose(leaf.astype(jnp.float32), other.astype(jnp.float32), atol=0.03)
 
 
-def test_a_block_is_three_kernels_around_its_products_with_many_rows_and_five_kernels_with_one():
-    for rows, number in ((ROWS, 3), (1, 5)):
+def test_a_block_is_seven_kernels_with_many_rows_and_five_with_one():
+    for rows, number in ((ROWS, 7), (1, 5)):
         decoder, weights = prepare_decoder(MODEL, 64, trainables_of(MODEL), rows=rows, fuse="interpreted")
         chain = dict(find_layers(decoder, Chain if rows == 1 else DecoderStack))["blocks"]
         state = init_state(decoder, jnp.ones((rows, 1), "int32"))["blocks"]
@@ -193,7 +212,8 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name():
     assert find_obstacle(Chain((block, block)), ROWS) is None
     assert "not Linear" in str(find_obstacle(nn.Linear(4), 1))
     assert "not Linear" in str(find_obstacle(Chain((nn.Linear(4),)), ROWS))
-    assert "64 or more, not 63" in str(find_obstacle(block, ROWS - 1))
+    assert "64 or more, not 48" in str(find_obstacle(block, 48))
+    assert "multiple of 16, not 65" in str(find_obstacle(block, ROWS + 1))
     attend: Any = dict(find_layers(block, nn.MultiHeadAttention))["attend"]
     assert "softcap=2.0" in str(
         find_obstacle(block.with_parts({"attend": dataclasses.replace(attend, softcap=2.0)}), 1)
@@ -216,16 +236,15 @@ def test_kernels_are_for_weights_on_one_gpu_of_hopper():
     for platform, capability, wanted in (("gpu", "9.0", True), ("gpu", "8.0", False), ("cpu", "", False)):
         assert has_kernels(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
     assert not has_kernels("cpu")
-    assert choose_fusion({"kernel": jnp.ones(2)}, 1) == "projections"
-    assert jax.jit(lambda x: choose_fusion(x, 1) == "nothing")(jnp.ones(2))
+    assert choose_fusion({"kernel": jnp.ones(2)}) == "projections"
+    assert jax.jit(lambda x: choose_fusion(x) == "nothing")(jnp.ones(2))
 
 
-def test_kernels_are_chosen_for_one_row_only(monkeypatch):
+def test_kernels_are_chosen_for_one_row_and_for_many(monkeypatch):
     monkeypatch.setitem(choose_fusion.__globals__, "has_kernels", lambda device: True)
     trainables = trainables_of(MODEL)
-    assert choose_fusion(trainables, 1) == "kernels"
-    assert choose_fusion(trainables, ROWS) == "projections"
-    assert "one row, and the batch has 64" in zoo.decoding_backend(MODEL, trainables, batch=ROWS)
+    assert choose_fusion(trainables) == "kernels"
+    assert "one row, or for a multiple of 16, not 2" in zoo.decoding_backend(MODEL, trainables, batch=2)
 
 
 def describe(*shape: int, dtype: Any = "bfloat16") -> Any:
@@ -240,6 +259,7 @@ KERNELS = {
         (describe(1, D), describe(64, D), describe(64)),
         {"norm": (describe(D), describe(D)), "residual": describe(1, 64)},
     ),
+    "rows_linear": (functools.partial(ops.rows_linear, gelu=True), (describe(16, D), describe(D, 64), describe(64)), {}),
     "sum_and_norm": (
         ops.sum_and_norm,
         (describe(3, D), describe(D), describe(D), describe(2, 3, D, dtype="float32"), describe(D)),
