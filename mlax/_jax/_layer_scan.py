@@ -20,7 +20,7 @@ from mlax._jax._memory import is_on_host
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
 BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
-OPAQUE = frozenset({"dot_general", "cond", "optimization_barrier"})  # what XLA does not fuse with a slice of a stack
+OPAQUE = frozenset({"dot_general", "cond"})  # what XLA does not fuse with other operations on a slice of a stack
 
 
 def prefers_layer_scan(*trees: Any) -> bool:
@@ -312,10 +312,9 @@ class _Source(NamedTuple):
         is_separate = False
         while isinstance(atom, Var) and atom in producers:
             eqn = producers[atom]
-            if eqn.primitive.name == "optimization_barrier":
-                atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
-            elif eqn.primitive.name == "attach":
-                atom = _attached_inputs(eqn)[eqn.outvars.index(atom)]
+            if eqn.primitive.name in ("attach", "optimization_barrier"):
+                atom = _returned_inputs(eqn)[eqn.outvars.index(atom)]
+                is_separate |= eqn.primitive.name == "optimization_barrier"
             elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
                 views.insert(0, eqn)
                 atom = eqn.invars[0] if eqn.invars else None
@@ -375,8 +374,8 @@ def _find_copied(jaxpr: Any) -> set[Any]:
         """The equations that use it, or a view of it."""
         found: list[Any] = []
         for eqn in users.get(atom, []):
-            if eqn.primitive.name == "attach":
-                pairs = zip(_attached_inputs(eqn), eqn.outvars, strict=True)
+            if eqn.primitive.name in ("attach", "optimization_barrier"):
+                pairs = zip(_returned_inputs(eqn), eqn.outvars, strict=True)
                 found += [use for given, out in pairs if given is atom for use in find_uses(out)]
             else:
                 found += find_uses(eqn.outvars[0]) if eqn.primitive.name in VIEWS else [eqn]
@@ -391,8 +390,8 @@ def _find_copied(jaxpr: Any) -> set[Any]:
     return results | {out for eqn in jaxpr.eqns for out in eqn.outvars if is_copied(out)}
 
 
-def _attached_inputs(eqn: Any) -> list[Any]:
-    """The arguments of an `attach` that it returns; it only gives them a derivative."""
+def _returned_inputs(eqn: Any) -> list[Any]:
+    """The last arguments of a barrier, which returns all of them, or of `attach`, which gives them a derivative."""
     return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
 
 

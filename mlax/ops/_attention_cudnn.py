@@ -18,7 +18,7 @@ from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
 def cudnn_attention(spec: ScoreSpec, plain: Callable[..., Any]) -> Callable[..., jax.Array]:
     """Attention of the primals (q, k, v, bias, sinks) and the consts `ScoreInputs`, as `plain` computes it.
 
-    cuDNN computes the forward and the backward pass in programs for NVIDIA GPUs. `plain` computes what of such a program
+    cuDNN computes the forward and the backward pass in programs for NVIDIA GPUs. `plain` computes what such a program
     runs on the CPU, and every other derivative, which cuDNN does not have.
     """
 
@@ -84,7 +84,7 @@ def _find_origins(arrays: Any, lengths: Any, spec: ScoreSpec) -> list[int | None
 
 
 def _zero_without_keys(x: jax.Array, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
-    """x (b, t, h, k) with zeros in rows without keys, for which cuDNN is called with one."""
+    """X (b, t, h, k) with zeros in rows without keys, for which cuDNN is called with one."""
     if consts.key_limit is None or spec.has_keys:
         return x
     return jnp.where((consts.key_limit > 0)[:, None, None, None], x, jnp.zeros_like(x))

@@ -154,7 +154,7 @@ def _with_optional(body: Callable[..., None], arrays: Any) -> Callable[..., None
 
 
 def _rows_linear(arrays: Any, *, parts: int, gelu: bool, interpret: bool) -> Any:
-    x, kernel, bias = arrays
+    x, kernel, _ = arrays
     (b, d), f = x.shape, kernel.shape[1]
     rows, depth = _largest_power(b, TILE_ROWS), _largest_power(d // parts, TILE_DEPTH)
     shape = jax.ShapeDtypeStruct((b, f), x.dtype) if parts == 1 else jax.ShapeDtypeStruct((parts, b, f), np.float32)

@@ -259,7 +259,11 @@ KERNELS = {
         (describe(1, D), describe(64, D), describe(64)),
         {"norm": (describe(D), describe(D)), "residual": describe(1, 64)},
     ),
-    "rows_linear": (functools.partial(ops.rows_linear, gelu=True), (describe(16, D), describe(D, 64), describe(64)), {}),
+    "rows_linear": (
+        functools.partial(ops.rows_linear, gelu=True),
+        (describe(16, D), describe(D, 64), describe(64)),
+        {},
+    ),
     "sum_and_norm": (
         ops.sum_and_norm,
         (describe(3, D), describe(D), describe(D), describe(2, 3, D, dtype="float32"), describe(D)),
