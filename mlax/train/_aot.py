@@ -25,8 +25,10 @@ MEMORY_ADVICE = (
 
 
 # XLA generates Triton kernels for each matrix product, and times them beside cuBLAS. On an H200 that takes most of a
-# cold compilation, and the steps of GPT-2 and ViT run as fast without, or faster: docs/design/cold-start.md.
+# cold compilation, and the steps of GPT-2 and ViT run as fast without, or faster; those of a small MLP and an LSTM,
+# whose products are short, are slower: docs/design/cold-start.md.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+MANY_FLOPS = 10**12  # of a program, from which on it is compiled with these options
 
 
 class RetraceError(TypeError, metaclass=Documented):
@@ -143,7 +145,7 @@ class CompiledFunction:
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
         constants = {name: value for name, value in after.items() if value == before.get(name)}
-        result = self._compile_lowered(lowered, compiler_options(args), in_background)
+        result = self._compile_lowered(lowered, compiler_options(traced, args), in_background)
         self._started[key] = Compilation(traced, result, constants, args)
 
     def _compile_lowered(
@@ -258,13 +260,16 @@ class CompiledFunction:
         )
 
 
-def compiler_options(args: Any) -> dict[str, Any]:
-    """`GPU_OPTIONS` on a GPU, unless the user has set one, or kernels are quantized: Triton reads those best."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "gpu" or any(name in flags for name in GPU_OPTIONS):
+def compiler_options(traced: jax.stages.Traced, args: Any) -> dict[str, Any]:
+    """`GPU_OPTIONS` for a large program on a GPU, unless the user has set one, or kernels are quantized.
+
+    Triton reads quantized kernels best.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() != "gpu" or any(name in given for name in GPU_OPTIONS):
         return {}
     is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(args[0]))
-    return {} if is_quantized else GPU_OPTIONS
+    return {} if is_quantized or flops(traced.jaxpr) < MANY_FLOPS else GPU_OPTIONS
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
