@@ -126,6 +126,8 @@ case $3 in
   vit) sleep 100 ;;
   lstm) mkdir {tmp_path}/tried 2> /dev/null && {{ echo RESOURCE_EXHAUSTED >&2; exit 1; }} ;;
 esac
+echo '{{"state": "built"}}'
+read line
 echo '{{"state": "first"}}'
 echo '{{"state": "ready"}}'
 [ $3 = mlp ] && exit 0
@@ -140,7 +142,7 @@ def test_a_program_that_fails_is_reported_with_its_reason_and_others_are_measure
     names = ("gpt2", "resnet50", "vit", "lstm", "mlp")
     jobs = [Job(work, Entry(TORCH)) for name in names for work in WORKS if work.name == name]
     measured = {each.job.work.name: each for each in Pool(fake_python, tmp_path, limit=1.0, gib=500).measure(jobs)}
-    assert measured["gpt2"].report["times"] == [0.5] and measured["gpt2"].seconds_to_first < 1
+    assert measured["gpt2"].report["times"] == [0.5] and measured["gpt2"].seconds_to_first < 5
     assert measured["lstm"].report["times"] == [0.5]  # tried again, alone
     reasons = {"resnet50": "ValueError: of the program", "vit": "took more than 1 s", "mlp": "it ended without a word"}
     assert {name: measured[name].reason for name in reasons} == reasons

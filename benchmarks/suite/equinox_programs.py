@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.suite.inputs import make_batch, make_weights
-from benchmarks.suite.jax_programs import ADAMW, attention, peak_memory, wait
+from benchmarks.suite.jax_device import peak_memory, wait
+from benchmarks.suite.jax_programs import ADAMW, attention
 
 __all__ = ["gpt2", "mlp", "peak_memory", "start", "wait"]
 KEY = jax.random.key(0)

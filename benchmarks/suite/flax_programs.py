@@ -8,7 +8,8 @@ import optax
 from flax import nnx
 
 from benchmarks.suite.inputs import make_batch, make_weights
-from benchmarks.suite.jax_programs import ADAMW, attention, peak_memory, wait
+from benchmarks.suite.jax_device import peak_memory, wait
+from benchmarks.suite.jax_programs import ADAMW, attention
 
 __all__ = ["gpt2", "lstm", "mlp", "peak_memory", "resnet", "start", "vit", "wait"]
 RNGS = nnx.Rngs(0)

@@ -8,17 +8,10 @@ import optax
 
 from benchmarks.suite import B1, B2, DECAY, EPS, RATE
 from benchmarks.suite.inputs import make_batch, make_decoder_weights, make_prompts, make_weights
+from benchmarks.suite.jax_device import peak_memory, wait
 
+__all__ = ["adamw", "decode", "gpt2", "lstm", "mlp", "peak_memory", "start", "wait"]
 ADAMW = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
-
-
-def wait(result):
-    return jax.block_until_ready(result)
-
-
-def peak_memory():
-    stats = jax.local_devices()[0].memory_stats()  # None on a CPU
-    return stats["peak_bytes_in_use"] if stats else 0
 
 
 def attention(dtype, odd=False):

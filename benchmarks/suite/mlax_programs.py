@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import mlax
 from benchmarks.suite import B1, B2, DECAY, EPS, RATE
 from benchmarks.suite.inputs import make_batch, make_decoder_weights, make_prompts, make_weights
-from benchmarks.suite.jax_programs import peak_memory, wait
+from benchmarks.suite.jax_device import peak_memory, wait
 from mlax import dtypes, nn, ops, optim, train, zoo
 
 __all__ = ["adamw", "decode", "gpt2", "lstm", "mlp", "peak_memory", "resnet", "start", "vit", "wait"]

@@ -1,6 +1,7 @@
 """Run entries in processes of their own: several start side by side, then each compiles and measures in its turn.
 
-Compilers time kernels to choose among them, so that nothing else may use the device meanwhile.
+XLA times kernels to choose among them, so that nothing else may use the device meanwhile. PyTorch leaves products to
+cuBLAS, and its programs compile side by side, before the others.
 
 A process of JAX takes the memory that its entry needs when it starts, and holds it until it has measured: a group is as
 large as the device's memory allows. Entries that measure the start of a process run alone, and so does, once more, what
@@ -83,8 +84,12 @@ class Pool(NamedTuple):
             workers = [_Worker(self, job, caches, gib or job.gib) for job in group]
             for worker in workers:
                 stack.callback(worker.stop)
+            ready = _compile_together([each for each in workers if each.job.entry.library == TORCH])
             for worker in workers:
-                yield worker.measure() if worker.wait_for("built") and worker.compile() else worker.fail()
+                is_ready = ready.get(worker.job.name)
+                if is_ready is None:
+                    is_ready = bool(worker.wait_for("built") and worker.compile())
+                yield worker.measure() if is_ready else worker.fail()
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Groups that fit, in order; small jobs come earlier, beside large ones that leave room."""
@@ -160,16 +165,16 @@ class _Worker:
 
     def compile(self) -> dict[str, Any]:
         """Its report when it is ready to measure; empty if it fails."""
-        self._go_on()
+        self.go_on()
         return self.wait_for("ready")
 
     def measure(self) -> Measurement:
-        self._go_on()
+        self.go_on()
         report = self.wait_for("done")
         self.stop()
         return Measurement(self.job, self.first, report) if report else self.fail()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it might have died meanwhile
             print("go", file=self.process.stdin, flush=True)
@@ -189,6 +194,15 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
             self.is_stopped = True
+
+
+def _compile_together(workers: Sequence[_Worker]) -> dict[str, bool]:
+    """Whether each is ready to measure, by the name of its job."""
+    built = {worker.job.name: bool(worker.wait_for("built")) for worker in workers}
+    for worker in workers:
+        if built[worker.job.name]:
+            worker.go_on()
+    return {name: built[name] and bool(worker.wait_for("ready")) for name, worker in zip(built, workers, strict=True)}
 
 
 def _find_reason(log: Path) -> str:

@@ -383,8 +383,8 @@ def _find_copied(jaxpr: Any) -> set[Any]:
 
     def is_copied(atom: Any) -> bool:
         uses = find_uses(atom)
-        opaque = [eqn for eqn in uses if eqn.primitive.name in OPAQUE]
-        return any(map(_calls_library, uses)) or (bool(opaque) and len(uses) > 1)
+        is_opaque = any(eqn.primitive.name in OPAQUE for eqn in uses)
+        return any(map(_calls_library, uses)) or (is_opaque and len(uses) > 1)
 
     results = {out for eqn in jaxpr.eqns if _calls_library(eqn) for out in eqn.outvars}
     return results | {out for eqn in jaxpr.eqns for out in eqn.outvars if is_copied(out)}

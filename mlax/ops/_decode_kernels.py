@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 # What is tuned here was measured on an H200 (docs/design/zoo.md).
-COLUMNS, NORM_COLUMNS = 8, 16  # of the product of one row that a program computes, without and with a norm before it
+COLUMNS = 8  # of the product of one row that a program computes
 PIECE = 64  # of that row, at most, that a tile reads: fewer than threads, or Triton passes it by shared memory
 ROW_TILE = {"slots": 128, "num_warps": 4, "num_stages": 3}  # of the cache that a program reads at once, with one row
 TILE = {"slots": 64, "num_warps": 2, "num_stages": 2}  # with many
@@ -183,9 +183,8 @@ def _product_body(refs: Any, y_ref: Any, *, parts: int, rows: int, depth: int, g
 
 
 def _fused_linear(arrays: Any, *, eps: float, gelu: bool, interpret: bool) -> Any:
-    x, kernel, _, norm, _ = arrays
-    f, others = kernel.shape[0], arrays[2:]
-    columns = _largest_power(f, COLUMNS if norm is None else NORM_COLUMNS)
+    x, kernel, *others = arrays
+    f, columns = kernel.shape[0], _largest_power(kernel.shape[0], COLUMNS)
     arrays = (x[0], kernel, *others)
     body = functools.partial(_linear_body, columns=columns, eps=eps, gelu=gelu, interpret=interpret)
     shape = jax.ShapeDtypeStruct((1, f), x.dtype)

@@ -29,6 +29,7 @@ CHUNK = 1024  # elements of a long row that are read at a time: 16 bytes for eac
 GELU_BLOCKS = 5  # for each multiprocessor, and for each chunk of columns
 GELU_SCALE, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of x + cube * x ** 3, in the form by a sigmoid
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
+FAR = 60.0  # difference of logits up to which sums of powers are in the range of float32
 
 
 def compute_capability(device: Any = None) -> float | None:
@@ -115,15 +116,38 @@ def norm_kernel(
 
     These two are (..., 1) in float32.
     """
+    return _normalize(x, scale, shift, None, eps, centered)[1:]
+
+
+def residual_norm_kernel(
+    x: Float[Array, "*n d"],
+    scale: Float[Array, " d"],
+    shift: Float[Array, " d"] | None,
+    bias: Float[Array, " d"] | None,
+    *,
+    eps: float,
+    centered: bool,
+) -> tuple[Array, Array, Array | None, Array]:
+    """`x + bias`, which is x itself without a bias, and the results of `norm_kernel`, in one pass over x."""
+    stream, *results = _normalize(x, scale, shift, bias, eps, centered)
+    return x if stream is None else stream, *results
+
+
+def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: bool) -> tuple[Any, Any, Any, Any]:
+    """`x + bias`, if there is a bias, y, the mean if `centered`, and the inverse deviation."""
     rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * _multiprocessors()
-    load = _row_loader(width)
+    load, has_stream = _row_loader(width), bias is not None
 
     def body(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        shift_ref, y_ref, mean_ref, factor_ref = _fill_gaps(refs, shift is not None, True, centered, True)
-        wide_scale, wide_shift = load(scale_ref), None if shift is None else load(shift_ref)
+        is_present = (shift is not None, has_stream, has_stream, True, centered, True)
+        shift_ref, bias_ref, stream_ref, y_ref, mean_ref, factor_ref = _fill_gaps(refs, *is_present)
+        wide_scale = load(scale_ref)
+        wide_shift, wide_bias = (None if ref is None else load(ref) for ref in (shift_ref, bias_ref))
 
         def normalize(row: Any, _: None) -> None:
             wide = load(x_ref.at[row])
+            if has_stream:
+                stream_ref[row] = (wide + wide_bias).astype(x.dtype)
             if centered:
                 mean_ref[row] = mean = jnp.sum(wide) / width
                 wide = wide - mean
@@ -133,16 +157,13 @@ def norm_kernel(
 
         _for_each_row(normalize, rows, blocks, None)
 
-    y, *statistics = _launch(
-        body,
-        [jax.ShapeDtypeStruct((rows, width), x.dtype), *[jax.ShapeDtypeStruct((rows,), np.float32)] * (1 + centered)],
-        (blocks,),
-        x.reshape(rows, width),
-        scale,
-        *([] if shift is None else [shift]),
-    )
-    mean, factor = _fill_gaps([each.reshape(*x.shape[:-1], 1) for each in statistics], centered, True)
-    return y.reshape(x.shape), mean, factor
+    row_type, statistic = jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((rows,), np.float32)
+    vectors = [each for each in (scale, shift, bias) if each is not None]
+    out_types = [row_type] * (1 + has_stream) + [statistic] * (1 + centered)
+    results = _launch(body, out_types, (blocks,), x.reshape(rows, width), *vectors)
+    stream, y, mean, factor = _fill_gaps(results, has_stream, True, centered, True)
+    mean, factor = (None if each is None else each.reshape(*x.shape[:-1], 1) for each in (mean, factor))
+    return None if stream is None else stream.reshape(x.shape), y.reshape(x.shape), mean, factor
 
 
 def norm_gradient_kernel(
@@ -264,32 +285,43 @@ def other_powers_kernel(
 
     Columns from `classes` on do not count.
     """
-    chunks, read_columns = classes // CHUNK, _column_reader(classes)
+    _, plgpu = _pallas()
+    chunks, read_columns, layout = classes // CHUNK, _column_reader(classes), _row_layout(CHUNK)
 
     def body(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
         row = lax.axis_index("block")
+        label = labels_ref[row]
 
         def read(start: Any, size: int) -> tuple[Any, Any]:
             """The logits, and 1 for each other class than the label."""
             x, column, is_class = read_columns(logits_ref.at[row], start, size)
-            return jnp.where(is_class, x, LOWEST), jnp.where(is_class & (column != labels_ref[row]), 1.0, 0.0)
+            is_other = column != label
+            if size == CHUNK:  # of classes alone
+                return jnp.maximum(x, LOWEST), jnp.where(is_other, 1.0, 0.0)
+            return jnp.where(is_class, jnp.maximum(x, LOWEST), LOWEST), jnp.where(is_class & is_other, 1.0, 0.0)
 
-        def add_chunk(index: Any, sums: Any) -> Any:
+        def add_chunk(index: Any, sums: Any, reference: Any) -> Any:
             """The largest logit and the sum of powers of each column of the chunks so far."""
-            top, others = sums
             x, is_other = read(index * CHUNK, CHUNK)
-            new = jnp.maximum(top, x)
-            return new, others * jnp.exp(top - new) + is_other * jnp.exp(x - new)
+            return jnp.maximum(sums[0], x), sums[1] + is_other * jnp.exp(x - reference)
 
-        tops, sums = lax.fori_loop(1, chunks, add_chunk, read(0, CHUNK))
-        top = jnp.max(tops)
-        others = jnp.sum(sums * jnp.exp(tops - top))
-        for start in range(chunks * CHUNK, classes, THREADS):
-            x, is_other = read(start, THREADS)
-            new = jnp.maximum(top, jnp.max(x))
-            others = others * jnp.exp(top - new) + jnp.sum(is_other * jnp.exp(x - new))
-            top = new
-        top_ref[row], others_ref[row] = top, others
+        def add_rest(top: Any, others: Any, reference: Any) -> tuple[Any, Any]:
+            for start in range(chunks * CHUNK, classes, THREADS):
+                x, is_other = read(start, THREADS)
+                top, others = jnp.maximum(top, jnp.max(x)), others + jnp.sum(is_other * jnp.exp(x - reference))
+            return top, others
+
+        def add_all(count: Any, reference: Any) -> tuple[Any, Any]:
+            start = tuple(plgpu.layout_cast(jnp.full(CHUNK, value, np.float32), layout) for value in (LOWEST, 0.0))
+            tops, sums = lax.fori_loop(0, count, lambda index, sums: add_chunk(index, sums, reference), start)
+            return add_rest(jnp.max(tops), jnp.sum(sums), reference)
+
+        # powers relative to the first chunk's largest logit, not to one that rises: half as many exponentials
+        reference = jnp.max(read(0, CHUNK)[0])
+        top, others = add_all(chunks, reference)
+        is_far = top - reference > FAR  # then the sum may have overflowed, and is computed again
+        _, again = add_all(jnp.where(is_far, chunks, 0), top)
+        top_ref[row], others_ref[row] = top, jnp.where(is_far, again, others * jnp.exp(reference - top))
 
     rows = logits.shape[0]
     statistic = jax.ShapeDtypeStruct((rows,), np.float32)

@@ -29,6 +29,7 @@ from mlax.ops._gpu import (
     on_gpu,
     prefers_norm_kernel,
     prefers_residual_norm_kernel,
+    residual_norm_kernel,
 )
 from mlax.ops._windows import axis_window_slices
 
@@ -293,16 +294,20 @@ def _residual_norm_rule(centered: bool, eps: float, dtype: Any) -> Any:
 
     def forward(primals: Any, consts: Any) -> tuple[tuple[Array, Array], tuple[Array | None, Array]]:
         x, scale, shift, bias = primals
-        x = lax.optimization_barrier(x)  # or XLA computes the addition that gives x again when it adds to the stream
-        kernel = functools.partial(norm_kernel, eps=eps, centered=centered)
-        y, center, factor = on_gpu(kernel, normalize, x, scale, shift)
-        return (_add_bias(x, bias), y), (center, factor)
+        if bias is None:  # then x is added to as well, for which XLA would compute the addition that gives it again
+            x = lax.optimization_barrier(x)
+        kernel = functools.partial(residual_norm_kernel, eps=eps, centered=centered)
+        stream, y, center, factor = on_gpu(kernel, normalize, x, scale, shift, bias)
+        return (stream, y), (center, factor)
 
-    def normalize(x: Array, scale: Array, shift: Array | None) -> tuple[Array, Array | None, Array]:
+    def normalize(
+        x: Array, scale: Array, shift: Array | None, bias: Array | None
+    ) -> tuple[Array, Array, Array | None, Array]:
+        stream = _add_bias(x, bias)
         if centered:
-            return layer_norm_forward(x, scale, shift, (x.ndim - 1,), eps, dtype)
+            return stream, *layer_norm_forward(x, scale, shift, (x.ndim - 1,), eps, dtype)
         y, factor = _rms_norm_forward(x, scale, (x.ndim - 1,), eps, dtype)
-        return y, None, factor
+        return stream, y, None, factor
 
     def backward(statistics: Any, primals: Any, consts: Any, cotangents: tuple[Array, Array]) -> Any:
         (x, scale, shift, bias), (stream_grad, dy) = primals, cotangents

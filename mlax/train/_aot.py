@@ -28,7 +28,7 @@ MEMORY_ADVICE = (
 # cold compilation, and the steps of GPT-2 and ViT run as fast without, or faster; those of a small MLP and an LSTM,
 # whose products are short, are slower: docs/design/cold-start.md.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-MANY_FLOPS = 10**12  # of a program, from which on it is compiled with these options
+LARGE = 3 * 10**7  # elements of the state, from which on a program is compiled with these options
 
 
 class RetraceError(TypeError, metaclass=Documented):
@@ -145,7 +145,7 @@ class CompiledFunction:
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
         constants = {name: value for name, value in after.items() if value == before.get(name)}
-        result = self._compile_lowered(lowered, compiler_options(traced, args), in_background)
+        result = self._compile_lowered(lowered, compiler_options(args), in_background)
         self._started[key] = Compilation(traced, result, constants, args)
 
     def _compile_lowered(
@@ -260,16 +260,16 @@ class CompiledFunction:
         )
 
 
-def compiler_options(traced: jax.stages.Traced, args: Any) -> dict[str, Any]:
-    """`GPU_OPTIONS` for a large program on a GPU, unless the user has set one, or kernels are quantized.
+def compiler_options(args: Any) -> dict[str, Any]:
+    """`GPU_OPTIONS` for a large state on a GPU, unless the user has set one, or kernels are quantized.
 
     Triton reads quantized kernels best.
     """
-    given = os.environ.get("XLA_FLAGS", "")
+    given, leaves = os.environ.get("XLA_FLAGS", ""), jax.tree.leaves(args[0])
     if jax.default_backend() != "gpu" or any(name in given for name in GPU_OPTIONS):
         return {}
-    is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(args[0]))
-    return {} if is_quantized or flops(traced.jaxpr) < MANY_FLOPS else GPU_OPTIONS
+    is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+    return {} if is_quantized or sum(leaf.size for leaf in leaves) < LARGE else GPU_OPTIONS
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:

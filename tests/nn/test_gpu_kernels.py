@@ -155,6 +155,21 @@ def test_the_loss_kernel_leaves_the_label_and_the_padding_out_of_the_sum(monkeyp
 
 
 @needs_mosaic
+def test_the_loss_kernel_takes_logits_of_any_range(monkeypatch):
+    interpret_kernels(monkeypatch)
+    classes, labels = 2257, jnp.zeros(5, "int32")
+    logits = 8 * draw(0, 5, 2304)
+    logits = logits.at[0, 1500].set(1000).at[1, 2200].set(3e38)  # far above the first chunk, in the second and the last
+    logits = logits.at[2, :1024].set(-jnp.inf).at[3, 5].set(500).at[4, 1300].set(jnp.nan)
+    top, others = GPU.other_powers_kernel(logits, labels, classes)
+    valid = np.asarray(logits[:4, :classes], np.float64)
+    np.testing.assert_array_equal(top[:4], valid.max(1))
+    reference = np.exp(valid[:, 1:] - valid.max(1, keepdims=True)).sum(1)
+    np.testing.assert_allclose(others[:4], reference, rtol=1e-5)
+    assert np.isnan(others[4])
+
+
+@needs_mosaic
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_the_gradient_kernel_writes_the_gradient_of_the_plain_form(monkeypatch, is_masked):
     interpret_kernels(monkeypatch)

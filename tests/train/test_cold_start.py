@@ -75,7 +75,7 @@ def test_a_large_step_on_a_gpu_times_no_triton_kernels_unless_the_user_says_so(
     given = []
     step = train.step(objective_of(MODEL), optim.SGD(0.1))
     if is_large:
-        monkeypatch.setattr(inspect.getmodule(type(step.aot)), "MANY_FLOPS", 0)
+        monkeypatch.setattr(inspect.getmodule(type(step.aot)), "LARGE", 0)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(stages.Lowered, "compile", lambda self, compiler_options=None: given.append(compiler_options))
@@ -88,7 +88,7 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
     step = train.step(objective_of(MODEL), optim.SGD(0.1))
     module = inspect.getmodule(type(step.aot))
     monkeypatch.setattr(module, "GPU_OPTIONS", {"xla_gpu_enable_time_travel": True})
-    monkeypatch.setattr(module, "MANY_FLOPS", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
     step.wait()
