@@ -12,9 +12,9 @@ steps.
     python benchmarks/loss_curves.py --depth 1 --width 64 --vocabulary 301 --batch 4 --length 32    # on a CPU
 
 It exits with an error if a curve leaves the noise. Typical, by the last command on 2 cores, JAX 0.10.2: the loss falls
-from 5.48 to 3.56; the means differ by at most 0.0014 with another rounding, and by 0.0002 with any form. On an H200, with
---batch 4 and JAX 0.11.2: from 10.88 to 9.33; by at most 0.20 with another rounding, and by 0.08 to 0.30 with each of the
-12 forms, kernels among them. At first all agree within 0.001; then so few tokens a step make training chaotic.
+from 5.48 to 3.56; the means differ by at most 0.0014 with another rounding, and by 0.0002 with any form. On an H200,
+with --batch 4 and JAX 0.11.2: from 10.88 to 9.33; by at most 0.20 with another rounding, and by 0.08 to 0.30 with each
+of the 12 forms, kernels among them. At first all agree within 0.001; then so few tokens a step make training chaotic.
 """
 
 import argparse

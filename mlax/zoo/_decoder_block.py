@@ -24,7 +24,7 @@ from mlax.core import (
 from mlax.zoo._gpt2 import GPT2, GPT2Block
 
 LINEARS = ("attend/qkv", "attend/out", "up", "down")
-WIDEST = 768  # that was measured with one row; the wider a block, the less of its time is the start of kernels
+WIDEST, MOST_ROWS = 768, 256  # that were measured; the larger both are, the less of the time is the start of kernels
 PROGRAMS = 128  # heads of all rows, from which on attention with a program for each has work for a whole GPU
 ALIGNMENT = 128  # of the vocabulary: products of an odd one are slower, or XLA pads the table, at each token
 
@@ -252,10 +252,10 @@ def find_obstacle(layer: Layer, rows: int) -> str | None:
         return f"the kernels are for blocks of GPT-2, not {type(layer).__name__}"
     if layer.width % 64 or layer.width // layer.heads not in (16, 32, 64, 128):
         return f"the kernels are not for a width of {layer.width} with {layer.heads} heads"
-    if rows == 1 and layer.width > WIDEST:
-        return f"the kernels for one row are not for a width of {layer.width}"
-    if rows > 1 and rows % 16:
-        return f"the kernels are for one row, or for a multiple of 16, not {rows}"
+    if layer.width > WIDEST:
+        return f"the kernels are for a width of at most {WIDEST}, not {layer.width}"
+    if rows > 1 and (rows % 16 or rows > MOST_ROWS):
+        return f"the kernels are for one row, or for a multiple of 16 up to {MOST_ROWS}, not {rows}"
     if rows > 1 and rows * layer.heads < PROGRAMS:
         return f"the kernels are for one row, or for {-(-PROGRAMS // layer.heads)} or more, not {rows}"
     parts: dict[str, Any] = {**parts_of(layer)}
