@@ -54,7 +54,7 @@ def layer_scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any,
         return outputs
 
     closed = jax.make_jaxpr(flat_step)(*_step_types(flat, counts[0]))
-    if closed.effects:
+    if closed.effects or length == 0:
         return lax.scan(step, carry, xs, length=length)
     run = _differentiable_scan(closed.jaxpr, counts, length)
     return out_tree.unflatten(run(*flat, *closed.consts))
@@ -76,11 +76,17 @@ def _differentiable_scan(jaxpr: Any, counts: tuple[int, int], length: int) -> Ca
 
     @jax.custom_jvp
     def run(*values: Any) -> list[Any]:
-        def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        # a loop over stacks, as in the rule below, not a scan: where a scan of it is batched, JAX gives the results of
+        # the rule the batch axes that those of the function have
+        def body(index: Any, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            carry, ys = state
+            x = [lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in values[carried:inputs]]
             outputs = step(*carry, *x, *values[inputs:])
-            return outputs[:carried], outputs[carried:]
+            pairs = zip(ys, outputs[carried:], strict=True)
+            return outputs[:carried], [lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in pairs]
 
-        carry, ys = lax.scan(body, list(values[:carried]), list(values[carried:inputs]), length=length)
+        empty = [lax.empty((length, *out.aval.shape), out.aval.dtype) for out in jaxpr.outvars[carried:]]
+        carry, ys = lax.fori_loop(0, length, body, (list(values[:carried]), empty))
         return [*carry, *ys]
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
@@ -133,7 +139,8 @@ class _LinearizedStep:
     def sources(self) -> "list[_Source]":
         """What each residual is computed from."""
         producers = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
-        return [_Source.find(atom, producers) for atom in self.jaxpr.outvars[self.outputs :]]
+        attached = _find_attached(self.jaxpr)
+        return [_Source.find(atom, producers, attached) for atom in self.jaxpr.outvars[self.outputs :]]
 
     @functools.cached_property
     def needed(self) -> list[Any]:
@@ -307,14 +314,16 @@ class _Source(NamedTuple):
     is_separate: bool  # behind an `optimization_barrier`, which keeps XLA from merging what takes it with other uses
 
     @classmethod
-    def find(cls, atom: Any, producers: dict[Any, Any]) -> "_Source":
+    def find(cls, atom: Any, producers: dict[Any, Any], attached: dict[Any, Any]) -> "_Source":
         views: list[Any] = []
         is_separate = False
-        while isinstance(atom, Var) and atom in producers:
+        while isinstance(atom, Var):
+            atom = attached.get(atom, atom)
+            if atom not in producers:
+                break
             eqn = producers[atom]
-            if eqn.primitive.name in ("attach", "optimization_barrier"):
-                atom = _returned_inputs(eqn)[eqn.outvars.index(atom)]
-                is_separate |= eqn.primitive.name == "optimization_barrier"
+            if eqn.primitive.name == "optimization_barrier":
+                atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
             elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
                 views.insert(0, eqn)
                 atom = eqn.invars[0] if eqn.invars else None
@@ -333,6 +342,13 @@ def _compute_residuals(sources: list[_Source], env: dict[Any, Any]) -> list[Any]
     values = [source.compute(env) for source in sources]
     separate = iter(lax.optimization_barrier([x for x, each in zip(values, sources, strict=True) if each.is_separate]))
     return [next(separate) if each.is_separate else x for x, each in zip(values, sources, strict=True)]
+
+
+def _find_attached(jaxpr: Any) -> dict[Any, Any]:
+    """What each `attach` returns for its last arguments: the same values, which have a derivative only there."""
+    attaches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "attach"]
+    pairs = [pair for eqn in attaches for pair in zip(_returned_inputs(eqn), eqn.outvars, strict=True)]
+    return {given: out for given, out in pairs if isinstance(given, Var) and not isinstance(out, DropVar)}
 
 
 def _find_users(jaxpr: Any) -> dict[Any, list[Any]]:
@@ -365,10 +381,10 @@ def _find_residual_products(jaxpr: Any) -> set[Any]:
 def _find_copied(jaxpr: Any) -> set[Any]:
     """What is copied into its stack while its users go on, since reading it from there would itself be a copy.
 
-    That are the operands and results of libraries such as cuDNN, which take no slice of a stack, and what several
+    These are the operands and results of libraries such as cuDNN, which take no slice of a stack, and what several
     operations use that XLA does not fuse with a slice, or one of them and a fusion.
     """
-    users = _find_users(jaxpr)
+    users, library_calls = _find_users(jaxpr), [eqn for eqn in jaxpr.eqns if _calls_library(eqn)]
 
     def find_uses(atom: Any) -> list[Any]:
         """The equations that use it, or a view of it."""
@@ -384,9 +400,10 @@ def _find_copied(jaxpr: Any) -> set[Any]:
     def is_copied(atom: Any) -> bool:
         uses = find_uses(atom)
         is_opaque = any(eqn.primitive.name in OPAQUE for eqn in uses)
-        return any(map(_calls_library, uses)) or (is_opaque and len(uses) > 1)
+        return any(use is call for use in uses for call in library_calls) or (is_opaque and len(uses) > 1)
 
-    results = {out for eqn in jaxpr.eqns if _calls_library(eqn) for out in eqn.outvars}
+    attached = _find_attached(jaxpr)
+    results = {attached.get(out, out) for call in library_calls for out in call.outvars}
     return results | {out for eqn in jaxpr.eqns for out in eqn.outvars if is_copied(out)}
 
 

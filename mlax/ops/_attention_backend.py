@@ -135,6 +135,8 @@ def _cudnn_obstacle(
         return f"it does not support {' or '.join(present)}"
     if spec.window is not None and not spec.causal:
         return "its window looks back only, and this attention is not causal"
+    if spec.window is not None and lengths is not None:
+        return "it does not support a window with lengths, behind which a query has no key"
     # for any other shape it would silently return no gradient of the bias
     if bias is not None and (bias.shape != (1, h, t, s) or t % 2 or s % 2 or capability < 9.0):
         return (

@@ -84,7 +84,7 @@ def _find_origins(arrays: Any, lengths: Any, spec: ScoreSpec) -> list[int | None
 
 
 def _zero_without_keys(x: jax.Array, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
-    """X (b, t, h, k) with zeros in rows without keys, for which cuDNN is called with one."""
+    """Zeros in the rows of x (b, t, h, k) that have no keys, for which cuDNN is called with one."""
     if consts.key_limit is None or spec.has_keys:
         return x
     return jnp.where((consts.key_limit > 0)[:, None, None, None], x, jnp.zeros_like(x))
@@ -97,15 +97,14 @@ def fused_attention(
 
     Odd times are padded, since JAX refuses them.
     """
-    (b, t), s = q.shape[:2], k.shape[1]
-    query_lengths = None
+    t, s, query_lengths = q.shape[1], k.shape[1], None
     if lengths is not None:
         lengths = jnp.maximum(lengths, 1)  # cuDNN gives NaN for a row without keys
     if t % 2 or s % 2:
         q = _pad_time(q, t % 2)
         k, v = (_pad_time(x, s % 2) for x in (k, v))
-        query_lengths = jnp.full(b, t, np.int32)
-        lengths = jnp.full(b, s, np.int32) if lengths is None else lengths
+        query_lengths = _fill_rows(q, t)
+        lengths = _fill_rows(q, s) if lengths is None else lengths
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -118,6 +117,15 @@ def fused_attention(
         local_window_size=None if spec.window is None else (spec.window - 1, 0),
         implementation="cudnn",
     )[:, :t]
+
+
+def _fill_rows(x: jax.Array, value: int) -> jax.Array:
+    """The value for each row of x; before JAX 0.11, which batches cuDNN only if all arguments are, a function of x."""
+    values = jnp.full(x.shape[0], value, np.int32)
+    if jax.__version_info__ >= (0, 11):
+        return values
+    is_never = lax.lt(x[:, 0, 0, 0], x[:, 0, 0, 0])
+    return lax.select(is_never, values + 1, values)
 
 
 def _pad_time(x: jax.Array, more: int) -> jax.Array:
@@ -137,7 +145,7 @@ def _vmap_kernel(kernel: Callable[..., Any], *, is_parallel: bool) -> Callable[.
             return x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
 
         arguments = jax.tree.map(broadcast, arguments, tuple(is_batched))
-        y = jax.vmap(kernel)(*arguments) if is_parallel else lax.map(lambda each: kernel(*each), arguments)
+        y = jax.vmap(kernel)(*arguments) if is_parallel else lax.map(lambda each: batched(*each), arguments)
         return y, jax.tree.map(lambda _: True, y)
 
     return batched

@@ -104,7 +104,8 @@ def decode_attention(
 
     Its queries, keys and values are qkv (b, (h + 2 g) k), or the partial sums (p, b, (h + 2 g) k) of a product with
     its `bias`. y is (b, h k), and the caches (b, g, s, k) are updated in place, at the slot `count` (b,), or (1,) for
-    all rows. Only slots that are filled are read. A token without a slot gives NaN. The softmax is in float32.
+    all rows. Only slots that are filled are read. A token without a slot gives NaN, and is not stored. The softmax is
+    in float32.
     """
     return _call(_decode_attention, (qkv, keys, values, count, bias), heads=heads, scale=scale, interpret=interpret)
 
@@ -327,11 +328,10 @@ def _attention_body(
     y = jnp.sum(y / total[:, None], axis=0) / QUERIES
     y_ref[row, pl.ds(head * width, width)] = y.astype(y_ref.dtype)
 
-    @pl.when(head % (heads // groups) == 0)
+    @pl.when((head % (heads // groups) == 0) & (count < capacity))
     def _() -> None:
-        slot = jnp.minimum(count, capacity - 1)
-        new_keys_ref[row, group, slot, :] = key.astype(new_keys_ref.dtype)
-        new_values_ref[row, group, slot, :] = value.astype(new_values_ref.dtype)
+        new_keys_ref[row, group, count, :] = key.astype(new_keys_ref.dtype)
+        new_values_ref[row, group, count, :] = value.astype(new_values_ref.dtype)
 
 
 def _gelu(x: Any) -> Any:

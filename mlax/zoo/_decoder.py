@@ -121,11 +121,11 @@ def prepare_decoder(
 def decoding_backend(model: Layer, trainables: Tree, *, batch: int = 1, length: int = 1024) -> str:
     """The backend that computes a token of each row in `zoo.generate`, and why: "pallas: ..." or "xla: ...".
 
-    "pallas" is for blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as `dtypes.mixed_bfloat16`
-    makes them, on one NVIDIA GPU of Hopper (H100, H200), with one row, or a multiple of 16 up to 256 whose heads fill a
-    GPU: five or seven kernels a block, of which attention reads the filled slots of the cache alone. "xla" is for
-    everything else, also what the kernels refuse to compile. `batch` is the number of rows, `length` the capacity of
-    the cache.
+    "pallas" is for blocks of GPT-2 up to a width of 768, in bfloat16 with float32 statistics, as
+    `dtypes.mixed_bfloat16` makes them, on one NVIDIA GPU of Hopper (H100, H200), with one row, or a multiple of 16 up
+    to 256 whose heads fill a GPU: five or seven kernels a block, of which attention reads the filled slots of the cache
+    alone. "xla" is for everything else, also what the kernels refuse to compile. `batch` is the number of rows,
+    `length` the capacity of the cache.
 
     >>> model = zoo.GPT2(vocabulary=50, positions=16, width=8, depth=2, heads=2)
     >>> trainables, _ = model.init(jax.random.key(0), model.example_input())

@@ -10,7 +10,7 @@ from jax import lax
 
 import mlax
 from mlax import nn
-from mlax._jax import layer_scan, prefers_layer_scan
+from mlax._jax import layer_scan, prefers_layer_scan, with_vjp
 from tests.arrays import normal
 from tests.layers import Block
 
@@ -84,6 +84,43 @@ def test_the_scan_of_layers_has_the_values_and_derivatives_of_a_scan(name):
 def test_a_product_that_is_a_residual_of_a_gate_is_stored():
     expected, found = (gradient(functools.partial(run_gated, scan))(X, W, B, SCALE) for scan in (lax.scan, layer_scan))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("name", ["gradient", "Hessian-vector product", "gradient of a gradient"])
+def test_a_function_with_a_hand_written_gradient_keeps_all_derivatives(name):
+    sine = with_vjp(lambda x, _: jnp.sin(x), lambda x, _: (jnp.sin(x), jnp.cos(x)), lambda cos, x, _, grad: grad * cos)
+
+    def run(scan, x, w, b, scale):
+        return scan(lambda x, w: (sine(x @ w) * x + sine(x) @ w, None), x, w, length=LAYERS)[0].sum() * scale
+
+    expected, found = (
+        jax.jit(DERIVATIVES[name](functools.partial(run, scan)))(X, W, B, SCALE) for scan in (lax.scan, layer_scan)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_the_gradient_of_a_batched_scan_of_scans_of_layers_is_that_of_scans():
+    def loss(scan, scale):
+        def step(x, k):
+            z, ys = scan(lambda x, w: (jnp.tanh(x * w), x), x * scale, jnp.stack([k, k]), length=2)
+            return z * ys.sum(), x
+
+        return lax.scan(step, 0.5, jnp.array([0.3, 0.9, 1.4]))[0]
+
+    for number in (2, 3):  # as many as the scan has steps, and others
+        scales = jnp.linspace(0.5, 1.5, number)
+        expected, found = (
+            jax.grad(lambda scales, scan=scan: jax.vmap(functools.partial(loss, scan))(scales).sum())(scales)
+            for scan in (lax.scan, layer_scan)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_scan_of_no_layers_has_a_gradient():
+    loss = lambda x, w: layer_scan(lambda x, w: (x * w, None), x, w, length=0)[0].sum()  # noqa: E731
+    grads = jax.grad(loss, (0, 1))(jnp.ones(2), jnp.ones((0, 2)))
+    np.testing.assert_array_equal(grads[0], jnp.ones(2))
+    assert grads[1].shape == (0, 2)
 
 
 def test_outputs_that_are_not_differentiable_are_those_of_a_scan():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from mlax import ops
 from tests.arrays import normal, normals
@@ -116,6 +117,12 @@ def fused(monkeypatch):
         return reverse_only(jnp.where(has_keys, y, jnp.nan))
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    choose = lax.platform_dependent
+
+    def choose_gpu(*args, **forms):
+        return forms["cuda"](*args) if "cuda" in forms else choose(*args, **forms)
+
+    monkeypatch.setattr(lax, "platform_dependent", choose_gpu)
     spec = ops.ScoreSpec(scale=0.5, causal=True)
     return ops.cudnn_attention(spec, lambda primals, consts: form(primals, consts, spec))
 
@@ -146,6 +153,21 @@ def test_the_fused_form_takes_odd_times_and_has_every_derivative_and_vmap(fused,
     # only the queries have the axis, and it is the last one
     each = lambda loss: jax.jit(jax.vmap(jax.grad(lambda q: loss((q, *at[1:]))), -1))(jnp.stack([q, q + 1], -1))  # noqa: E731
     assert_close_to_scale(*both(each))
+
+
+def test_lengths_that_are_known_to_be_positive_leave_out_the_zeros_of_rows_without_keys(fused):
+    q, k, v = normals((2, 4, 4, 2), (2, 6, 2, 2), (2, 6, 2, 2))
+    spec = ops.ScoreSpec(scale=0.5, causal=True, has_keys=True)
+    known = ops.cudnn_attention(spec, functools.partial(form, spec=spec))
+
+    def run(attend, lengths):
+        consts = ops.ScoreInputs(*[jnp.zeros((1, 1), jnp.int32)] * 3, key_limit=lengths)
+        return jax.grad(lambda x: (attend((*x, None, None), consts) ** 2).sum())((q, k, v))
+
+    lengths = np.array([2, 6], np.int32)
+    assert_close_to_scale(run(known, lengths), run(fused, lengths))
+    texts = [str(jax.make_jaxpr(functools.partial(run, attend))(lengths)) for attend in (known, fused)]
+    assert texts[0].count("select_n") < texts[1].count("select_n")
 
 
 def test_what_cudnn_refuses_is_computed_by_another_backend_that_names_the_reason(monkeypatch):
@@ -206,6 +228,7 @@ def test_attention_backend_names_the_backend_and_the_reason(monkeypatch):
     assert "but not float32" in named(*small, dtype=jnp.float32)
     assert "up to 256 but not 260" in named(2, 128, 4, 260) and "but not 60" in named(2, 128, 4, 60)
     assert "looks back only" in named(*small, window=7)
+    assert "a window with lengths" in named(*small, causal=True, window=7, lengths=jnp.ones(2))
     assert "does not support a mask or a soft cap" in named(*small, mask=even, softcap=2.0)
     assert "it supports a bias of the shape" in named(*small, bias=jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16))
     monkeypatch.setattr(inspect.getmodule(ops.attention_backend), "compute_capability", lambda: 8.0)
