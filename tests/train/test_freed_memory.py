@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 @jax.jit
 def function(x):
-    return jnp.sin(x @ x.T).sum()  # of 64 MiB
+    y = jnp.sin(x @ x.T)  # of 64 MiB
+    return (y @ x).sum() + (y.T @ x).sum()  # both products read it from memory
 
 x = jnp.ones((4096, 8))
 faults = []
