@@ -92,7 +92,7 @@ def residual_layer_norm(
     check_is_dtype("residual_layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
-    if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
+    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
         return _residual_norm_rule(True, eps, dtype)(vary_alike(x, scale, shift, bias))
     return _add_bias(x, bias), layer_norm(x, scale, shift, axes=axes, eps=eps, accum_dtype=accum_dtype)
 
@@ -111,7 +111,7 @@ def residual_rms_norm(
     check_is_dtype("residual_rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
     dtype = jnp.dtype(accum_dtype or x.dtype)
-    if prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
+    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
         scale = _offset(scale, scale_offset, dtype)
         return _residual_norm_rule(False, eps, dtype)(vary_alike(x, scale, None, bias))
     options: Any = {"axes": axes, "eps": eps, "scale_offset": scale_offset, "accum_dtype": accum_dtype}
@@ -379,6 +379,10 @@ def scale_and_shift(x: Array, scale: Array | None, shift: Array | None) -> Array
     if shift is not None:
         x = x + expand_last(lax.convert_element_type(shift, x.dtype), x)
     return x
+
+
+def _is_row(bias: Array | None, x: Array) -> bool:
+    return bias is None or bias.shape == x.shape[-1:]
 
 
 def _add_bias(x: Array, bias: Array | None) -> Array:
