@@ -78,6 +78,8 @@ def test_a_product_of_rows_has_a_bias_and_gelu_or_is_divided_into_parts(rows, pa
     else:
         assert y.shape == (parts, rows, 96) and y.dtype == jnp.float32
         np.testing.assert_allclose(y.sum(0), product, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="adds the bias and applies GELU"):
+            ops.rows_linear(x, kernel, bias, parts=parts)
 
 
 def test_products_of_few_rows_are_divided_to_fill_a_gpu():
