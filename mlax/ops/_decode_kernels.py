@@ -56,8 +56,8 @@ def rows_linear(
 ) -> Any:
     """`gelu(x @ kernel + bias)` in one kernel, of x (b, d) and the kernel (d, f), in the dtype of x.
 
-    Divided into several `parts` of d, it gives their sums (parts, b, f) in float32, without bias and GELU; `split_depth`
-    is how many parts are fastest. b is a multiple of 16, f of 32, and d of 16 in each part.
+    Divided into several `parts` of d, it gives their sums (parts, b, f) in float32, without bias and GELU, and
+    `split_depth` is how many parts are fastest. b is a multiple of 16, f of 32, and d of 16 in each part.
     """
     if parts > 1 and (bias is not None or gelu):
         raise ValueError(f"rows_linear: with parts={parts} whatever sums the parts adds the bias and applies GELU.")
