@@ -84,7 +84,7 @@ def _find_origins(arrays: Any, lengths: Any, spec: ScoreSpec) -> list[int | None
 
 
 def _zero_without_keys(x: jax.Array, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:
-    """Zeros in the rows of x (b, t, h, k) that have no keys, for which cuDNN is called with one."""
+    """`x` (b, t, h, k), but 0 in rows without keys, for which cuDNN is called with one."""
     if consts.key_limit is None or spec.has_keys:
         return x
     return jnp.where((consts.key_limit > 0)[:, None, None, None], x, jnp.zeros_like(x))

@@ -26,7 +26,7 @@ ROW_TILE = {"slots": 128, "num_warps": 4, "num_stages": 3}  # of the cache that 
 TILE = {"slots": 64, "num_warps": 2, "num_stages": 2}  # with many
 QUERIES = 16  # rows of a tensor core: all are the one query
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 32, 128  # of a product of many rows
-PROGRAMS = 96  # that such a product is divided into, at least, if its depth allows: most of a GPU's multiprocessors
+TILES = 96  # that such a product is divided into, at least, if its depth allows: for most of the multiprocessors
 LOW = -1e30  # the score of an empty slot
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -67,7 +67,7 @@ def rows_linear(
 def split_depth(rows: int, d: int, f: int) -> int:
     """The parts of d into which to divide a product of few rows, so that it has work for a whole GPU."""
     tiles, parts = -(-rows // TILE_ROWS) * (f // TILE_COLUMNS), 1
-    while parts * tiles < PROGRAMS and d % (2 * parts * 64) == 0:
+    while parts * tiles < TILES and d % (2 * parts * 64) == 0:
         parts *= 2
     return parts
 
