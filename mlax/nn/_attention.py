@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

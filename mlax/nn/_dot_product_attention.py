@@ -23,10 +23,10 @@ class Attention(Layer):
     """Scaled dot-product attention, as `ops.attention`: MultiHeadAttention without its projections.
 
     A dict of query (b, t, h, k), key (b, s, g, k) and value (b, s, g, w) to (b, t, h, w), in their dtype. It may also
-    hold segments (b, t) and source_segments (b, s), lengths (b,) or (), query_positions (t,) or (b, t) with key_positions
-    (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights
-    to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s), those before
-    dropout, all of which are then in memory.
+    hold segments (b, t) and source_segments (b, s), lengths (b,) or (), query_positions (t,) or (b, t) with
+    key_positions (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout`
+    sets weights to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s),
+    those before dropout, all of which are then in memory.
 
     >>> q, k = jnp.ones((8, 20, 4, 16)), jnp.ones((8, 30, 4, 16))
     >>> nn.Attention().fwd({"query": q, "key": k, "value": k}, None)[0].shape
