@@ -20,7 +20,6 @@ from mlax._jax._memory import is_on_host
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
 BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
-GRAD_BARRIER = False
 OPAQUE = frozenset({"dot_general", "cond"})  # what XLA does not fuse with other operations on a slice of a stack
 
 
@@ -300,8 +299,7 @@ class _LinearScan(NamedTuple):
             dys = [_read(stack, index) for stack in cotangents[len(carry) :]]
             found = jax.linear_transpose(push, *carry, *slices, *consts)([*grads, *dys])
             # behind a barrier, or a product that writes into its stack is neither autotuned nor has a workspace
-            parts = lax.optimization_barrier(found[len(carry) : split]) if GRAD_BARRIER else found[len(carry) : split]
-            pairs = zip(x_grads, parts, strict=True)
+            pairs = zip(x_grads, lax.optimization_barrier(list(found[len(carry) : split])), strict=True)
             x_grads = [lax.dynamic_update_index_in_dim(stack, grad, index, 0) for stack, grad in pairs]
             return list(found[: len(carry)]), list(map(lax.add, sums, found[split:])), x_grads
 
