@@ -92,12 +92,12 @@ def measure_all(sizes: list[tuple[str, int]]) -> dict[tuple[str, int], Point]:
 
 
 def measure(size: tuple[str, int]) -> Point:
-    number, step, compiled, arguments, seconds = compile_step(size)
-    return Point(number, time_step(step, compiled, arguments), memory(compiled), seconds)
+    number, step, shapes, seconds = compile_step(size)
+    return Point(number, time_step(step, shapes), memory(step), seconds)
 
 
-def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, Any, float]:
-    """The value of the axis, the step, its executable, shapes of variables and tokens, the seconds of compilation."""
+def compile_step(size: tuple[str, int]) -> tuple[int, train.Step, Any, float]:
+    """The value of the axis, the compiled step, shapes of its variables and tokens, the seconds of compilation."""
     (axis, _, mode), numbers = size[0].partition(", "), dict(BASE)
     numbers[axis] *= size[1]
     model = make_model(numbers, "unroll" if mode == "unrolled" else "scan")
@@ -111,8 +111,8 @@ def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, Any, float]:
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
     state = jax.eval_shape(step.init, jax.random.key(1), *variables)
     start = CLOCK()
-    compiled = step.aot.compile(state, tokens)
-    return numbers[axis], step, compiled, (variables, tokens), CLOCK() - start
+    step.compile(state, tokens)
+    return numbers[axis], step, (variables, tokens), CLOCK() - start
 
 
 def make_model(numbers: dict[str, int], mode: str) -> Any:
@@ -127,17 +127,19 @@ def make_model(numbers: dict[str, int], mode: str) -> Any:
     return dtypes.mixed_bfloat16(model) if IS_GPU else model
 
 
-def memory(compiled: Any) -> float:
-    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+def memory(step: train.Step) -> float:
+    _, compiled = step.aot.stages()
+    analysis: Any = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes / 2**20
 
 
-def time_step(step: Any, compiled: Any, shapes: Any) -> float:
+def time_step(step: train.Step, shapes: Any) -> float:
     """The milliseconds of a step, the median of several, with random weights: zeros take a GPU less power and time."""
     variables, tokens = jax.tree.map(fill, shapes)
     state, times = step.init(jax.random.key(0), *variables), []
     for _ in range(CALLS + 1):
         start = CLOCK()
-        state, metrics = compiled(state, tokens)
+        state, metrics = step(state, tokens)
         jax.block_until_ready(metrics)
         times.append((CLOCK() - start) * 1e3)
     return statistics.median(times[1:])

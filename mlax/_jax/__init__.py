@@ -37,9 +37,11 @@ from mlax._jax._random import (
     fold_in,
     is_abstract_key,
     is_typed_key,
+    key_data,
     name_hash,
     named_key,
     sample,
+    wrap_key_data,
 )
 from mlax._jax._reductions import (
     broadcast_like,
@@ -107,6 +109,7 @@ __all__ = [
     "is_typed_key",
     "is_unsharded_cpu",
     "is_workaround",
+    "key_data",
     "layer_path",
     "layer_scan",
     "leaves_with_paths",
@@ -147,5 +150,6 @@ __all__ = [
     "with_jvps",
     "with_vjp",
     "with_weak_type",
+    "wrap_key_data",
     "write_slice",
 ]

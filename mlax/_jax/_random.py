@@ -95,6 +95,21 @@ def is_typed_key(value: Any) -> bool:
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+def key_data(rng: Any) -> Any:
+    """The data of a key, or its shape."""
+    is_shape = isinstance(rng, jax.ShapeDtypeStruct)
+    return jax.eval_shape(jax.random.key_data, rng) if is_shape else jax.random.key_data(rng)
+
+
+def wrap_key_data(data: jax.Array, *, like: Any) -> jax.Array:
+    """The key with this data, of the kind of another key, or of its shape; a legacy uint32 key is its own data."""
+    if not is_typed_key(like):
+        return data
+    kinds: list[Any] = []
+    jax.eval_shape(lambda rng: kinds.append(jax.random.key_impl(rng)), like)
+    return jax.random.wrap_key_data(data, impl=kinds[0])
+
+
 def _is_seekable(rng: jax.Array) -> bool:
     """Whether `rng` is one concrete key of a generator that can start at any position."""
     return (

@@ -164,7 +164,7 @@ class MultiHeadAttention(Composite):
         layer, trainables = layer._project_jointly(x, trainables)
         return Composite.fwd(layer, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
 
-    def _fold_biases(self, x: Any, trainables: Any, inference_mode: Any) -> tuple[Self, Any]:
+    def _fold_biases(self, x: Any, trainables: Any, inference_mode: Any) -> tuple[Any, Any]:
         """On a GPU, where each bias is a pass over memory, the same function without those that act elsewhere.
 
         The bias of the keys changes all scores of a query alike, which a softmax ignores. That of the values changes
@@ -192,7 +192,7 @@ class MultiHeadAttention(Composite):
             edits |= {"value": with_fields(parts["value"], bias=False), "out": with_fields(parts["out"], bias=True)}
         return self.with_parts(edits) if edits else self, own
 
-    def _project_jointly(self, x: Any, trainables: Any) -> tuple[Self, Any]:
+    def _project_jointly(self, x: Any, trainables: Any) -> tuple[Any, Any]:
         """On a GPU, the same function with queries, keys and values by `ops.linears`, for the sake of its gradients."""
         inputs, parts, names = self._named_inputs(x), parts_of(self), ("query", "key", "value")
         if inputs.keys() & {"source", "value_source"} or not all(_multiplies_alone(parts.get(name)) for name in names):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlax._jax import leaves_with_paths
+from mlax._jax import key_data, leaves_with_paths, wrap_key_data
 from mlax.core import Documented, check_not_donated, signature
 from mlax.inspect import flops, format_bytes, free_bytes
 from mlax.place import NotEnoughMemory, Plan, check_shardings, warn_unless_parallelized
@@ -28,8 +28,11 @@ MEMORY_ADVICE = (
 # XLA generates Triton kernels for each matrix product, and times them beside cuBLAS. On an H200 that takes most of a
 # cold compilation, and the steps of GPT-2 and ViT run as fast without, or faster; those of a small MLP and an LSTM,
 # whose products are short, are slower: docs/design/cold-start.md.
-GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-LARGE = 3 * 10**7  # elements of the state, from which on a program is compiled with these options
+LARGE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# Kernels of a small step take less time than their launches, so that independent ones should run side by side: 20 steps
+# of that MLP take 50 µs each instead of 55. A large step would hold more memory.
+LOOP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+LARGE = 3 * 10**7  # elements of a state, from which on it is large
 
 
 class RetraceError(TypeError, metaclass=Documented):
@@ -51,6 +54,10 @@ class CompiledFunction:
     Calls are as fast as under `jax.jit`. An argument of another shape, dtype, structure or sharding raises an error
     that names it, where `jax.jit` would silently recompile. With a `plan`, the function is traced over the plan's mesh,
     and its last argument is a batch sharded as the plan specifies.
+
+    With `keeps_key`, the first argument and the first result are states with the same key `rng`, which is not donated.
+    The executable takes the data of the key: a typed key would keep JAX from its fast path for calls, which costs 24 µs
+    on a GPU.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class CompiledFunction:
         stacked: bool = False,
         owner: str = "step",
         objective: Callable[..., Any] | None = None,
+        keeps_key: bool = False,
     ):
         if compilations < 1:
             raise ValueError(f"compilations is {compilations}, but must be at least 1.")
@@ -74,27 +82,44 @@ class CompiledFunction:
         self.plan = plan
         self.owner = owner  # the function's name, for errors
         self.objective = objective  # that `function` calls; what it refers to is compiled as constants
+        self.keeps_key = keeps_key
         self.stacked = stacked  # batches have a leading axis that the plan does not know of
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         self._traced: dict[Any, jax.stages.Traced] = {}
         self._started: dict[Any, Compilation] = {}
         self._signatures: list[dict[str, str]] = []
         self._only: jax.stages.Compiled | None = None
+        self._key: Any = None  # of the last call
+        self._key_data: Any = None
         self._constants: Fingerprint = {}  # what the objective referred to when it was compiled
 
     def __call__(self, *args: Any) -> Any:
         run = self.compile(*args) if self._only is None else self._only
         try:
-            return run(*args)
+            if not self.keeps_key:
+                return run(*args)
+            state, result = run(*self._unwrap_key(args))
+            return state._replace(rng=args[0].rng), result
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, run, args)
             raise
+
+    def _unwrap_key(self, args: Any) -> tuple[Any, ...]:
+        """The arguments with the data of the key of the state after it."""
+        state, *others = args
+        if state.rng is not self._key:  # of the first call, or of a state that another step made
+            if self._key is not None and state.rng.dtype != self._key.dtype:
+                raise TypeError("the key is of another kind")
+            self._key, self._key_data = state.rng, key_data(state.rng)
+        return state._replace(rng=None), self._key_data, *others
 
     def _explain(self, error: Exception, run: jax.stages.Compiled, args: Any) -> None:
         """Raise a better error, which keeps this one as its cause, or add a note to it."""
         named, text = dict(zip(self.names, args, strict=True)), str(error)
         if "Disallowed" in text:  # by jax.transfer_guard, which does not know the path of the leaf
             shardings, _ = run.input_shardings
+            if self.keeps_key:
+                named["state"], shardings = args[0]._replace(rng=None), (shardings[0], *shardings[2:])
             check_shardings(named, dict(zip(self.names, shardings, strict=True)))
         elif "RESOURCE_EXHAUSTED" in text:
             error.add_note(f"What was donated is lost: resume from the last checkpoint. {MEMORY_ADVICE}")
@@ -141,12 +166,13 @@ class CompiledFunction:
             raise RetraceError(self._describe_change(args))
         self.check_constants(self.owner)
         before = self._describe_constants()
+        given = self._unwrap_key(args) if self.keeps_key else args
         with self._on_mesh(), pause_garbage_collection():
-            traced = self._jit(args).trace(*args)
+            traced = self._jit(given).trace(*given)
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
         constants = {name: value for name, value in after.items() if value == before.get(name)}
-        result = self._compile_lowered(lowered, compiler_options(args), in_background)
+        result = self._compile_lowered(lowered, compiler_options(args, is_loop=self.stacked), in_background)
         self._started[key] = Compilation(traced, result, constants, args)
 
     def _compile_lowered(
@@ -226,14 +252,23 @@ class CompiledFunction:
     def _jit(self, args: Any) -> Any:
         donated = 0 if self.donate else ()
         out = self._out_shardings(args)
+        function = self._with_key_data() if self.keeps_key else self.function
         if self.plan is None:
-            return jax.jit(self.function, donate_argnums=donated, out_shardings=out)
+            return jax.jit(function, donate_argnums=donated, out_shardings=out)
         *others, batch = args
         shardings = [jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), other) for other in others]
         batch_shardings = self.plan.batch_shardings(batch, stacked=self.stacked)
-        return jax.jit(
-            self.function, donate_argnums=donated, in_shardings=(*shardings, batch_shardings), out_shardings=out
-        )
+        return jax.jit(function, donate_argnums=donated, in_shardings=(*shardings, batch_shardings), out_shardings=out)
+
+    def _with_key_data(self) -> Callable[..., tuple[Any, Any]]:
+        """The function of what `_unwrap_key` returns."""
+
+        def call(state: Any, rng: jax.Array, *others: Any) -> tuple[Any, Any]:
+            new, result = self.function(state._replace(rng=wrap_key_data(rng, like=self._key)), *others)
+            return new._replace(rng=None), result
+
+        call.__name__ = self.function.__name__  # which profiles show
+        return call
 
     def _out_shardings(self, args: Any) -> Any:
         """The first result is sharded like the donated argument, if that was placed explicitly."""
@@ -273,16 +308,22 @@ def pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def compiler_options(args: Any) -> dict[str, Any]:
-    """`GPU_OPTIONS` for a large state on a GPU, unless the user has set one, or kernels are quantized.
+def compiler_options(args: Any, *, is_loop: bool = False) -> dict[str, Any]:
+    """The options of XLA for a step, or several in a loop, on a GPU, unless the user has set one in XLA_FLAGS.
 
-    Triton reads quantized kernels best.
+    Quantized kernels have none: Triton reads them best.
     """
-    given, leaves = os.environ.get("XLA_FLAGS", ""), jax.tree.leaves(args[0])
-    if jax.default_backend() != "gpu" or any(name in given for name in GPU_OPTIONS):
+    if jax.default_backend() != "gpu":
         return {}
-    is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
-    return {} if is_quantized or sum(leaf.size for leaf in leaves) < LARGE else GPU_OPTIONS
+    options = (LOOP_OPTIONS if is_loop else {}) if is_small(args[0]) else LARGE_OPTIONS
+    is_quantized = any(leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(args[0]))
+    is_given = any(name in os.environ.get("XLA_FLAGS", "") for name in options)
+    return {} if is_quantized or is_given else options
+
+
+def is_small(state: Any) -> bool:
+    """Whether the kernels of a step with this state take less time to compute than to launch."""
+    return sum(leaf.size for leaf in jax.tree.leaves(state)) < LARGE
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -291,7 +332,7 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
+            if "No such compile option" not in str(error) and "While setting option" not in str(error):
                 raise
     return lowered.compile()
 

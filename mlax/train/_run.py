@@ -231,7 +231,7 @@ def restore_latest(
 
 def delete_leaves(state: TrainState) -> None:
     """Free a state that a restored one replaces, as the first step would by donation."""
-    jax.tree.map(lambda leaf: leaf.delete(), state)
+    jax.tree.map(lambda leaf: leaf.delete(), state._replace(rng=None))  # a step does not donate the key either
 
 
 def trim_log(run: RunFolder, at: int) -> str:

@@ -38,13 +38,15 @@ from mlax.core import (
 from mlax.inspect import NonFinite, nonfinite
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
-from mlax.train._aot import CompiledFunction, pause_garbage_collection
+from mlax.train._aot import CompiledFunction, is_small, pause_garbage_collection
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
 from mlax.train._privacy import DifferentialPrivacy
 from mlax.train._state import DONATED_STATE, TrainState, init_state
 from mlax.train._step_checks import check_options, check_stacked, pipeline_with_backward
+
+UNROLL = 4  # small steps on a GPU, so that a graph of kernels is launched for several of them
 
 
 def step(
@@ -139,6 +141,7 @@ class Step(metaclass=Documented):
             plan=self.plan,
             stacked=self.steps_per_call > 1,
             objective=self.objective,
+            keeps_key=True,
         )
         self.aot = compile_step(self._advance_call, ("state", "batch"))
         self.overriding_aot = compile_step(self._advance_call_with, ("state", "hyperparams", "batch"))
@@ -375,9 +378,12 @@ class Step(metaclass=Documented):
         if self.steps_per_call == 1:
             return self.advance(state, batch, **hyperparams)
         check_stacked(self.steps_per_call, batch)
-        return lax.scan(
-            lambda state, batch: self.advance(state, batch, **hyperparams), state, batch, length=self.steps_per_call
-        )
+
+        def advance(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            return self.advance(state, batch, **hyperparams)
+
+        unroll = UNROLL if jax.default_backend() == "gpu" and is_small(state) else 1
+        return lax.scan(advance, state, batch, length=self.steps_per_call, unroll=min(unroll, self.steps_per_call))
 
 
 def _function_name(function: Any) -> str:

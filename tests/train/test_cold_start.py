@@ -5,6 +5,7 @@ import inspect
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import stages
@@ -85,10 +86,25 @@ def test_a_large_step_on_a_gpu_times_no_triton_kernels_unless_the_user_says_so(
     assert given == wanted
 
 
-def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
+def test_several_small_steps_in_a_call_run_their_kernels_side_by_side_on_a_gpu(monkeypatch):
+    given = []
+    step = train.step(objective_of(MODEL), optim.SGD(0.1), steps_per_call=8)
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), BATCH)
+    state = step.init(jax.random.key(0), *MODEL.init(jax.random.key(1), X))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(stages.Lowered, "compile", lambda self, compiler_options=None: given.append(compiler_options))
+    step.start_compile(state, batch)
+    step.wait()
+    assert given == [{"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}]
+    (loop,) = [eqn for eqn in step.aot.last_traced.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert loop.params["unroll"] == 4
+
+
+@pytest.mark.parametrize("options", [{"xla_gpu_enable_time_travel": True}, {"xla_cpu_use_onednn": "sideways"}])
+def test_an_option_that_xla_does_not_have_is_left_out(options, monkeypatch):
     step = train.step(objective_of(MODEL), optim.SGD(0.1))
     module = inspect.getmodule(type(step.aot))
-    monkeypatch.setattr(module, "GPU_OPTIONS", {"xla_gpu_enable_time_travel": True})
+    monkeypatch.setattr(module, "LARGE_OPTIONS", options)
     monkeypatch.setattr(module, "LARGE", 0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     state = step.init_model(jax.random.key(0), MODEL, X, BATCH)

@@ -292,9 +292,21 @@ def test_the_state_is_donated_and_the_callers_key_is_not():
     step = train.step(objective, OPTIMIZER)
     rng = jax.random.key(3)
     state = step.init(rng, *MODEL.init(jax.random.key(0), batch()["x"]))
-    step(state, batch())
+    new, _ = step(state, batch())
     assert state.trainables["up"]["kernel"].is_deleted()
     jax.random.split(rng)
+    assert new.rng is state.rng and not state.rng.is_deleted()  # no step changes it
+
+
+def test_a_key_of_another_kind_would_recompile():
+    step = train.step(objective, OPTIMIZER)
+    first, second = (  # kinds whose data have the same shape
+        step.init(jax.random.key(3, impl=kind), *MODEL.init(jax.random.key(0), batch()["x"]))
+        for kind in ("rbg", "unsafe_rbg")
+    )
+    step(first, batch())
+    with pytest.raises(train.RetraceError, match=r"state/rng was key<rbg>\[\] and is now key<urbg>\[\]"):
+        step(second, batch())
 
 
 @pytest.mark.parametrize("spec", [P(), P("data")])
