@@ -50,6 +50,7 @@ WORKS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {  # a training st
     "gpt2 scanned": lambda: language_step("scan", 32),
     "gpt2 batch 64": lambda: language_step("unroll", 64),
     "vit": lambda: image_step(mlax.override(zoo.vit("base"), mlax.Repeat, mode="unroll")),
+    "vit scanned": lambda: image_step(mlax.override(zoo.vit("base"), mlax.Repeat, mode="scan")),
     "resnet50": lambda: image_step(zoo.resnet(50)),
     "mlp": lambda: mlp_step(()),
     "mlp, 20 steps": lambda: mlp_step((20,)),

@@ -1,14 +1,15 @@
 """Claim: time, memory and compilation grow with depth, width, length and batch no faster than theory says.
 
-    python -m benchmarks.scaling [--rows FILE]      # 3 minutes on two cores, one on a GPU
+    python -m benchmarks.scaling [--rows FILE]      # 3 minutes on two cores, two on a GPU
 
 Training steps of a GPT, one axis doubled twice. The exponent of an axis is the slope of a line through the logarithms.
 Memory is that of activations, gradients and workspace, what XLA allocates besides the arguments. On a CPU times are
-those of all threads together. On a GPU programs compile side by side, and compilation is not measured.
+those of all threads together. On a GPU they are those of the clock, and compilation includes XLA's autotuning, which
+times the kernels of each shape once in a process.
 """
 
 import argparse
-import concurrent.futures
+import functools
 import math
 import statistics
 import sys
@@ -24,12 +25,12 @@ from benchmarks.suite.rows import about, append
 from mlax import dtypes, ops, optim, train, zoo
 
 IS_GPU = jax.default_backend() == "gpu"
-METRICS = ("time", "memory") if IS_GPU else ("time", "memory", "compilation")
+METRICS = ("time", "memory", "compilation")
 LARGE = {"depth": 6, "width": 1024, "length": 1024, "batch": 16}
 BASE = LARGE if IS_GPU else {"depth": 3, "width": 128, "length": 128, "batch": 8}
 CLOCK = time.perf_counter if IS_GPU else time.process_time  # of all threads: what else runs does not change it
 FACTORS, TOLERANCE = (1, 2, 4), 0.15
-HEAD, VOCABULARY, CALLS, WORKERS = 64, 512, 5, 8
+HEAD, VOCABULARY, CALLS = 64, 512, 5
 
 
 class Theory(NamedTuple):
@@ -86,18 +87,17 @@ def to_row(axis: str, metric: str, curve: list[Point], theory: float) -> dict[st
 
 
 def measure_all(sizes: list[tuple[str, int]]) -> dict[tuple[str, int], Point]:
-    """Compile all, then time each while nothing else runs."""
     compile_step(sizes[0])  # the first also pays for caches of JAX
-    with concurrent.futures.ThreadPoolExecutor(WORKERS if IS_GPU else 1) as pool:
-        compiled = dict(zip(sizes, pool.map(compile_step, sizes), strict=True))
-    return {
-        size: Point(number, time_step(step, arguments), memory(step), seconds)
-        for size, (number, step, arguments, seconds) in compiled.items()
-    }
+    return {size: measure(size) for size in sizes}
 
 
-def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, float]:
-    """The value of the axis, the compiled step, the shapes of its arguments, and the seconds that compiling took."""
+def measure(size: tuple[str, int]) -> Point:
+    number, step, compiled, arguments, seconds = compile_step(size)
+    return Point(number, time_step(step, compiled, arguments), memory(compiled), seconds)
+
+
+def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, Any, float]:
+    """The value of the axis, the step, its executable, shapes of variables and tokens, the seconds of compilation."""
     (axis, _, mode), numbers = size[0].partition(", "), dict(BASE)
     numbers[axis] *= size[1]
     model = make_model(numbers, "unroll" if mode == "unrolled" else "scan")
@@ -111,8 +111,8 @@ def compile_step(size: tuple[str, int]) -> tuple[int, Any, Any, float]:
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
     state = jax.eval_shape(step.init, jax.random.key(1), *variables)
     start = CLOCK()
-    compiled = jax.jit(step.advance, donate_argnums=0).lower(state, tokens).compile()
-    return numbers[axis], compiled, (state, tokens), CLOCK() - start
+    compiled = step.aot.compile(state, tokens)
+    return numbers[axis], step, compiled, (variables, tokens), CLOCK() - start
 
 
 def make_model(numbers: dict[str, int], mode: str) -> Any:
@@ -127,25 +127,28 @@ def make_model(numbers: dict[str, int], mode: str) -> Any:
     return dtypes.mixed_bfloat16(model) if IS_GPU else model
 
 
-def memory(step: Any) -> float:
-    return step.memory_analysis().temp_size_in_bytes / 2**20
+def memory(compiled: Any) -> float:
+    return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
-def time_step(step: Any, arguments: Any) -> float:
-    """The milliseconds of a step, the median of several; of zeros, which take as long as anything."""
-    state, tokens = jax.tree.map(zeros, arguments)
-    times = []
+def time_step(step: Any, compiled: Any, shapes: Any) -> float:
+    """The milliseconds of a step, the median of several, with random weights: zeros take a GPU less power and time."""
+    variables, tokens = jax.tree.map(fill, shapes)
+    state, times = step.init(jax.random.key(0), *variables), []
     for _ in range(CALLS + 1):
         start = CLOCK()
-        state, metrics = step(state, tokens)
+        state, metrics = compiled(state, tokens)
         jax.block_until_ready(metrics)
         times.append((CLOCK() - start) * 1e3)
     return statistics.median(times[1:])
 
 
-def zeros(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key(0) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+@functools.partial(jax.jit, static_argnums=0)
+def fill(leaf: Any) -> jax.Array:
+    key = jax.random.key(0)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jax.random.randint(key, leaf.shape, 0, VOCABULARY, leaf.dtype)
+    return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
 
 
 if __name__ == "__main__":

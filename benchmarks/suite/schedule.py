@@ -8,6 +8,7 @@ large as the device's memory allows. Entries that measure the start of a process
 ran out of memory.
 """
 
+import compileall
 import contextlib
 import json
 import os
@@ -67,6 +68,8 @@ class Pool(NamedTuple):
     def measure(self, jobs: Sequence[Job]) -> Iterator[Measurement]:
         """Measure all, and yield each when it has been."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        for package in ("mlax", "benchmarks"):  # as pip does for what is installed, such as the other libraries
+            compileall.compile_dir(ROOT / package, quiet=2)
         short: list[Job] = []
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
             for group in self._groups(jobs):

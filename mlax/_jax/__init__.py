@@ -30,7 +30,7 @@ from mlax._jax._name_stack import (
     scopes_of_stack,
     source_line,
 )
-from mlax._jax._private import with_weak_type
+from mlax._jax._private import cuda_versions, with_weak_type
 from mlax._jax._random import (
     abstract_key,
     constant,
@@ -90,6 +90,7 @@ __all__ = [
     "cast_scalar",
     "constant",
     "count_non_finite",
+    "cuda_versions",
     "divide",
     "divide_by_count",
     "euclidean_norm",

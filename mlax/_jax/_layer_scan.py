@@ -80,7 +80,7 @@ def _differentiable_scan(jaxpr: Any, counts: tuple[int, int], length: int) -> Ca
         # the rule the batch axes that those of the function have
         def body(index: Any, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             carry, ys = state
-            x = [lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in values[carried:inputs]]
+            x = [_read(leaf, index) for leaf in values[carried:inputs]]
             outputs = step(*carry, *x, *values[inputs:])
             pairs = zip(ys, outputs[carried:], strict=True)
             return outputs[:carried], [lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in pairs]
@@ -138,14 +138,55 @@ class _LinearizedStep:
     @functools.cached_property
     def sources(self) -> "list[_Source]":
         """What each residual is computed from."""
-        producers = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
-        attached = _find_attached(self.jaxpr)
-        return [_Source.find(atom, producers, attached) for atom in self.jaxpr.outvars[self.outputs :]]
+        return [self.find_source(atom) for atom in self.jaxpr.outvars[self.outputs :]]
+
+    def find_source(self, atom: Any) -> "_Source":
+        return _Source.find(atom, self.producers, self.attached)
+
+    @functools.cached_property
+    def producers(self) -> dict[Any, Any]:
+        return {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
+
+    @functools.cached_property
+    def attached(self) -> dict[Any, Any]:
+        return _find_attached(self.jaxpr)
+
+    @functools.cached_property
+    def copied(self) -> set[Any]:
+        return _find_copied(self.jaxpr)
+
+    @functools.cached_property
+    def recomputed(self) -> "dict[Any, _Recomputation]":
+        """How to compute those variables again that the residuals are views of but that are not stored.
+
+        A normalized array that several products read is copied into its stack and out of it. To normalize again what is
+        stored anyway moves half as many bytes.
+        """
+        sources = {source.atom for source in self.sources if isinstance(source.atom, Var)}
+        given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(sources - self.copied)}
+        plain = {out: value for value, out in self.attached.items()}
+        found = {}
+        for atom in sources & self.copied:
+            eqn = self.producers.get(value := plain.get(atom, atom))
+            if eqn is not None and eqn.primitive.name == "cond" and not _multiplies(eqn):
+                inputs = [self.find_source(each) for each in eqn.invars]
+                if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):
+                    found[atom] = _Recomputation(eqn, inputs, eqn.outvars.index(value))
+        return found
 
     @functools.cached_property
     def needed(self) -> list[Any]:
-        """The variables that the residuals are views of."""
-        return list(dict.fromkeys(source.atom for source in self.sources if isinstance(source.atom, Var)))
+        """The variables that the residuals are computed from."""
+        inputs = [each for recomputation in self.recomputed.values() for each in recomputation.inputs]
+        atoms = [source.atom for source in (*self.sources, *inputs) if isinstance(source.atom, Var)]
+        return [atom for atom in dict.fromkeys(atoms) if atom not in self.recomputed]
+
+    def compute_residuals(self, env: dict[Any, Any]) -> list[Any]:
+        """The residuals, for values of the variables that are needed."""
+        env = {**env, **{atom: each.compute(env) for atom, each in self.recomputed.items()}}
+        values = [(source.compute(env), source.is_separate) for source in self.sources]
+        separate = iter(lax.optimization_barrier([x for x, is_separate in values if is_separate]))
+        return [next(separate) if is_separate else x for x, is_separate in values]
 
     @functools.cached_property
     def stored(self) -> list[Any]:
@@ -153,41 +194,59 @@ class _LinearizedStep:
         given = {*self.jaxpr.constvars, *self.jaxpr.invars[self.counts[0] :]}
         return [atom for atom in self.needed if atom not in given]
 
+    @functools.cached_property
+    def stored_carry(self) -> dict[int, Any]:
+        """The variables of the carry that are stored, by their index in it."""
+        carry = enumerate(self.jaxpr.invars[: self.counts[0]])
+        return {index: atom for index, atom in carry if atom in self.stored}
+
     def scan(self, values: Sequence[Any], length: int) -> tuple[list[Any], dict[Any, Any]]:
-        """The outputs of the scan, and each variable that is needed: a stack, one of xs, or a constant."""
+        """The outputs of the scan, and each variable that is needed: a stack, one of xs, or a constant.
+
+        The stack of a carry has one more entry: a step reads its own, and writes that of the next one.
+        """
         carried, inputs = self.counts[0], sum(self.counts)
         products = _find_residual_products(self.jaxpr)
-        copied = {*self.jaxpr.invars, *_find_copied(self.jaxpr)}
 
         def body(index: Any, state: tuple[list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
             carry, ys, stacks = state
             stack_of = dict(zip(self.stored, stacks, strict=True))
+            given = {atom: _read(stack_of[atom], index) for atom in self.stored_carry.values()}
 
             def store(atom: Any, value: Any) -> Any:
-                if atom not in stack_of:
+                if atom not in stack_of or atom in given:
                     return lax.optimization_barrier(value) if atom in products else value
-                is_copied = atom in copied  # behind a barrier, or XLA would compute it a second time, into the stack
+                is_copied = (
+                    atom in self.copied
+                )  # behind a barrier, or XLA would compute it a second time, into the stack
                 update = lax.optimization_barrier(value) if is_copied else value
                 stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], update, index, 0)
-                if is_copied:
-                    return value
-                return lax.dynamic_index_in_dim(stack_of[atom], index, 0, keepdims=False)
+                return value if is_copied else _read(stack_of[atom], index)
 
-            x = [lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in values[carried:inputs]]
-            found = _evaluate(self.jaxpr, self.consts, [*carry, *x, *values[inputs:]], store)
+            x = [_read(leaf, index) for leaf in values[carried:inputs]]
+            starts = [given.get(atom, value) for atom, value in zip(self.jaxpr.invars, carry, strict=False)]
+            found = _evaluate(self.jaxpr, self.consts, [*starts, *x, *values[inputs:]], store)
+            for place, atom in self.stored_carry.items():
+                stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], found[place], index + 1, 0)
             pairs = zip(ys, found[carried : self.outputs], strict=True)
             ys = [lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in pairs]
-            return found[:carried], ys, [stack_of[atom] for atom in self.stored]
+            carry = [None if place in self.stored_carry else each for place, each in enumerate(found[:carried])]
+            return carry, ys, [stack_of[atom] for atom in self.stored]
 
-        empty = [
-            [lax.empty((length, *atom.aval.shape), atom.aval.dtype) for atom in atoms]
-            for atoms in (self.jaxpr.outvars[carried : self.outputs], self.stored)
+        ys = [
+            lax.empty((length, *atom.aval.shape), atom.aval.dtype)
+            for atom in self.jaxpr.outvars[carried : self.outputs]
         ]
-        carry, ys, stacks = lax.fori_loop(0, length, body, (list(values[:carried]), *empty))
+        firsts = {atom: values[place] for place, atom in self.stored_carry.items()}
+        stacks = [_empty_stack(atom.aval, length, firsts.get(atom)) for atom in self.stored]
+        start = [None if place in self.stored_carry else each for place, each in enumerate(values[:carried])]
+        carry, ys, stacks = lax.fori_loop(0, length, body, (start, ys, stacks))
+        stack_of = dict(zip(self.stored, stacks, strict=True))
+        lasts = {place: stack_of[atom][length] for place, atom in self.stored_carry.items()}
         given = zip(
             (*self.jaxpr.constvars, *self.jaxpr.invars[carried:]), (*self.consts, *values[carried:]), strict=True
         )
-        return [*carry, *ys], {**dict(given), **dict(zip(self.stored, stacks, strict=True))}
+        return [*[lasts.get(place, each) for place, each in enumerate(carry)], *ys], {**dict(given), **stack_of}
 
     def push(self, residuals: dict[Any, Any], dots: list[Any], length: int) -> list[Any]:
         """The tangents of the outputs, for those of the live inputs."""
@@ -197,7 +256,7 @@ class _LinearizedStep:
 
         def push_one(residuals: list[Any], *dots: Any) -> list[Any]:
             env = dict(zip(atoms, residuals, strict=True))
-            push = self.push_tree.unflatten(_compute_residuals(self.sources, env))
+            push = self.push_tree.unflatten(self.compute_residuals(env))
             return [change for change in push(*dots) if change is not None]
 
         scanned = sum(atom in with_axis for atom in atoms)
@@ -223,6 +282,7 @@ class _LinearScan(NamedTuple):
             changes = self.push([*now[0], *fixed], *dcarry, *now[1], *dconsts)
             return changes[: len(dcarry)], changes[len(dcarry) :]
 
+        stacks = [stack[: self.length] for stack in stacks]  # without the last entry of a carry
         dcarry, dys = lax.scan(body, dcarry, (stacks, dxs), length=self.length)
         return [*dcarry, *dys]
 
@@ -232,15 +292,20 @@ class _LinearScan(NamedTuple):
         slices = [jax.ShapeDtypeStruct(each.shape[1:], each.dtype) for each in xs]
         split = len(carry) + len(xs)
 
-        def body(state: tuple[list[Any], list[Any]], now: tuple[list[Any], list[Any]]) -> tuple[Any, list[Any]]:
-            push = functools.partial(self.push, [*now[0], *fixed])
-            grads = jax.linear_transpose(push, *carry, *slices, *consts)([*state[0], *now[1]])
-            sums = [lax.add(*pair) for pair in zip(state[1], grads[split:], strict=True)]
-            return (list(grads[: len(carry)]), sums), list(grads[len(carry) : split])
+        def body(done: Any, state: tuple[list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+            grads, sums, x_grads = state
+            index = self.length - 1 - done
+            push = functools.partial(self.push, [*[_read(stack, index) for stack in stacks], *fixed])
+            dys = [_read(stack, index) for stack in cotangents[len(carry) :]]
+            found = jax.linear_transpose(push, *carry, *slices, *consts)([*grads, *dys])
+            # behind a barrier, or a product that writes into its stack is neither autotuned nor has a workspace
+            pairs = zip(x_grads, lax.optimization_barrier(list(found[len(carry) : split])), strict=True)
+            x_grads = [lax.dynamic_update_index_in_dim(stack, grad, index, 0) for stack, grad in pairs]
+            return list(found[: len(carry)]), list(map(lax.add, sums, found[split:])), x_grads
 
         start = (cotangents[: len(carry)], [jnp.zeros(each.shape, each.dtype) for each in consts])
-        now = (stacks, cotangents[len(carry) :])
-        (grads, sums), x_grads = lax.scan(body, start, now, length=self.length, reverse=True)
+        empty = [lax.empty(each.shape, each.dtype) for each in xs]
+        grads, sums, x_grads = lax.fori_loop(0, self.length, body, (*start, empty))
         return [*grads, *x_grads, *sums]
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -302,6 +367,17 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, np.inexact)
 
 
+def _read(stack: Any, index: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+
+def _empty_stack(aval: Any, length: int, first: Any = None) -> Any:
+    """A stack that is allocated but not filled; with a first entry, one that is longer by it."""
+    if first is None:
+        return lax.empty((length, *aval.shape), aval.dtype)
+    return lax.dynamic_update_index_in_dim(lax.empty((length + 1, *aval.shape), aval.dtype), first, 0, 0)
+
+
 def _instantiate(dot: Any, value: Any) -> Any:
     return lax.full_like(value, 0) if isinstance(dot, SymbolicZero) else dot
 
@@ -338,10 +414,16 @@ class _Source(NamedTuple):
         return values[0]
 
 
-def _compute_residuals(sources: list[_Source], env: dict[Any, Any]) -> list[Any]:
-    values = [source.compute(env) for source in sources]
-    separate = iter(lax.optimization_barrier([x for x, each in zip(values, sources, strict=True) if each.is_separate]))
-    return [next(separate) if each.is_separate else x for x, each in zip(values, sources, strict=True)]
+class _Recomputation(NamedTuple):
+    """An equation that is evaluated again in the backward pass, and which of its results counts."""
+
+    eqn: Any
+    inputs: list[_Source]
+    place: int
+
+    def compute(self, env: dict[Any, Any]) -> Any:
+        values = [each.compute(env) for each in self.inputs]
+        return self.eqn.primitive.bind(*values, **self.eqn.params)[self.place]
 
 
 def _find_attached(jaxpr: Any) -> dict[Any, Any]:
@@ -410,6 +492,11 @@ def _find_copied(jaxpr: Any) -> set[Any]:
 def _returned_inputs(eqn: Any) -> list[Any]:
     """The last arguments of a barrier, which returns all of them, or of `attach`, which gives them a derivative."""
     return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
+
+
+def _multiplies(eqn: Any) -> bool:
+    """Whether an equation with branches has matrix products in them."""
+    return any("dot" in str(each) for each in eqn.params["branches"])
 
 
 def _calls_library(eqn: Any) -> bool:

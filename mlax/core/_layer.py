@@ -295,6 +295,8 @@ def _check_fwd_calls(fwd: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_device_array(leaf: Any) -> Any:
     check_not_truncated(leaf)
+    if isinstance(leaf, np.integer):  # as a length: a layer may use its value while tracing
+        return leaf
     # jnp.asarray would compile for each shape
     return jax.device_put(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 

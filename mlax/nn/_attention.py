@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,7 +11,7 @@ from jax.lax import PrecisionLike
 from mlax import ops
 from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, frozen, lecun, parts_of, with_fields
 from mlax.dtypes import cast
-from mlax.nn._dot_product_attention import OPTIONAL_INPUTS, Attention
+from mlax.nn._dot_product_attention import OPTIONAL_INPUTS, Attention, repeat_length
 from mlax.nn._kv_cache import KeyValueCache, Position, SourceCache
 from mlax.nn._linear import Linear
 from mlax.nn._positions import RelativeBias, Rotary
@@ -258,6 +257,8 @@ class MultiHeadAttention(Composite):
 
     def _attend(self, sub: Sub, q: Any, k: Any, v: Any, inputs: dict[str, Any]) -> Any:
         optional = {name: inputs[name] for name in OPTIONAL_INPUTS if name in inputs}
+        if isinstance(lengths := optional.get("lengths"), np.ndarray) and lengths.size:
+            optional["lengths"] = lengths[0]  # one for all rows: as a scalar its value is known in the part, too
         y = sub.attend({"query": q, "key": k, "value": v, **optional})  # (b, t, h, k)
         if not self.return_weights:
             return sub.out(lax.collapse(y, 2))
@@ -302,7 +303,7 @@ class MultiHeadAttention(Composite):
                 f"{', '.join(MULTI_HEAD_INPUTS[1:])}, but {f'has {unknown}' if unknown else 'is none of these'}."
             )
         if "lengths" in inputs and jnp.ndim(inputs["lengths"]) == 0:
-            inputs["lengths"] = _repeat_length(inputs["lengths"], inputs["x"].shape[0])
+            inputs["lengths"] = repeat_length(inputs["lengths"], inputs["x"].shape[0])
         for each in ("x", "source", "value_source"):
             if each in inputs and inputs[each].ndim != 3:
                 raise ValueError(f"{name}: {each} is {inputs[each].shape}, but must be (batch, time, width).")
@@ -354,15 +355,6 @@ def _attention_of(layer: MultiHeadAttention) -> Attention:
     """The part that attends; a function, since methods need a finished description and `__post_init__` calls it."""
     fields = (*ATTENTION_FIELDS, "precision", "param_dtype")
     return Attention(**{name: getattr(layer, name) for name in fields})
-
-
-def _repeat_length(length: Any, b: Any) -> Any:
-    """One length, or its shape, for each of b rows."""
-    if isinstance(length, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((b,), length.dtype)
-    if isinstance(length, int | np.integer) and not isinstance(length, bool) and isinstance(b, int):
-        return np.full(b, length, np.int32)  # its value is known while tracing
-    return jnp.broadcast_to(jnp.asarray(length), (b,))  # in its dtype, so that a float is refused
 
 
 def _with_features(edited: Layer, part: Layer) -> Layer:

@@ -3,6 +3,9 @@
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.lax import PrecisionLike
 
 from mlax import ops
@@ -20,10 +23,10 @@ class Attention(Layer):
     """Scaled dot-product attention, as `ops.attention`: MultiHeadAttention without its projections.
 
     A dict of query (b, t, h, k), key (b, s, g, k) and value (b, s, g, w) to (b, t, h, w), in their dtype. It may also
-    hold segments (b, t) and source_segments (b, s), lengths (b,), query_positions (t,) or (b, t) with key_positions
-    (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout` sets weights
-    to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s), those before
-    dropout, all of which are then in memory.
+    hold segments (b, t) and source_segments (b, s), lengths (b,) or (), query_positions (t,) or (b, t) with
+    key_positions (s,) or (b, s), a boolean mask and a bias (b, h, t, s). Trainables: sinks (h,), if `sinks`. `dropout`
+    sets weights to 0 while training. With `return_weights`, it returns a dict of that as y and of weights (b, h, t, s),
+    those before dropout, all of which are then in memory.
 
     >>> q, k = jnp.ones((8, 20, 4, 16)), jnp.ones((8, 30, 4, 16))
     >>> nn.Attention().fwd({"query": q, "key": k, "value": k}, None)[0].shape
@@ -80,11 +83,14 @@ class Attention(Layer):
         dropout = 0.0 if self.dropout == 0.0 or inference_mode else self.dropout
         if dropout and rng is None:
             raise ValueError(f"{self}: dropout needs a key; pass rng=, or inference_mode=True.")
+        lengths = x.get("lengths")
+        if lengths is not None and jnp.ndim(lengths) == 0:
+            lengths = repeat_length(lengths, x["query"].shape[0])
         options = {
             "causal": self.causal,
             "window": self.window,
             "segments": self._pair(x, "segments", "source_segments"),
-            "lengths": x.get("lengths"),
+            "lengths": lengths,
             "positions": self._pair(x, "query_positions", "key_positions"),
             "mask": x.get("mask"),
             "bias": x.get("bias"),
@@ -117,3 +123,12 @@ class Attention(Layer):
                 return x["segments"]
             raise ValueError(f"{self}: the input has {query_name} but not {key_name}; pass both.")
         return (x[query_name], x[key_name]) if key_name in x else None
+
+
+def repeat_length(length: Any, b: Any) -> Any:
+    """One length, or its shape, for each of b rows."""
+    if isinstance(length, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((b,), length.dtype)
+    if isinstance(length, int | np.integer) and not isinstance(length, bool) and isinstance(b, int):
+        return np.full(b, length, np.int32)  # its value is known while tracing
+    return jnp.broadcast_to(jnp.asarray(length), (b,))  # in its dtype, so that a float is refused

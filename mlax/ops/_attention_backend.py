@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from mlax.core import check_is_dtype
-from mlax.ops._attention_cudnn import find_refusal
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import is_static
+from mlax.ops._cudnn_support import find_refusal
 from mlax.ops._gpu import compute_capability
 
 AttentionBackend = Literal["cudnn", "xla", "chunked"]

@@ -1,4 +1,4 @@
-"""Attention by cuDNN's fused kernel, and the question whether cuDNN computes it."""
+"""Attention by cuDNN's fused kernel."""
 
 import functools
 from collections.abc import Callable
@@ -149,29 +149,3 @@ def _vmap_kernel(kernel: Callable[..., Any], *, is_parallel: bool) -> Callable[.
         return y, jax.tree.map(lambda _: True, y)
 
     return batched
-
-
-def find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> str | None:
-    """What cuDNN answers if it refuses the forward or the backward pass of arrays of these shapes; None if it accepts.
-
-    JAX and cuDNN check while tracing, lowering and compiling, by rules that change with their versions, so the answer
-    is found by compiling both passes once.
-    """
-    described = [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, bias)]
-    limits = None if lengths is None else jax.ShapeDtypeStruct(lengths.shape, np.int32)
-    return _find_refusal(*described, limits, spec)
-
-
-@functools.lru_cache(maxsize=1024)
-def _find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> str | None:
-    arrays = [x for x in (q, k, v, bias) if x is not None]
-
-    def both_passes(arrays: Any, lengths: Any) -> Any:
-        y, pull_back = jax.vjp(lambda *arrays: fused_attention(*arrays, lengths=lengths, spec=spec), *arrays)
-        return y, pull_back(y)
-
-    try:
-        jax.jit(both_passes).lower(arrays, lengths).compile()
-    except Exception as error:  # whatever it raises, another backend can compute this attention
-        return " ".join(str(error).split())[:200] or type(error).__name__
-    return None

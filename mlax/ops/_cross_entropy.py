@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,6 +19,8 @@ from mlax.core import check_is_dtype
 from mlax.ops._activations import soft_cap
 from mlax.ops._checks import check_floating
 from mlax.ops._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
+
+FEW = 16  # classes, whose logits a GPU reads in less time than it takes to launch a kernel
 
 
 class LossSpec(NamedTuple):
@@ -225,6 +228,9 @@ def _expected_gap(logits: Array, top: Array, labels: Array, spec: LossSpec) -> A
         return reduce_sum(_widen(labels, top.dtype) * (top - _read(logits, spec)), (-1,))
     classes = _classes(logits, spec)
     is_none = (labels < 0) | (labels >= classes)  # a negative one would count from the end
+    if jax.default_backend() == "gpu" and logits.shape[-1] <= FEW:  # XLA would not fuse a gather with the sums
+        chosen = reduce_sum(jnp.where(_is_label(logits, labels), logits, jnp.zeros_like(logits)), (-1,))
+        return jnp.where(is_none, jnp.nan, top[..., 0] - _read(chosen, spec))
     index = jnp.where(is_none, logits.shape[-1], labels.astype(np.int32))
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill", fill_value=jnp.nan)
     return (top - _read(chosen, spec))[..., 0]

@@ -1,9 +1,10 @@
 """Ahead-of-time compilation of a function for a fixed number of signatures."""
 
 import contextlib
+import gc
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ class CompiledFunction:
             raise RetraceError(self._describe_change(args))
         self.check_constants(self.owner)
         before = self._describe_constants()
-        with self._on_mesh():
+        with self._on_mesh(), pause_garbage_collection():
             traced = self._jit(args).trace(*args)
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
@@ -258,6 +259,18 @@ class CompiledFunction:
             f"{'; '.join(changed[:4])}{more}. This would recompile, beyond compilations={self.compilations}: keep "
             f"shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations.{other_model}"
         )
+
+
+@contextlib.contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which looks through all that tracing creates, and finds nothing to free."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compiler_options(args: Any) -> dict[str, Any]:

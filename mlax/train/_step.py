@@ -38,7 +38,7 @@ from mlax.core import (
 from mlax.inspect import NonFinite, nonfinite
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
-from mlax.train._aot import CompiledFunction
+from mlax.train._aot import CompiledFunction, pause_garbage_collection
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics
@@ -194,6 +194,7 @@ class Step(metaclass=Documented):
         self._check_trained(trainables)
         return init_state(rng, trainables, non_trainables, self.optimizer, self.scaling, self.plan)
 
+    @pause_garbage_collection()
     def init_model(self, rng: jax.Array, model: Layer, x: Any, batch: Any) -> TrainState:
         """The first state of a model for inputs like `x`, initialized while the step compiles for batches like `batch`.
 

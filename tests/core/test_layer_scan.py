@@ -129,6 +129,31 @@ def test_outputs_that_are_not_differentiable_are_those_of_a_scan():
     np.testing.assert_array_equal(indices, [0, 2, 4])
 
 
+def test_what_several_products_read_is_computed_again_from_what_is_stored():
+    def normalize(x):
+        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
+
+    norm = with_vjp(
+        lambda primals, consts=None: normalize(*primals),
+        lambda primals, consts: (lax.platform_dependent(*primals, cuda=normalize, default=normalize), None),
+        lambda residuals, primals, consts, dy: jax.vjp(normalize, *primals)[1](dy),
+    )
+
+    def step(x, own):
+        w, v = own
+        y = norm((x,))
+        return x + (y @ w) * (y @ v), None
+
+    def loss(scan, x, w, v):
+        return (scan(step, x, (w, v), length=LAYERS)[0] ** 2).sum()
+
+    found = [jax.grad(functools.partial(loss, scan), (0, 1, 2))(X, W, W) for scan in (layer_scan, lax.scan)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *found)
+    pull_back = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(loss, layer_scan), *args))(X, W, W)
+    stacks = [eqn.outvars[0].aval.shape[0] for eqn in pull_back.jaxpr.eqns if eqn.primitive.name == "empty"]
+    assert sorted(stacks) == [LAYERS, LAYERS, LAYERS + 1]  # the two products and the carry, not the normalized one
+
+
 def forward_loop():
     """The shapes of the stacks of a forward pass with residuals x and h, and the equations of its loop."""
 
@@ -147,7 +172,11 @@ def forward_loop():
 
 
 def test_each_residual_is_stored_once_and_weights_are_not():
-    assert forward_loop()[0] == [(LAYERS, BATCH, WIDTH)] * 2
+    stack = (LAYERS, BATCH, WIDTH)
+    assert sorted(forward_loop()[0]) == [
+        stack,
+        (LAYERS + 1, BATCH, WIDTH),
+    ]  # that of the carry has the last output, too
 
 
 def test_nothing_but_the_stack_takes_a_residual_in_the_forward_pass():

@@ -182,6 +182,21 @@ def test_one_length_is_that_of_all_rows_and_must_be_an_integer():
         layer.fwd({"x": x, "lengths": 2.5}, trainables)
 
 
+def test_one_integer_length_is_known_while_tracing(monkeypatch):
+    layer, x, seen = nn.MultiHeadAttention(2), normal(3, 4, 8), []
+    trainables, _ = layer.init(jax.random.key(1), x)
+    attend = ops.attention
+
+    def spy(*arrays, **options):
+        seen.append(options["lengths"])
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr(ops, "attention", spy)
+    jax.jit(lambda x: layer.fwd({"x": x, "lengths": np.int32(2)}, trainables))(x)
+    (lengths,) = seen
+    np.testing.assert_array_equal(lengths, [2, 2, 2])  # not a tracer
+
+
 def test_packed_sequences_attend_as_if_alone(kernel):
     layer = nn.MultiHeadAttention(2, causal=True, rotary=nn.Rotary(), implementation=kernel)
     one, two = normals((1, 5, 8), (1, 3, 8))

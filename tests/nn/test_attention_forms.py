@@ -191,7 +191,7 @@ def test_what_cudnn_refuses_is_computed_by_another_backend_that_names_the_reason
 
 
 def clear_answers():
-    inspect.getmodule(ops.cudnn_attention)._find_refusal.cache_clear()
+    inspect.getmodule(inspect.getmodule(ops.attention_backend).find_refusal)._find_refusal.cache_clear()
 
 
 def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():

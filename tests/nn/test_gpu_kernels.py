@@ -66,6 +66,15 @@ def test_norms_and_their_gradients_are_one_kernel_each(monkeypatch, name):
 
 
 @needs_mosaic
+def test_no_kernel_takes_the_sign_of_a_number_for_which_ptxas_would_run_while_it_is_lowered(monkeypatch):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, weight = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)
+    norm = jax.make_jaxpr(lambda *primals: ops.layer_norm(*primals, accum_dtype="float32"))(x, weight, weight)
+    assert " rsqrt " in str(norm) and " div " in str(norm) and " sign " not in str(norm)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("width", [128, 384, 1024])
 @pytest.mark.parametrize("centered", [True, False])
 def test_the_norm_kernels_compute_the_plain_norms(monkeypatch, width, centered):

@@ -57,6 +57,22 @@ def test_cross_entropy_is_that_of_pytorch(case, options):
         assert_close(d_x, wanted["d_x"], 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 1e-4}, {"mask": jnp.arange(6) < 4}])
+def test_cross_entropy_of_few_classes_is_the_same_on_a_gpu(dtype, options, monkeypatch):
+    """There the logit of the label is a masked sum."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 10)), dtype).at[0, 1].set(jnp.inf)
+    labels, g = jnp.int32([1, 9, 0, 4, 10, -1]), jnp.ones(6, dtype)
+    by_gather, by_sum = [], []
+    for found in (by_gather, by_sum):
+        found.extend(pull_back(lambda x: ops.softmax_cross_entropy(x, labels, **options), x, g))
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for a, b in zip(by_gather, by_sum, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if "mask" not in options:
+        assert np.isnan(by_sum[0][4:]).all()
+
+
 def test_ctc_is_that_of_pytorch():
     with jax.enable_x64(True):
         wanted = {name: jnp.asarray(array) for name, array in reference("ctc").items()}

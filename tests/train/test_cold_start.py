@@ -1,5 +1,6 @@
 """A cold start: what is compiled side by side, and that nothing is traced twice."""
 
+import gc
 import inspect
 import threading
 
@@ -95,6 +96,27 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
     monkeypatch.undo()
     step(state, BATCH)
     assert len(step.aot.compiled) == 1
+
+
+def test_the_garbage_collector_pauses_while_a_step_is_traced():
+    collecting = []
+
+    def objective(batch, trainables, *arguments, **options):
+        collecting.append(gc.isenabled())
+        return objective_of(MODEL)(batch, trainables, *arguments, **options)
+
+    step = train.step(objective, optim.SGD(0.1))
+    state = step.init_model(jax.random.key(0), MODEL, X, BATCH)
+    assert collecting == [False] and gc.isenabled()
+    with pytest.raises(KeyError, match="'y'"):
+        train.step(objective, optim.SGD(0.1)).compile(state, {"x": X})
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        step(state, BATCH)
+        assert not gc.isenabled()  # as the user wants it
+    finally:
+        gc.enable()
 
 
 def test_with_a_plan_a_model_is_initialized_before_the_step_compiles():
