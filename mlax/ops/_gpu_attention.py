@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 SWIZZLE = 128  # bytes: a row of 64 elements
+SHORT = 256  # keys, up to which tiles of all of them are held at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,17 @@ def attention_kernel(
     *,
     scale: float,
     causal: bool,
-    tiling: Tiling = Tiling(),
+    length: int | None = None,
+    tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "b t h k"], Float[Array, "b h t"]]:
-    """The attention of q to k and v, and in float32 the logarithm of the sum of exponentials of each row of scores."""
+    """The attention of q to k and v, and in float32 the logarithm of the sum of exponentials of each row of scores.
+
+    Keys from the index `length` on, if it is given, are padding in all batch elements.
+    """
     pl, plgpu = _pallas()
-    (b, t, h, width), s, repeats = q.shape, k.shape[1], q.shape[2] // k.shape[2]
+    tiling = choose_tiling(k.shape[1], causal=causal) if tiling is None else tiling
+    (b, t, h, width), repeats = q.shape, q.shape[2] // k.shape[2]
+    s = k.shape[1] if length is None else length  # keys that count
     tile_rows, keys, stages, dtype = ROWS * tiling.warpgroups, tiling.keys, tiling.stages, q.dtype
     tiles, group = -(-t // tile_rows), math.gcd(tiling.group, b * h)
     has_mask = causal or s % keys != 0
@@ -230,8 +237,9 @@ def attention_kernel(
         row = index * group + place % group
         return row // h, row % h, tiles - 1 - place // group
 
-    padded = -(-t // 4) * 4  # rows of 16 bytes
-    out_types = [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((b, h, padded), np.float32)]
+    # A contiguous copy to global memory ends with the array, not with the row, so the rows of lse are whole tiles.
+    lse_type = jax.ShapeDtypeStruct((b, h, tiles * tile_rows), np.float32)
+    out_types = [jax.ShapeDtypeStruct(q.shape, dtype), lse_type]
     o, lse = plgpu.kernel(
         body,
         out_type=out_types,
@@ -244,6 +252,13 @@ def attention_kernel(
         ),
     )(q, k, v)
     return o, lse[:, :, :t]
+
+
+def choose_tiling(s: int, *, causal: bool) -> Tiling:
+    """The fastest tiling for s keys, as measured on an H200 with 12 heads of 64: causal 1,024, and 197."""
+    if causal or s > SHORT:
+        return Tiling()
+    return Tiling(warpgroups=4, keys=64, stages=4, ordered=False, registers=(112, 24))
 
 
 def _buffer(rows: tuple[int, ...], width: int, dtype: Any) -> Any:
