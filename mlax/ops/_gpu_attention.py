@@ -15,6 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.ops._attention_scores import ScoreSpec
+from mlax.ops._checks import known_values
+from mlax.ops._gpu import compute_capability, has_mesh
+
+WIDTH = 64  # of a head
 ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 SWIZZLE = 128  # bytes: a row of 64 elements
@@ -252,6 +257,33 @@ def attention_kernel(
         ),
     )(q, k, v)
     return o, lse[:, :, :t]
+
+
+def find_kernel_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> int | None:
+    """The number of keys, without padding, if the kernel computes this attention, which cuDNN does, in a `layer_scan`.
+
+    None if it does not: it is for self-attention of the kinds that it was measured for, in programs of one Hopper GPU
+    or a later one, with lengths, if any, that are equal and known while tracing.
+    """
+    (_, t, _, width), s = q.shape, k.shape[1]
+    known = None if lengths is None else known_values(lengths)
+    is_supported = (
+        (compute_capability() or 0.0) >= 9.0
+        and jax.__version_info__ >= (0, 11)
+        and jax.device_count() == 1
+        and not any(has_mesh(x) for x in (q, k, v))
+        and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
+        and width == v.shape[-1] == WIDTH
+        and t == s
+        and t % 2 == 0  # or cuDNN's backward pass takes padded arrays
+        and spec.scale > 0.0
+        and spec.window is None
+        and bias is None
+        and (lengths is None or (known is not None and bool(np.all(known == known[0])) and 1 <= known[0] <= s))
+    )
+    if not is_supported:
+        return None
+    return s if known is None else int(known[0])
 
 
 def choose_tiling(s: int, *, causal: bool) -> Tiling:
