@@ -301,7 +301,8 @@ class _LinearScan(NamedTuple):
             dys = [_read(stack, index) for stack in cotangents[len(carry) :]]
             found = jax.linear_transpose(push, *carry, *slices, *consts)([*grads, *dys])
             # behind a barrier, or a product that writes into its stack is neither autotuned nor has a workspace
-            pairs = zip(x_grads, lax.optimization_barrier(list(found[len(carry) : split])), strict=True)
+            apart = [lax.optimization_barrier(grad) if grad.ndim > 1 else grad for grad in found[len(carry) : split]]
+            pairs = zip(x_grads, apart, strict=True)
             x_grads = [lax.dynamic_update_index_in_dim(stack, grad, index, 0) for stack, grad in pairs]
             return list(found[: len(carry)]), list(map(lax.add, sums, found[split:])), x_grads
 

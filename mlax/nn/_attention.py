@@ -161,9 +161,10 @@ class MultiHeadAttention(Composite):
 
     def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
         layer, trainables = self._fold_biases(x, trainables, inference_mode)
+        layer, trainables = layer._project_jointly(x, trainables)
         return Composite.fwd(layer, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
 
-    def _fold_biases(self, x: Any, trainables: Any, inference_mode: Any) -> tuple[Composite, Any]:
+    def _fold_biases(self, x: Any, trainables: Any, inference_mode: Any) -> tuple[Self, Any]:
         """On a GPU, where each bias is a pass over memory, the same function without those that act elsewhere.
 
         The bias of the keys changes all scores of a query alike, which a softmax ignores. That of the values changes
@@ -190,6 +191,19 @@ class MultiHeadAttention(Composite):
             own["out"] = {"kernel": trainables["out"]["kernel"], "bias": ops.linear(bias, **out)}
             edits |= {"value": with_fields(parts["value"], bias=False), "out": with_fields(parts["out"], bias=True)}
         return self.with_parts(edits) if edits else self, own
+
+    def _project_jointly(self, x: Any, trainables: Any) -> tuple[Self, Any]:
+        """On a GPU, the same function with queries, keys and values by `ops.linears`, for the sake of its gradients."""
+        inputs, parts, names = self._named_inputs(x), parts_of(self), ("query", "key", "value")
+        if inputs.keys() & {"source", "value_source"} or not all(_multiplies_alone(parts.get(name)) for name in names):
+            return self, trainables
+        own = {name: cast(trainables[name], inputs["x"].dtype) for name in names}
+        kernels = [each["kernel"] for each in own.values()]
+        if not ops.prefers_product_kernels(inputs["x"], kernels):
+            return self, trainables
+        for name, y in zip(names, ops.linears(inputs["x"], kernels), strict=True):
+            own[name] = {"y": y + own[name]["bias"] if "bias" in own[name] else y}
+        return self.with_parts(dict.fromkeys(names, _Computed())), {**trainables, **own}
 
     def split_bias(self, x, trainables, inference_mode):
         layer, trainables = self._fold_biases(x, trainables, inference_mode)
@@ -349,6 +363,25 @@ class MultiHeadAttention(Composite):
         if "lengths" in inputs:
             b, t = inputs["x"].shape[:2]
             ops.check_lengths(name, inputs["lengths"], b, t, "tokens")
+
+
+@frozen
+class _Computed(Layer):
+    """What is computed already: the array `y` among its variables."""
+
+    def init(self, rng, x):
+        return None, None
+
+    def check_variables(self, x: Any, trainables: Any, non_trainables: Any) -> None:
+        pass
+
+    def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+        return trainables["y"], non_trainables
+
+
+def _multiplies_alone(part: Any) -> bool:
+    """Whether a part is a linear map in the dtype of its input, with or without a bias."""
+    return type(part) is Linear and (part.activation, part.precision, part.accum_dtype) == (None, None, None)
 
 
 def _attention_of(layer: MultiHeadAttention) -> Attention:

@@ -135,7 +135,7 @@ def residual_norm_kernel(
 
 def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: bool) -> tuple[Any, Any, Any, Any]:
     """`x + bias`, if there is a bias, y, the mean if `centered`, and the inverse deviation."""
-    rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * _multiprocessors()
+    rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * multiprocessors()
     load, has_stream = _row_loader(width), bias is not None
 
     def body(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
@@ -181,12 +181,12 @@ def norm_gradient_kernel(
     With the cotangent of x that goes around the norm, the first includes it, and its sum over tokens is the last row.
     An RMS norm has no mean.
     """
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     rows, width, has_stream = x.size // x.shape[-1], x.shape[-1], stream_grad is not None
     load, count = _row_loader(width), 1 + has_shift + has_stream
     # as many as run at once: a multiprocessor has 512 registers for each thread of a block, which takes about so many
     resident = 512 // (24 + width // 16) if has_stream else BACKWARD_BLOCKS
-    blocks = min(resident, BACKWARD_BLOCKS) * _multiprocessors()
+    blocks = min(resident, BACKWARD_BLOCKS) * multiprocessors()
 
     def body(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
         mean_ref, stream_ref, dx_ref, sums_ref = _fill_gaps(refs, mean is not None, has_stream, True, True)
@@ -218,8 +218,8 @@ def norm_gradient_kernel(
 
 def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximate: bool) -> Float[Array, "*n d"]:
     """`gelu(x + bias)`."""
-    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * _multiprocessors(), _chunk_size(x)
-    pl, _ = _pallas()
+    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * multiprocessors(), _chunk_size(x)
+    pl, _ = pallas()
     load = _row_loader(size)
 
     def body(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
@@ -241,8 +241,8 @@ def gelu_gradient_kernel(
     x: Float[Array, "*n d"], bias: Float[Array, " d"], dy: Float[Array, "*n d"], *, approximate: bool
 ) -> tuple[Float[Array, "*n d"], Float[Array, " d"]]:
     """The gradients of `gelu_kernel` by x, and by the bias in float32."""
-    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], GELU_BLOCKS * _multiprocessors(), _chunk_size(x)
-    pl, plgpu = _pallas()
+    rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], GELU_BLOCKS * multiprocessors(), _chunk_size(x)
+    pl, plgpu = pallas()
     load = _row_loader(size)
 
     def body(x_ref: Any, bias_ref: Any, dy_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
@@ -285,7 +285,7 @@ def other_powers_kernel(
 
     Columns from `classes` on do not count.
     """
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     chunks, read_columns, layout = classes // CHUNK, _column_reader(classes), _row_layout(CHUNK)
 
     def body(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
@@ -351,7 +351,7 @@ def softmax_gradient_kernel(
         label, top, log_sum = labels_ref[row], top_ref[row], sum_ref[row]
 
         def replace(start: Any, size: int) -> None:
-            pl, _ = _pallas()
+            pl, _ = pallas()
             x, column, is_class = read_columns(logits_ref.at[row], start, size)
             gradient = by_softmax * jnp.exp((x - top) - log_sum) - by_class
             gradient = jnp.where(column == label, gradient - by_label, gradient)
@@ -370,7 +370,7 @@ def softmax_gradient_kernel(
 
 def _launch(body: Callable[..., None], out_types: list[Any], grid: tuple[int, ...], *arrays: Any) -> list[Array]:
     """Run `body` with references to the arrays and to the results, in global memory."""
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     # no memory is both read and written, so that a block needs no barriers but those of its reductions
     parameters = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
@@ -379,7 +379,7 @@ def _launch(body: Callable[..., None], out_types: list[Any], grid: tuple[int, ..
     return plgpu.kernel(body, out_type=out_types, grid=grid, grid_names=names, compiler_params=parameters)(*arrays)
 
 
-def _pallas() -> tuple[Any, Any]:
+def pallas() -> tuple[Any, Any]:
     """Pallas and its Mosaic GPU backend, imported at the first use, since that takes 0.1 s."""
     from jax.experimental import pallas
     from jax.experimental.pallas import mosaic_gpu
@@ -394,21 +394,21 @@ def _chunk_size(x: Array) -> int:
 
 def _row_layout(width: int) -> Any:
     """A row over the threads of the block, with as many neighboring elements for each as it can read at once."""
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     neighbors = next(size for size in (8, 4, 2, 1) if width % (size * THREADS) == 0)
     return plgpu.Layout.WG_STRIDED((width,), vec_size=neighbors)
 
 
 def _row_loader(width: int) -> Callable[[Any], Any]:
     """A function that reads a row of so many elements into the registers of the block, in float32."""
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     layout = _row_layout(width)
     return lambda ref: plgpu.load(ref, layout=layout).astype(np.float32)
 
 
 def _column_reader(classes: int) -> Callable[[Any, Any, int], tuple[Any, Any, Any]]:
     """A function from a row, a start and a size to its elements, their columns, and which of these are classes."""
-    pl, plgpu = _pallas()
+    pl, plgpu = pallas()
 
     def read(row_ref: Any, start: Any, size: int) -> tuple[Any, Any, Any]:
         column = start + plgpu.broadcasted_iota(np.int32, (size,), 0, layout=_row_layout(size))
@@ -431,7 +431,7 @@ def _fill_gaps(refs: Sequence[Any], *is_present: bool) -> list[Any]:
     return [next(remaining) if present else None for present in is_present]
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", 132)
 
 

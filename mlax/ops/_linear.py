@@ -1,7 +1,7 @@
 """Products with a kernel or an embedding table over the last axis, and embedding lookups."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,11 +10,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import broadcast_like, expand_last, explicit_sharding, narrow_indices, reduce_sum, take_rows
+from mlax._jax import broadcast_like, expand_last, explicit_sharding, narrow_indices, reduce_sum, take_rows, with_vjp
 from mlax.core import check_is_dtype
 from mlax.ops._activations import activate
 from mlax.ops._checks import check_same_dtype
 from mlax.ops._cpu import flatten_rows
+from mlax.ops._gpu import on_gpu
+from mlax.ops._gpu_products import kernel_gradients, prefers_product_kernels, sum_of_products
 
 
 def linear(
@@ -44,6 +46,43 @@ def linear(
     elif bias is not None:
         y = y + expand_last(bias, y)
     return lax.convert_element_type(y, x.dtype)
+
+
+def linears(x: Float[Array, "... d"], kernels: Sequence[Float[Array, "d f"]]) -> list[Float[Array, "... f"]]:
+    """`linear(x, kernel)` for each kernel. Where `prefers_product_kernels`, all gradients are two kernels on a GPU."""
+    check_same_dtype("linears", x=x, **{f"kernel {index}": kernel for index, kernel in enumerate(kernels)})
+    if not prefers_product_kernels(x, kernels):
+        return [linear(x, kernel) for kernel in kernels]
+    return with_vjp(_multiply_each, _multiply_apart, _differentiate_products)((x, list(kernels)))
+
+
+def _multiply_each(primals: Any, consts: Any = None) -> list[Array]:
+    x, kernels = primals
+    return [_dot(x, kernel, 0, None, None) for kernel in kernels]
+
+
+def _multiply_apart(primals: Any, consts: Any) -> tuple[list[Array], None]:
+    """Behind barriers, since XLA would concatenate two of the kernels, and take the result apart by copies."""
+    x, kernels = primals
+    first, *others = kernels
+    apart = zip(lax.optimization_barrier([x] * len(others)), others, strict=True)
+    return [_dot(x, first, 0, None, None), *[_dot(each, kernel, 0, None, None) for each, kernel in apart]], None
+
+
+def _differentiate_products(
+    residuals: None, primals: Any, consts: Any, grads: list[Array]
+) -> tuple[Array, list[Array]]:
+    x, kernels = primals
+    rows, grads = x.reshape(-1, x.shape[-1]), [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+
+    def plain_sum(grads: list[Array], kernels: list[Array]) -> Array:
+        return functools.reduce(lax.add, [_dot(*pair, 1, None, None) for pair in zip(grads, kernels, strict=True)])
+
+    def plain_gradients(rows: Array, grads: list[Array]) -> list[Array]:
+        return [lax.dot_general(rows, grad, (((0,), (0,)), ((), ()))) for grad in grads]
+
+    dx = on_gpu(sum_of_products, plain_sum, grads, kernels)
+    return dx.reshape(x.shape), on_gpu(kernel_gradients, plain_gradients, rows, grads)
 
 
 def tied_logits(

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mlax
 from mlax import dtypes, nn, ops, zoo
+from tests.arrays import normal
 
 GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
 NORMS = inspect.getmodule(inspect.unwrap(ops.layer_norm))
@@ -249,7 +251,81 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("JAX 0.12 has a public interpreter")
     interpreted = functools.partial(mosaic_gpu.kernel, interpret=mosaic_gpu.InterpretGPUParams())
     monkeypatch.setattr(mosaic_gpu, "kernel", interpreted)
-    monkeypatch.setattr(GPU, "_multiprocessors", lambda: 1)
+    monkeypatch.setattr(GPU, "multiprocessors", lambda: 1)
     monkeypatch.setattr(GPU, "FORWARD_BLOCKS", 2)
     monkeypatch.setattr(GPU, "BACKWARD_BLOCKS", 2)
     monkeypatch.setattr(GPU, "GELU_BLOCKS", 2)
+
+
+PRODUCTS = inspect.getmodule(ops.prefers_product_kernels)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [256, 768])
+def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows):
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: 7)  # of which one has a part of several tiles
+    x, grads, kernels = (
+        draw(0, rows, 256),
+        [draw(i, rows, 128) for i in (1, 2, 3)],
+        [draw(i, 256, 128) for i in (4, 5, 6)],
+    )
+    wide_x, wide_grads, wide_kernels = jax.tree.map(lambda each: each.astype(np.float32), (x, grads, kernels))
+    found = PRODUCTS.sum_of_products(grads, kernels).astype(np.float32)
+    pairs = zip(wide_grads, wide_kernels, strict=True)
+    np.testing.assert_allclose(found, sum(grad @ kernel.T for grad, kernel in pairs), rtol=2**-7, atol=0.1)
+    for gradient, grad in zip(PRODUCTS.kernel_gradients(x, grads), wide_grads, strict=True):
+        np.testing.assert_allclose(gradient.astype(np.float32), wide_x.T @ grad, rtol=2**-7, atol=0.1)
+
+
+@pytest.mark.parametrize("tiles, depth, blocks", [(54, 512, 132), (54, 788, 132), (3, 4, 7), (4, 8, 8), (5, 3, 5)])
+def test_each_step_of_each_tile_is_in_one_partial_sum(tiles, depth, blocks):
+    division, seen = PRODUCTS.Division.divide(tiles, depth, blocks), np.zeros((tiles, depth), int)
+    partial = np.zeros((division.sums, 1, 1), np.float32)
+    for block in range(blocks):
+        for item in range(int(division.items(jnp.int32(block)))):
+            tile, first, steps, place = map(int, division.segment(jnp.int32(block), jnp.int32(item)))
+            seen[tile, first : first + steps] += 1
+            partial[place] += steps
+    np.testing.assert_array_equal(seen, 1)
+    np.testing.assert_array_equal(division.add(jnp.asarray(partial)), np.full((tiles, 1, 1), depth))
+
+
+@needs_mosaic
+def test_attention_multiplies_jointly_where_that_was_measured(monkeypatch):
+    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    layer, x = (
+        nn.MultiHeadAttention(12, causal=True, implementation="xla"),
+        jax.ShapeDtypeStruct((32, 1024, 768), jnp.bfloat16),
+    )
+
+    def count_kernels(layer, x):
+        weights = jax.eval_shape(layer.init, jax.random.key(0), x)[0]
+        gradient = jax.grad(lambda weights, x: layer.fwd(x, weights)[0].astype(np.float32).sum(), (0, 1))
+        return jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+    assert count_kernels(layer, x) == 2
+    assert count_kernels(layer, jax.ShapeDtypeStruct((8, 1024, 768), jnp.bfloat16)) == 0
+    lora = mlax.replace(layer, "query", nn.LoRA(nn.Linear(768), rank=4))
+    assert count_kernels(lora, x) == 0
+
+
+def test_several_products_have_every_derivative(monkeypatch):
+    """As those of `linear`, by the plain forms of their kernels."""
+    monkeypatch.setitem(ops.linears.__globals__, "prefers_product_kernels", lambda *args: True)
+    x, kernels = normal(2, 5, 8), [normal(8, 6) for _ in range(3)]
+
+    def loss(multiply):
+        return lambda x, kernels: sum((i + y**2).sum() for i, y in enumerate(multiply(x, kernels)))
+
+    for derive in (
+        lambda f: jax.grad(f, (0, 1)),
+        lambda f: lambda *args: jax.jvp(f, args, args),
+        lambda f: jax.vmap(jax.grad(f, (0, 1)), (0, None)),
+        lambda f: lambda *args: jax.jvp(jax.grad(f, (0, 1)), args, args),
+    ):
+        expected = derive(loss(lambda x, kernels: [ops.linear(x, kernel) for kernel in kernels]))(x, kernels)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), derive(loss(ops.linears))(x, kernels), expected
+        )
