@@ -1,18 +1,18 @@
 """A function with a second form for `layer_scan`, whose operands and results are slices of stacks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.interpreters import batching, mlir
 
 LAYER_FORM = "layer_form"  # the name of the primitive
 
 
 def with_layer_form(function: Callable[..., Any], layer_form: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `layer_scan` computes by `layer_form` where a forward pass stores its residuals.
+    """`function`, which `layer_scan` computes by `layer_form` where it stores some of the arrays that are returned.
 
     Both return arrays of the same types. They close over no tracers and have no derivative, as the forward pass of
     `with_vjp`. `layer_form` is traced only where it is used, and under `vmap` `function` is computed.
@@ -40,11 +40,17 @@ _layer_form = Primitive(LAYER_FORM)
 _layer_form.multiple_results = True
 
 
-def use_layer_forms(jaxpr: Any) -> Any:
-    """The jaxpr with the second form of each function that has one; not in the jaxprs of its equations."""
-    return jaxpr.replace(
-        eqns=[_use_layer_form(eqn) if eqn.primitive.name == LAYER_FORM else eqn for eqn in jaxpr.eqns]
-    )
+def use_layer_forms(jaxpr: Any, residuals: Sequence[Any]) -> Any:
+    """The jaxpr with the second form of each function that has one and returns some of these residuals.
+
+    Functions in the jaxprs of its equations keep the first one.
+    """
+    stored = {atom for atom in residuals if isinstance(atom, Var)}
+
+    def is_used(eqn: Any) -> bool:
+        return eqn.primitive.name == LAYER_FORM and not stored.isdisjoint(eqn.outvars)
+
+    return jaxpr.replace(eqns=[_use_layer_form(eqn) if is_used(eqn) else eqn for eqn in jaxpr.eqns])
 
 
 def _use_layer_form(eqn: Any) -> Any:

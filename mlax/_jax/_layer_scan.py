@@ -21,7 +21,8 @@ from mlax._jax._memory import is_on_host
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
 BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
-OPAQUE = frozenset({"dot_general", "cond", LAYER_FORM})  # what XLA does not fuse with other operations on a slice of a stack
+# what XLA does not fuse with other operations on a slice of a stack
+OPAQUE = frozenset({"dot_general", "cond", LAYER_FORM})
 
 
 def prefers_layer_scan(*trees: Any) -> bool:
@@ -135,7 +136,8 @@ class _LinearizedStep:
 
         inputs = sum(counts)
         closed = jax.make_jaxpr(linearize)(*_step_types(values[:inputs], counts[0]), *values[inputs:])
-        return cls(use_layer_forms(closed.jaxpr), list(closed.consts), push_tree, is_live, counts, outputs)
+        jaxpr = use_layer_forms(closed.jaxpr, closed.jaxpr.outvars[outputs:])
+        return cls(jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
 
     @functools.cached_property
     def sources(self) -> "list[_Source]":

@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs in Pallas (Mosaic GPU): the forward pass, with the residual that cuDNN's backward pass takes.
+"""Attention on Hopper GPUs in Pallas (Mosaic GPU): the forward pass, with the residual of cuDNN's backward pass.
 
 A block has several warpgroups that compute, each for 64 queries, and one that copies tiles of keys and values into
 shared memory. Scores never leave the registers (Algorithm 1 of https://arxiv.org/abs/2407.08608). Unlike cuDNN's call,
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import known_values
-from mlax.ops._gpu import compute_capability, has_mesh
+from mlax.ops._gpu import device_obstacle, pallas
 
 WIDTH = 64  # of a head
 ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
@@ -53,7 +53,7 @@ def attention_kernel(
 
     Keys from the index `length` on, if it is given, are padding in all batch elements.
     """
-    pl, plgpu = _pallas()
+    pl, plgpu = pallas()
     tiling = choose_tiling(k.shape[1], causal=causal) if tiling is None else tiling
     (b, t, h, width), repeats = q.shape, q.shape[2] // k.shape[2]
     s = k.shape[1] if length is None else length  # keys that count
@@ -237,7 +237,7 @@ def attention_kernel(
         return (jnp.minimum(rows, s) + keys - 1) // keys if causal else jnp.int32(-(-s // keys))
 
     def locate(block: Any) -> tuple[Any, Any, Any]:
-        """The batch element, head and tile of queries of a block: in each group of heads, longest rows of scores first."""
+        """The batch element, head and tile of queries of a block: in a group of heads, longest rows of scores first."""
         index, place = block // (group * tiles), block % (group * tiles)
         row = index * group + place % group
         return row // h, row % h, tiles - 1 - place // group
@@ -252,9 +252,7 @@ def attention_kernel(
         grid_names=("block",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
     )(q, k, v)
     return o, lse[:, :, :t]
 
@@ -268,10 +266,7 @@ def find_kernel_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: Scor
     (_, t, _, width), s = q.shape, k.shape[1]
     known = None if lengths is None else known_values(lengths)
     is_supported = (
-        (compute_capability() or 0.0) >= 9.0
-        and jax.__version_info__ >= (0, 11)
-        and jax.device_count() == 1
-        and not any(has_mesh(x) for x in (q, k, v))
+        device_obstacle(q, k, v) is None
         and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
         and width == v.shape[-1] == WIDTH
         and t == s
@@ -299,15 +294,7 @@ def _buffer(rows: tuple[int, ...], width: int, dtype: Any) -> Any:
     A row of 64 elements makes both the same bytes. The copies' view has no tiles of 8 rows, so that the number of rows
     in global memory need not be a multiple of 8.
     """
-    _, plgpu = _pallas()
+    _, plgpu = pallas()
     swizzle = plgpu.SwizzleTransform(SWIZZLE)
     tiled = plgpu.SMEM((*rows, width), dtype, transforms=(plgpu.TilingTransform((8, SWIZZLE // 2)), swizzle))
     return plgpu.RefUnion(plgpu.SMEM((*rows, width), dtype, transforms=(swizzle,)), tiled)
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Mosaic GPU backend, imported at the first use, since that takes 0.1 s."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import mosaic_gpu
-
-    return pallas, mosaic_gpu
