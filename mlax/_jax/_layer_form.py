@@ -1,7 +1,8 @@
 """A function with a second form for `layer_scan`, whose operands and results are slices of stacks."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
@@ -31,7 +32,10 @@ def with_layer_form(function: Callable[..., Any], layer_form: Callable[..., Any]
     return call
 
 
-class _Forms(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Forms:
+    """Not a tuple, in which JAX and `inspect` would look for jaxprs that run."""
+
     ordinary: Any  # a closed jaxpr
     layer_form: Callable[..., list[Any]]
 

@@ -145,6 +145,11 @@ def test_the_second_form_computes_each_layer_where_residuals_are_stored_and_the_
         assert jax.jit(ordinary[0])(*args)[0] == 0
 
 
+def test_the_operations_of_a_function_with_two_forms_count_once():
+    product = with_layer_form(jnp.matmul, jnp.matmul)
+    assert mlax.inspect.flops(jax.make_jaxpr(product)(X, W[0])) == 2 * BATCH * WIDTH * WIDTH
+
+
 def test_the_gradient_of_a_batched_scan_of_scans_of_layers_is_that_of_scans():
     def loss(scan, scale):
         def step(x, k):
