@@ -4,6 +4,7 @@ from mlax._jax._barrier import fusion_barrier, share_buffers
 from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._gather import narrow_indices, take_rows
+from mlax._jax._layer_form import with_layer_form
 from mlax._jax._layer_scan import layer_scan, prefers_layer_scan
 from mlax._jax._memory import (
     are_on_one_device,
@@ -148,6 +149,7 @@ __all__ = [
     "widest_dtype",
     "with_auto_axes",
     "with_jvps",
+    "with_layer_form",
     "with_vjp",
     "with_weak_type",
     "wrap_key_data",

@@ -15,12 +15,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DropVar, Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
+from mlax._jax._layer_form import LAYER_FORM, use_layer_forms
 from mlax._jax._memory import is_on_host
 
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
 BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
-OPAQUE = frozenset({"dot_general", "cond"})  # what XLA does not fuse with other operations on a slice of a stack
+# what XLA does not fuse with other operations on a slice of a stack
+OPAQUE = frozenset({"dot_general", "cond", LAYER_FORM})
 
 
 def prefers_layer_scan(*trees: Any) -> bool:
@@ -40,7 +42,8 @@ def layer_scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any,
     XLA's GPU compiler lets a matrix product or a kernel of ours write into, and read from, a slice of a stack, if
     nothing but the stack takes its result. In JAX's derivative of a scan a residual is both stored and used: XLA
     copies it into the stack, or computes it twice. Here whatever uses a residual reads the stack, which is allocated
-    but not filled with zeros, and an array and its reshaped form are stored once.
+    but not filled with zeros, and an array and its reshaped form are stored once. A function that `with_layer_form` has
+    given a second form is computed by it.
 
     It has the values and all derivatives of `lax.scan`.
     """
@@ -133,7 +136,8 @@ class _LinearizedStep:
 
         inputs = sum(counts)
         closed = jax.make_jaxpr(linearize)(*_step_types(values[:inputs], counts[0]), *values[inputs:])
-        return cls(closed.jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
+        jaxpr = use_layer_forms(closed.jaxpr, closed.jaxpr.outvars[outputs:])
+        return cls(jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
 
     @functools.cached_property
     def sources(self) -> "list[_Source]":

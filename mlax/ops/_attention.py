@@ -25,6 +25,7 @@ from mlax.ops._attention_scores import (
     prefers_causal_blocks,
 )
 from mlax.ops._checks import known_values
+from mlax.ops._gpu_attention import find_kernel_keys
 
 
 def attention(
@@ -114,7 +115,8 @@ def attention(
         return composed(primals, consts)
     known = None if lengths is None else known_values(lengths)
     spec = replace(spec, has_keys=known is not None and bool(np.all(known > 0)))
-    return cudnn_attention(spec, composed)(primals, consts)
+    kernel_keys = find_kernel_keys(q, k, v, bias, lengths, spec)
+    return cudnn_attention(spec, composed, kernel_keys)(primals, consts)
 
 
 def attention_weights(

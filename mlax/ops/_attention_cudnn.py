@@ -10,16 +10,20 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mlax._jax import with_vjp
+from mlax._jax import with_layer_form, with_vjp
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
+from mlax.ops._gpu_attention import attention_kernel
 
 
 @functools.cache
-def cudnn_attention(spec: ScoreSpec, plain: Callable[..., Any]) -> Callable[..., jax.Array]:
+def cudnn_attention(
+    spec: ScoreSpec, plain: Callable[..., Any], kernel_keys: int | None = None
+) -> Callable[..., jax.Array]:
     """Attention of the primals (q, k, v, bias, sinks) and the consts `ScoreInputs`, as `plain` computes it.
 
     cuDNN computes the forward and the backward pass in programs for NVIDIA GPUs. `plain` computes what such a program
-    runs on the CPU, and every other derivative, which cuDNN does not have.
+    runs on the CPU, and every other derivative, which cuDNN does not have. With `kernel_keys`, of `find_kernel_keys`,
+    a kernel that takes slices of stacks computes the forward pass in a `layer_scan`.
     """
 
     def forward(primals: Any, consts: ScoreInputs) -> tuple[jax.Array, Any]:
@@ -36,11 +40,22 @@ def cudnn_attention(spec: ScoreSpec, plain: Callable[..., Any]) -> Callable[...,
             attend_each = _vmap_kernel(attend, is_parallel=primals[3] is None)
             return attend_each(_without_none(primals), consts.key_limit)
 
+        def by_kernel(primals: Any, consts: ScoreInputs) -> Any:
+            q, k, v, *_ = primals
+            y, lse = attention_kernel(q, k, v, scale=spec.scale, causal=spec.causal, length=kernel_keys)
+            _, rest = by_cudnn(primals, consts)  # lengths; XLA removes the call
+            return y, [lse if _is_lse(each, q) else each for each in rest]
+
         def by_xla(primals: Any, consts: ScoreInputs) -> Any:
             return plain(primals, consts), [jnp.zeros(each.shape, each.dtype) for each in shapes]
 
+        def on_gpu(form: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: lax.platform_dependent(*args, cuda=form, default=by_xla)
+
         _, shapes = jax.eval_shape(by_cudnn, primals, consts)
-        y, rest = lax.platform_dependent(primals, consts, cuda=by_cudnn, default=by_xla)
+        has_kernel = kernel_keys is not None and sum(_is_lse(each, primals[0]) for each in shapes) == 1
+        run = with_layer_form(on_gpu(by_cudnn), on_gpu(by_kernel)) if has_kernel else on_gpu(by_cudnn)
+        y, rest = run(primals, consts)
         (tree, origins), others = trees[0], iter(rest)
         given = (*_without_none(primals), y)
         residuals = tree.unflatten([next(others) if origin is None else given[origin] for origin in origins])
@@ -81,6 +96,12 @@ def _find_origins(arrays: Any, lengths: Any, spec: ScoreSpec) -> list[int | None
     y, *residuals = jaxpr.outvars
     given: list[Any] = [*jaxpr.invars[: len(arrays)], y]
     return [next((i for i, each in enumerate(given) if each is residual), None) for residual in residuals]
+
+
+def _is_lse(residual: Any, q: Any) -> bool:
+    """Whether it has the type of the logarithms of the sums of exponentials of scores, for q (b, t, h, k)."""
+    b, t, h, _ = q.shape
+    return residual.dtype == np.float32 and residual.shape == (b, h, t)
 
 
 def _zero_without_keys(x: jax.Array, consts: ScoreInputs, spec: ScoreSpec) -> jax.Array:

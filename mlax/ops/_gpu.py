@@ -55,18 +55,25 @@ def kernel_backend(x: Any, *, accum_dtype: Any = None) -> str:
 
 def kernel_obstacle(x: Any, accum_dtype: Any) -> str | None:
     """Why no kernel of this file runs over the rows of `x` (..., d); None if one does."""
-    if (compute_capability() or 0.0) < 9.0:
-        return "there is no NVIDIA GPU of compute capability 9.0 or later"
-    if jax.__version_info__ < (0, 11):
-        return "Mosaic GPU is measured with JAX 0.11 or later"
-    if jax.device_count() > 1 or _has_mesh(x):
-        return "XLA cannot shard a kernel over several devices"
+    if obstacle := device_obstacle(x):
+        return obstacle
     if x.dtype != jnp.bfloat16 or accum_dtype != jnp.float32:
         return "kernels are for bfloat16 with accum_dtype='float32'"
     if not is_static(*x.shape) or x.size < MIN_ROWS * x.shape[-1]:
         return f"kernels are for {MIN_ROWS} rows or more"
     if x.shape[-1] % THREADS:
         return f"kernels are for rows of a multiple of {THREADS} elements"
+    return None
+
+
+def device_obstacle(*arrays: Any) -> str | None:
+    """Why no kernel in Pallas takes these arrays, whatever their shapes; None if one may."""
+    if (compute_capability() or 0.0) < 9.0:
+        return "there is no NVIDIA GPU of compute capability 9.0 or later"
+    if jax.__version_info__ < (0, 11):
+        return "Mosaic GPU is measured with JAX 0.11 or later"
+    if jax.device_count() > 1 or any(map(_has_mesh, arrays)):
+        return "XLA cannot shard a kernel over several devices"
     return None
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import mlax
 from mlax import nn
-from mlax._jax import layer_scan, prefers_layer_scan, with_vjp
+from mlax._jax import layer_scan, prefers_layer_scan, with_layer_form, with_vjp
 from tests.arrays import normal
 from tests.layers import Block
 
@@ -97,6 +97,57 @@ def test_a_function_with_a_hand_written_gradient_keeps_all_derivatives(name):
         jax.jit(DERIVATIVES[name](functools.partial(run, scan)))(X, W, B, SCALE) for scan in (lax.scan, layer_scan)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_function_with_a_form_for_the_scan_of_layers_has_all_derivatives(name):
+    def forward(x, _):
+        return with_layer_form(lambda x: (jnp.sin(x), [jnp.cos(x)]), lambda x: (jnp.sin(x), [jnp.cos(x)]))(x)
+
+    sine = with_vjp(lambda x, _: jnp.sin(x), forward, lambda residuals, x, _, grad: grad * residuals[0])
+
+    def run(scan, x, w, b, scale):
+        return scan(lambda x, w: (sine(x @ w) * x + sine(x) @ w, None), x, w, length=LAYERS)[0].sum() * scale
+
+    args = [X, W, B, SCALE]
+    if name == "vmap of the gradient":
+        args[0] = jnp.stack([X] * BATCH)
+    if name == "gradient of the vmap":
+        args[3] = jnp.array([0.1, 0.2], np.float32)
+    expected, found = (
+        jax.jit(DERIVATIVES[name](functools.partial(run, scan)))(*args) for scan in (lax.scan, layer_scan)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+    if name == "gradient":
+        exported = jax.export.export(jax.jit(gradient(functools.partial(run, layer_scan))))(*args)
+        again = exported.call(*args)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), again, found)
+
+
+def test_the_second_form_computes_each_layer_where_residuals_are_stored_and_the_first_one_everything_else():
+    def forward(x, _):
+        return with_layer_form(lambda x: (x, jnp.ones_like(x)), lambda x: (x + 1, jnp.ones_like(x)))(x)
+
+    mark = with_vjp(lambda x, _: x, forward, lambda ones, x, _, grad: grad * ones)
+
+    def count(scan, wrap=lambda f: f):
+        """How many layers of the gradient's forward pass are computed by the second form."""
+        step = wrap(lambda x, w: (mark(x) * w, None))
+        run = lambda x, w: scan(step, x, w, length=LAYERS)[0]  # noqa: E731
+        return jax.value_and_grad(run, (0, 1)), (np.float32(0), jnp.ones(LAYERS)), run
+
+    found, args, run = count(layer_scan)
+    assert found(*args)[0] == jax.jit(found)(*args)[0] == LAYERS
+    assert str(jax.make_jaxpr(found)(*args)).count("= layer_form[") == 1
+    assert run(*args) == 0
+    np.testing.assert_array_equal(jax.vmap(found, (0, None))(np.zeros(2, np.float32), args[1])[0], [0, 0])
+    for ordinary in (count(lax.scan), count(layer_scan, jax.checkpoint), count(layer_scan, jax.jit)):
+        assert jax.jit(ordinary[0])(*args)[0] == 0
+
+
+def test_the_operations_of_a_function_with_two_forms_count_once():
+    product = with_layer_form(jnp.matmul, jnp.matmul)
+    assert mlax.inspect.flops(jax.make_jaxpr(product)(X, W[0])) == 2 * BATCH * WIDTH * WIDTH
 
 
 def test_the_gradient_of_a_batched_scan_of_scans_of_layers_is_that_of_scans():
