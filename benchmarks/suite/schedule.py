@@ -88,10 +88,12 @@ class Pool(NamedTuple):
             for worker in workers:
                 stack.callback(worker.stop)
             ready = _compile_together([each for each in workers if each.job.entry.library == TORCH])
+            others = [each for each in workers if each.job.name not in ready]
+            built = {each.job.name: bool(each.wait_for("built")) for each in others}  # all: then none uses the CPU
             for worker in workers:
                 is_ready = ready.get(worker.job.name)
                 if is_ready is None:
-                    is_ready = bool(worker.wait_for("built") and worker.compile())
+                    is_ready = built[worker.job.name] and bool(worker.compile())
                 yield worker.measure() if is_ready else worker.fail()
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
