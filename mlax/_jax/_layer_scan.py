@@ -15,14 +15,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DropVar, Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
-from mlax._jax._layer_form import LAYER_FORM, use_layer_forms
+from mlax._jax._layer_form import use_layer_forms
 from mlax._jax._memory import is_on_host
-
-# of these the operand is stored, and they are computed again
-VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
-BEFORE_SUM = VIEWS | {"add", "mul", "convert_element_type"}  # from a product to a residual connection
-# what XLA does not fuse with other operations on a slice of a stack
-OPAQUE = frozenset({"dot_general", "cond", LAYER_FORM})
+from mlax._jax._residuals import Residuals, find_residual_products
 
 
 def prefers_layer_scan(*trees: Any) -> bool:
@@ -140,89 +135,27 @@ class _LinearizedStep:
         return cls(jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
 
     @functools.cached_property
-    def sources(self) -> "list[_Source]":
-        """What each residual is computed from."""
-        return [self.find_source(atom) for atom in self.jaxpr.outvars[self.outputs :]]
-
-    def find_source(self, atom: Any) -> "_Source":
-        return _Source.find(atom, self.producers, self.attached)
-
-    @functools.cached_property
-    def producers(self) -> dict[Any, Any]:
-        return {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
-
-    @functools.cached_property
-    def attached(self) -> dict[Any, Any]:
-        return _find_attached(self.jaxpr)
-
-    @functools.cached_property
-    def copied(self) -> set[Any]:
-        return _find_copied(self.jaxpr)
-
-    @functools.cached_property
-    def recomputed(self) -> "dict[Any, _Recomputation]":
-        """How to compute those variables again that the residuals are views of but that are not stored.
-
-        A normalized array that several products read is copied into its stack and out of it. To normalize again what is
-        stored anyway moves half as many bytes.
-        """
-        sources = {source.atom for source in self.sources if isinstance(source.atom, Var)}
-        given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(sources - self.copied)}
-        plain = {out: value for value, out in self.attached.items()}
-        found = {}
-        for atom in sources & self.copied:
-            eqn = self.producers.get(value := plain.get(atom, atom))
-            if eqn is not None and eqn.primitive.name == "cond" and not _multiplies(eqn):
-                inputs = [self.find_source(each) for each in eqn.invars]
-                if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):
-                    found[atom] = _Recomputation(eqn, inputs, eqn.outvars.index(value))
-        return found
-
-    @functools.cached_property
-    def needed(self) -> list[Any]:
-        """The variables that the residuals are computed from."""
-        inputs = [each for recomputation in self.recomputed.values() for each in recomputation.inputs]
-        atoms = [source.atom for source in (*self.sources, *inputs) if isinstance(source.atom, Var)]
-        return [atom for atom in dict.fromkeys(atoms) if atom not in self.recomputed]
-
-    def compute_residuals(self, env: dict[Any, Any]) -> list[Any]:
-        """The residuals, for values of the variables that are needed."""
-        env = {**env, **{atom: each.compute(env) for atom, each in self.recomputed.items()}}
-        values = [(source.compute(env), source.is_separate) for source in self.sources]
-        separate = iter(lax.optimization_barrier([x for x, is_separate in values if is_separate]))
-        return [next(separate) if is_separate else x for x, is_separate in values]
-
-    @functools.cached_property
-    def stored(self) -> list[Any]:
-        """The variables that are stored in stacks: all that are needed but xs and constants."""
-        given = {*self.jaxpr.constvars, *self.jaxpr.invars[self.counts[0] :]}
-        return [atom for atom in self.needed if atom not in given]
-
-    @functools.cached_property
-    def stored_carry(self) -> dict[int, Any]:
-        """The variables of the carry that are stored, by their index in it."""
-        carry = enumerate(self.jaxpr.invars[: self.counts[0]])
-        return {index: atom for index, atom in carry if atom in self.stored}
+    def residuals(self) -> Residuals:
+        return Residuals(self.jaxpr, self.jaxpr.outvars[self.outputs :], self.counts[0])
 
     def scan(self, values: Sequence[Any], length: int) -> tuple[list[Any], dict[Any, Any]]:
         """The outputs of the scan, and each variable that is needed: a stack, one of xs, or a constant.
 
         The stack of a carry has one more entry: a step reads its own, and writes that of the next one.
         """
-        carried, inputs = self.counts[0], sum(self.counts)
-        products = _find_residual_products(self.jaxpr)
+        carried, inputs, residuals = self.counts[0], sum(self.counts), self.residuals
+        products = find_residual_products(self.jaxpr)
 
         def body(index: Any, state: tuple[list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
             carry, ys, stacks = state
-            stack_of = dict(zip(self.stored, stacks, strict=True))
-            given = {atom: _read(stack_of[atom], index) for atom in self.stored_carry.values()}
+            stack_of = dict(zip(residuals.stored, stacks, strict=True))
+            given = {atom: _read(stack_of[atom], index) for atom in residuals.stored_carry.values()}
 
             def store(atom: Any, value: Any) -> Any:
                 if atom not in stack_of or atom in given:
                     return lax.optimization_barrier(value) if atom in products else value
-                is_copied = (
-                    atom in self.copied
-                )  # behind a barrier, or XLA would compute it a second time, into the stack
+                is_copied = atom in residuals.copied
+                # behind a barrier, or XLA would compute it a second time, into the stack
                 update = lax.optimization_barrier(value) if is_copied else value
                 stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], update, index, 0)
                 return value if is_copied else _read(stack_of[atom], index)
@@ -230,23 +163,23 @@ class _LinearizedStep:
             x = [_read(leaf, index) for leaf in values[carried:inputs]]
             starts = [given.get(atom, value) for atom, value in zip(self.jaxpr.invars, carry, strict=False)]
             found = _evaluate(self.jaxpr, self.consts, [*starts, *x, *values[inputs:]], store)
-            for place, atom in self.stored_carry.items():
+            for place, atom in residuals.stored_carry.items():
                 stack_of[atom] = lax.dynamic_update_index_in_dim(stack_of[atom], found[place], index + 1, 0)
             pairs = zip(ys, found[carried : self.outputs], strict=True)
             ys = [lax.dynamic_update_index_in_dim(stack, y, index, 0) for stack, y in pairs]
-            carry = [None if place in self.stored_carry else each for place, each in enumerate(found[:carried])]
-            return carry, ys, [stack_of[atom] for atom in self.stored]
+            carry = [None if place in residuals.stored_carry else each for place, each in enumerate(found[:carried])]
+            return carry, ys, [stack_of[atom] for atom in residuals.stored]
 
         ys = [
             lax.empty((length, *atom.aval.shape), atom.aval.dtype)
             for atom in self.jaxpr.outvars[carried : self.outputs]
         ]
-        firsts = {atom: values[place] for place, atom in self.stored_carry.items()}
-        stacks = [_empty_stack(atom.aval, length, firsts.get(atom)) for atom in self.stored]
-        start = [None if place in self.stored_carry else each for place, each in enumerate(values[:carried])]
+        firsts = {atom: values[place] for place, atom in residuals.stored_carry.items()}
+        stacks = [_empty_stack(atom.aval, length, firsts.get(atom)) for atom in residuals.stored]
+        start = [None if place in residuals.stored_carry else each for place, each in enumerate(values[:carried])]
         carry, ys, stacks = lax.fori_loop(0, length, body, (start, ys, stacks))
-        stack_of = dict(zip(self.stored, stacks, strict=True))
-        lasts = {place: stack_of[atom][length] for place, atom in self.stored_carry.items()}
+        stack_of = dict(zip(residuals.stored, stacks, strict=True))
+        lasts = {place: stack_of[atom][length] for place, atom in residuals.stored_carry.items()}
         given = zip(
             (*self.jaxpr.constvars, *self.jaxpr.invars[carried:]), (*self.consts, *values[carried:]), strict=True
         )
@@ -255,12 +188,12 @@ class _LinearizedStep:
     def push(self, residuals: dict[Any, Any], dots: list[Any], length: int) -> list[Any]:
         """The tangents of the outputs, for those of the live inputs."""
         carried, inputs = self.counts[0], sum(self.counts)
-        with_axis = {*self.stored, *self.jaxpr.invars[carried:inputs]}
-        atoms = sorted(self.needed, key=lambda atom: atom not in with_axis)
+        with_axis = {*self.residuals.stored, *self.jaxpr.invars[carried:inputs]}
+        atoms = sorted(self.residuals.needed, key=lambda atom: atom not in with_axis)
 
         def push_one(residuals: list[Any], *dots: Any) -> list[Any]:
             env = dict(zip(atoms, residuals, strict=True))
-            push = self.push_tree.unflatten(self.compute_residuals(env))
+            push = self.push_tree.unflatten(self.residuals.compute(env))
             return [change for change in push(*dots) if change is not None]
 
         scanned = sum(atom in with_axis for atom in atoms)
@@ -385,128 +318,6 @@ def _empty_stack(aval: Any, length: int, first: Any = None) -> Any:
 
 def _instantiate(dot: Any, value: Any) -> Any:
     return lax.full_like(value, 0) if isinstance(dot, SymbolicZero) else dot
-
-
-class _Source(NamedTuple):
-    """A variable that a residual is a view of, and how to compute the residual from it."""
-
-    atom: Any  # None if the residual depends on nothing
-    views: list[Any]  # equations of one operand or of none
-    is_separate: bool  # behind an `optimization_barrier`, which keeps XLA from merging what takes it with other uses
-
-    @classmethod
-    def find(cls, atom: Any, producers: dict[Any, Any], attached: dict[Any, Any]) -> "_Source":
-        views: list[Any] = []
-        is_separate = False
-        while isinstance(atom, Var):
-            atom = attached.get(atom, atom)
-            if atom not in producers:
-                break
-            eqn = producers[atom]
-            if eqn.primitive.name == "optimization_barrier":
-                atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
-            elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
-                views.insert(0, eqn)
-                atom = eqn.invars[0] if eqn.invars else None
-            else:
-                break
-        return cls(atom, views, is_separate)
-
-    def compute(self, env: dict[Any, Any]) -> Any:
-        values = [] if self.atom is None else [self.atom.val if isinstance(self.atom, Literal) else env[self.atom]]
-        for eqn in self.views:
-            values = [eqn.primitive.bind(*values, **eqn.params)]
-        return values[0]
-
-
-class _Recomputation(NamedTuple):
-    """An equation that is evaluated again in the backward pass, and which of its results counts."""
-
-    eqn: Any
-    inputs: list[_Source]
-    place: int
-
-    def compute(self, env: dict[Any, Any]) -> Any:
-        values = [each.compute(env) for each in self.inputs]
-        return self.eqn.primitive.bind(*values, **self.eqn.params)[self.place]
-
-
-def _find_attached(jaxpr: Any) -> dict[Any, Any]:
-    """What each `attach` returns for its last arguments: the same values, which have a derivative only there."""
-    attaches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "attach"]
-    pairs = [pair for eqn in attaches for pair in zip(_returned_inputs(eqn), eqn.outvars, strict=True)]
-    return {given: out for given, out in pairs if isinstance(given, Var) and not isinstance(out, DropVar)}
-
-
-def _find_users(jaxpr: Any) -> dict[Any, list[Any]]:
-    users: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if isinstance(atom, Var):
-                users.setdefault(atom, []).append(eqn)
-    return users
-
-
-def _find_residual_products(jaxpr: Any) -> set[Any]:
-    """The outputs of matrix products that are added to an array of their size, as in a residual connection.
-
-    XLA's GPU compiler would pass that array, which it copies first, and the bias to the product, and such a product
-    takes no slice of a stack. Added by a fusion, which reads and writes as much, they let it take one.
-    """
-    users = _find_users(jaxpr)
-
-    def is_added(atom: Any) -> bool:
-        found = users.get(atom, [])
-        if len(found) != 1 or found[0].primitive.name not in BEFORE_SUM:
-            return False
-        is_sum = any(other is not atom and other.aval.size == atom.aval.size for other in found[0].invars)
-        return is_sum or is_added(found[0].outvars[0])
-
-    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" and is_added(eqn.outvars[0])}
-
-
-def _find_copied(jaxpr: Any) -> set[Any]:
-    """What is copied into its stack while its users go on, since reading it from there would itself be a copy.
-
-    These are the operands and results of libraries such as cuDNN, which take no slice of a stack, and what several
-    operations use that XLA does not fuse with a slice, or one of them and a fusion.
-    """
-    users, library_calls = _find_users(jaxpr), [eqn for eqn in jaxpr.eqns if _calls_library(eqn)]
-
-    def find_uses(atom: Any) -> list[Any]:
-        """The equations that use it, or a view of it."""
-        found: list[Any] = []
-        for eqn in users.get(atom, []):
-            if eqn.primitive.name in ("attach", "optimization_barrier"):
-                pairs = zip(_returned_inputs(eqn), eqn.outvars, strict=True)
-                found += [use for given, out in pairs if given is atom for use in find_uses(out)]
-            else:
-                found += find_uses(eqn.outvars[0]) if eqn.primitive.name in VIEWS else [eqn]
-        return found
-
-    def is_copied(atom: Any) -> bool:
-        uses = find_uses(atom)
-        is_opaque = any(eqn.primitive.name in OPAQUE for eqn in uses)
-        return any(use is call for use in uses for call in library_calls) or (is_opaque and len(uses) > 1)
-
-    attached = _find_attached(jaxpr)
-    results = {attached.get(out, out) for call in library_calls for out in call.outvars}
-    return results | {out for eqn in jaxpr.eqns for out in eqn.outvars if is_copied(out)}
-
-
-def _returned_inputs(eqn: Any) -> list[Any]:
-    """The last arguments of a barrier, which returns all of them, or of `attach`, which gives them a derivative."""
-    return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
-
-
-def _multiplies(eqn: Any) -> bool:
-    """Whether an equation with branches has matrix products in them."""
-    return any("dot" in str(each) for each in eqn.params["branches"])
-
-
-def _calls_library(eqn: Any) -> bool:
-    """Whether an equation computes attention by cuDNN, as far as the platform has it."""
-    return eqn.primitive.name == "cond" and any("dot_product_attention" in str(each) for each in eqn.params["branches"])
 
 
 def _evaluate(jaxpr: Any, consts: list[Any], values: list[Any], store: Callable[[Any, Any], Any]) -> list[Any]:
