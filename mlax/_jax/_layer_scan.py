@@ -52,7 +52,8 @@ def layer_scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any,
         return outputs
 
     closed = jax.make_jaxpr(flat_step)(*_step_types(flat, counts[0]))
-    if closed.effects or length == 0:
+    is_promoted = any(a.dtype != b.dtype for a, b in zip(closed.in_avals, closed.out_avals[: counts[0]], strict=False))
+    if closed.effects or length == 0 or is_promoted:  # a carry of a weak type, say, which lax.scan promotes
         return lax.scan(step, carry, xs, length=length)
     run = _differentiable_scan(closed.jaxpr, counts, length)
     return out_tree.unflatten(run(*flat, *closed.consts))

@@ -108,6 +108,8 @@ class _Source(NamedTuple):
             eqn = producers[atom]
             if eqn.primitive.name == "optimization_barrier":
                 atom, is_separate = eqn.invars[eqn.outvars.index(atom)], True
+            elif eqn.primitive.multiple_results:
+                break
             elif not eqn.invars or (eqn.primitive.name in VIEWS and len(eqn.invars) == 1):
                 views.insert(0, eqn)
                 atom = eqn.invars[0] if eqn.invars else None

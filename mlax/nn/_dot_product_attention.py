@@ -130,5 +130,6 @@ def repeat_length(length: Any, b: Any) -> Any:
     if isinstance(length, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((b,), length.dtype)
     if isinstance(length, int | np.integer) and not isinstance(length, bool) and isinstance(b, int):
-        return np.full(b, length, np.int32)  # its value is known while tracing
+        dtype = np.int32 if abs(int(length)) < 1 << 31 else np.int64  # as it is refused later, and does not wrap
+        return np.full(b, length, dtype)  # its value is known while tracing
     return jnp.broadcast_to(jnp.asarray(length), (b,))  # in its dtype, so that a float is refused

@@ -89,8 +89,8 @@ class CompiledFunction:
         self._started: dict[Any, Compilation] = {}
         self._signatures: list[dict[str, str]] = []
         self._only: jax.stages.Compiled | None = None
-        self._key: Any = None  # of the last call
-        self._key_data: Any = None
+        self._known_key: tuple[Any, Any] = (None, None)  # of the last call, and its data
+        self._only_kind: Any = None  # the dtype of the key that `_only` is compiled for
         self._constants: Fingerprint = {}  # what the objective referred to when it was compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -98,20 +98,25 @@ class CompiledFunction:
         try:
             if not self.keeps_key:
                 return run(*args)
-            state, result = run(*self._unwrap_key(args))
+            state, result = run(*self._unwrap_key(args, run))
             return state._replace(rng=args[0].rng), result
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, run, args)
             raise
 
-    def _unwrap_key(self, args: Any) -> tuple[Any, ...]:
-        """The arguments with the data of the key of the state after it."""
+    def _unwrap_key(self, args: Any, run: jax.stages.Compiled) -> tuple[Any, ...]:
+        """The arguments for the executable: the state without its key, the data of that, and the others."""
         state, *others = args
-        if state.rng is not self._key:  # of the first call, or of a state that another step made
-            if self._key is not None and state.rng.dtype != self._key.dtype:
+        key, data = self._known_key  # at once, as another thread may call with another key
+        if state.rng is not key or key is None:  # the first call, or a state that another one made
+            if self._only is not None and getattr(state.rng, "dtype", None) != self._only_kind:
                 raise TypeError("the key is of another kind")
-            self._key, self._key_data = state.rng, key_data(state.rng)
-        return state._replace(rng=None), self._key_data, *others
+            data = key_data(state.rng)
+            if getattr(data, "committed", False):
+                data = jax.device_put(data, run.input_shardings[0][1])
+            if isinstance(state.rng, jax.Array):
+                self._known_key = state.rng, data
+        return state._replace(rng=None), data, *others
 
     def _explain(self, error: Exception, run: jax.stages.Compiled, args: Any) -> None:
         """Raise a better error, which keeps this one as its cause, or add a note to it."""
@@ -135,11 +140,15 @@ class CompiledFunction:
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The executable for these arguments, which may be `jax.ShapeDtypeStruct`s; compiled if it is not yet."""
-        key = _batch_signature(args)
+        key = self._signature(args)
         if key not in self.compiled:
             self._start(key, args, in_background=False)
             self._finish(key)
         return self.compiled[key]
+
+    def _signature(self, args: Any) -> Any:
+        """What an executable is chosen by: what follows the state, and the kind of its key."""
+        return _batch_signature(args), getattr(args[0].rng, "dtype", None) if self.keeps_key else None
 
     def start(self, *args: Any) -> None:
         """Trace for these arguments, and compile in the background: `compile`, or a call, waits for the executable.
@@ -147,7 +156,7 @@ class CompiledFunction:
         XLA compiles without Python's lock, so that other work goes on meanwhile. Of several processes none may be
         ahead of the others, so they compile in the foreground.
         """
-        key = _batch_signature(args)
+        key = self._signature(args)
         if key not in self.compiled:
             self._start(key, args, in_background=jax.process_count() == 1)
 
@@ -166,9 +175,9 @@ class CompiledFunction:
             raise RetraceError(self._describe_change(args))
         self.check_constants(self.owner)
         before = self._describe_constants()
-        given = self._unwrap_key(args) if self.keeps_key else args
+        given = (args[0]._replace(rng=None), key_data(args[0].rng), *args[1:]) if self.keeps_key else args
         with self._on_mesh(), pause_garbage_collection():
-            traced = self._jit(given).trace(*given)
+            traced = self._jit(given, args).trace(*given)
             lowered = traced.lower()
         after = self._describe_constants()  # without what tracing itself changes, such as a counter
         constants = {name: value for name, value in after.items() if value == before.get(name)}
@@ -207,7 +216,8 @@ class CompiledFunction:
         self._constants = constants
         self.compiled[key], self._traced[key] = compiled, traced
         self._signatures.append(_describe_leaves(self.names, args))
-        self._only = compiled if self.compilations == 1 else None
+        if self.compilations == 1:
+            self._only, self._only_kind = compiled, args[0].rng.dtype if self.keeps_key else None
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.plan is None else jax.set_mesh(self.plan.mesh)
@@ -241,7 +251,7 @@ class CompiledFunction:
             self.compile(*args)
         if not self.compiled:
             raise ValueError(f"{self.owner}: nothing is compiled yet; call it, or step.compile(state, batch), first.")
-        key = _batch_signature(args) if args else next(reversed(self.compiled))
+        key = self._signature(args) if args else next(reversed(self.compiled))
         return self._traced[key], self.compiled[key]
 
     def flops(self) -> int:
@@ -249,10 +259,10 @@ class CompiledFunction:
         traced, _ = self.stages()
         return flops(traced.jaxpr)
 
-    def _jit(self, args: Any) -> Any:
+    def _jit(self, args: Any, called_with: Any) -> Any:
         donated = 0 if self.donate else ()
         out = self._out_shardings(args)
-        function = self._with_key_data() if self.keeps_key else self.function
+        function = self._with_key_data(called_with[0].rng) if self.keeps_key else self.function
         if self.plan is None:
             return jax.jit(function, donate_argnums=donated, out_shardings=out)
         *others, batch = args
@@ -260,11 +270,11 @@ class CompiledFunction:
         batch_shardings = self.plan.batch_shardings(batch, stacked=self.stacked)
         return jax.jit(function, donate_argnums=donated, in_shardings=(*shardings, batch_shardings), out_shardings=out)
 
-    def _with_key_data(self) -> Callable[..., tuple[Any, Any]]:
-        """The function of what `_unwrap_key` returns."""
+    def _with_key_data(self, like: Any) -> Callable[..., tuple[Any, Any]]:
+        """The function of what `_unwrap_key` returns, for keys like this one."""
 
         def call(state: Any, rng: jax.Array, *others: Any) -> tuple[Any, Any]:
-            new, result = self.function(state._replace(rng=wrap_key_data(rng, like=self._key)), *others)
+            new, result = self.function(state._replace(rng=wrap_key_data(rng, like=like)), *others)
             return new._replace(rng=None), result
 
         call.__name__ = self.function.__name__  # which profiles show

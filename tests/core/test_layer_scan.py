@@ -205,6 +205,27 @@ def test_what_several_products_read_is_computed_again_from_what_is_stored():
     assert sorted(stacks) == [LAYERS, LAYERS, LAYERS + 1]  # the two products and the carry, not the normalized one
 
 
+def test_a_carry_that_the_step_promotes_is_that_of_a_scan():
+    def run(scan):
+        return scan(lambda x, w: (x + w.sum(), x), 1, W, length=LAYERS)
+
+    jax.tree.map(np.testing.assert_array_equal, run(layer_scan), run(lax.scan))
+
+
+def test_a_residual_of_a_call_with_several_results_and_no_arguments_is_stored():
+    shapes = [jax.ShapeDtypeStruct((), np.float32)] * 2
+
+    def step(x, w):
+        a, b = jax.pure_callback(lambda: (np.float32(2), np.float32(3)), shapes)
+        return jnp.sin(x @ w) * b + x * x * a, None
+
+    def loss(scan, x, w):
+        return scan(step, x, w, length=LAYERS)[0].sum()
+
+    found = [jax.grad(functools.partial(loss, scan), (0, 1))(0.1 * X, W) for scan in (layer_scan, lax.scan)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *found)
+
+
 def forward_loop():
     """The shapes of the stacks of a forward pass with residuals x and h, and the equations of its loop."""
 

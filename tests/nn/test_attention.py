@@ -182,6 +182,12 @@ def test_one_length_is_that_of_all_rows_and_must_be_an_integer():
         layer.fwd({"x": x, "lengths": 2.5}, trainables)
 
 
+def test_a_length_beyond_32_bits_is_refused():
+    q = normal(2, 6, 2, 4)
+    with pytest.raises(ValueError, match="lengths go up to 1099511627776, but there are only 6 keys"):
+        nn.Attention().fwd({"query": q, "key": q, "value": q, "lengths": np.int64(1 << 40)}, None)
+
+
 def test_one_integer_length_is_known_while_tracing(monkeypatch):
     layer, x, seen = nn.MultiHeadAttention(2), normal(3, 4, 8), []
     trainables, _ = layer.init(jax.random.key(1), x)

@@ -298,15 +298,38 @@ def test_the_state_is_donated_and_the_callers_key_is_not():
     assert new.rng is state.rng and not state.rng.is_deleted()  # no step changes it
 
 
+def state_of(step, kind="threefry2x32", seed=3):
+    return step.init(jax.random.key(seed, impl=kind), *MODEL.init(jax.random.key(0), batch()["x"]))
+
+
 def test_a_key_of_another_kind_would_recompile():
     step = train.step(objective, OPTIMIZER)
-    first, second = (  # kinds whose data have the same shape
-        step.init(jax.random.key(3, impl=kind), *MODEL.init(jax.random.key(0), batch()["x"]))
-        for kind in ("rbg", "unsafe_rbg")
-    )
-    step(first, batch())
+    step(state_of(step, "rbg"), batch())
     with pytest.raises(train.RetraceError, match=r"state/rng was key<rbg>\[\] and is now key<urbg>\[\]"):
-        step(second, batch())
+        step(state_of(step, "unsafe_rbg"), batch())  # whose data have the same shape
+    with pytest.raises(train.RetraceError, match=r"state/rng was .* and is now missing"):
+        step(state_of(step, "rbg")._replace(rng=None), batch())
+    step(state_of(step, "rbg"), batch())
+    twice = train.step(objective, OPTIMIZER, compilations=2)
+    for kind in ("rbg", "threefry2x32", "rbg"):
+        _, metrics = twice(state_of(twice, kind), batch())
+        expected = jax.jit(twice.advance)(state_of(twice, kind), batch())[1]
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_states_with_different_keys_can_take_turns():
+    step = train.step(objective, OPTIMIZER)
+    for seed in (1, 2, 1, 2):
+        state, metrics = step(state_of(step, seed=seed), batch())
+        expected = jax.jit(step.advance)(state_of(step, seed=seed), batch())
+        np.testing.assert_allclose(metrics["loss"], expected[1]["loss"], rtol=1e-5)
+        assert jnp.array_equal(jax.random.key_data(state.rng), jax.random.key_data(state_of(step, seed=seed).rng))
+
+
+def test_a_key_on_another_device_is_moved_to_the_state():
+    step = train.step(objective, OPTIMIZER)
+    state = state_of(step)
+    step(state._replace(rng=jax.device_put(state.rng, jax.devices()[-1])), batch())
 
 
 @pytest.mark.parametrize("spec", [P(), P("data")])
