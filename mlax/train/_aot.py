@@ -98,22 +98,20 @@ class CompiledFunction:
         try:
             if not self.keeps_key:
                 return run(*args)
-            state, result = run(*self._unwrap_key(args, run))
+            state, result = run(*self._unwrap_key(args))
             return state._replace(rng=args[0].rng), result
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, run, args)
             raise
 
-    def _unwrap_key(self, args: Any, run: jax.stages.Compiled) -> tuple[Any, ...]:
+    def _unwrap_key(self, args: Any) -> tuple[Any, ...]:
         """The arguments for the executable: the state without its key, the data of that, and the others."""
         state, *others = args
         key, data = self._known_key  # at once, as another thread may call with another key
         if state.rng is not key or key is None:  # the first call, or a state that another one made
             if self._only is not None and getattr(state.rng, "dtype", None) != self._only_kind:
                 raise TypeError("the key is of another kind")
-            data = key_data(state.rng)
-            if getattr(data, "committed", False):
-                data = jax.device_put(data, run.input_shardings[0][1])
+            data = _key_data_beside(state)
             if isinstance(state.rng, jax.Array):
                 self._known_key = state.rng, data
         return state._replace(rng=None), data, *others
@@ -175,7 +173,7 @@ class CompiledFunction:
             raise RetraceError(self._describe_change(args))
         self.check_constants(self.owner)
         before = self._describe_constants()
-        given = (args[0]._replace(rng=None), key_data(args[0].rng), *args[1:]) if self.keeps_key else args
+        given = (args[0]._replace(rng=None), _key_data_beside(args[0]), *args[1:]) if self.keeps_key else args
         with self._on_mesh(), pause_garbage_collection():
             traced = self._jit(given, args).trace(*given)
             lowered = traced.lower()
@@ -364,6 +362,14 @@ def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
             f"{format_bytes(analysis.temp_size_in_bytes)} for intermediate results, but {format_bytes(free)} are free; "
             f"nothing was run, and the state is unchanged. {MEMORY_ADVICE}"
         )
+
+
+def _key_data_beside(state: Any) -> Any:
+    """The data of the key of a state, on the devices of the state."""
+    data, sharding = key_data(state.rng), getattr(state.step, "sharding", None)
+    if sharding is not None and getattr(data, "committed", False) and data.sharding.device_set != sharding.device_set:
+        return jax.device_put(data, sharding)
+    return data
 
 
 def _batch_signature(args: Any) -> Any:
