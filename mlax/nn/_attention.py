@@ -367,7 +367,7 @@ class MultiHeadAttention(Composite):
 
 @frozen
 class _Computed(Layer):
-    """What is computed already: the array `y` among its variables."""
+    """A part whose output is computed before it is called: the array `y` among its variables."""
 
     def init(self, rng, x):
         return None, None

@@ -208,6 +208,7 @@ def _multiply_tiles(
     count_items: Callable[[Any], Any],  # of a block
     count_steps: Callable[[Any, Any], Any],  # of a block and one of its items
 ) -> list[Array]:
+    """Run a kernel of one block for each multiprocessor, which computes its items, tiles of the result, one by one."""
     pl, plgpu = pallas()
     transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
 

@@ -111,7 +111,7 @@ class CompiledFunction:
         if state.rng is not key or key is None:  # the first call, or a state that another one made
             if self._only is not None and getattr(state.rng, "dtype", None) != self._only_kind:
                 raise TypeError("the key is of another kind")
-            data = _key_data_beside(state)
+            data = _place_key_data(state)
             if isinstance(state.rng, jax.Array):
                 self._known_key = state.rng, data
         return state._replace(rng=None), data, *others
@@ -173,7 +173,7 @@ class CompiledFunction:
             raise RetraceError(self._describe_change(args))
         self.check_constants(self.owner)
         before = self._describe_constants()
-        given = (args[0]._replace(rng=None), _key_data_beside(args[0]), *args[1:]) if self.keeps_key else args
+        given = (args[0]._replace(rng=None), _place_key_data(args[0]), *args[1:]) if self.keeps_key else args
         with self._on_mesh(), pause_garbage_collection():
             traced = self._jit(given, args).trace(*given)
             lowered = traced.lower()
@@ -306,7 +306,7 @@ class CompiledFunction:
 
 @contextlib.contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Without Python's garbage collector, which looks through all that tracing creates, and finds nothing to free."""
+    """Pause Python's garbage collector, which looks through all that tracing creates and finds nothing to free."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -364,8 +364,8 @@ def _check_memory(compiled: jax.stages.Compiled, leaves: Iterable[Any]) -> None:
         )
 
 
-def _key_data_beside(state: Any) -> Any:
-    """The data of the key of a state, on the devices of the state."""
+def _place_key_data(state: Any) -> Any:
+    """The data of the key of a state, moved to the devices of the state if the key is on others."""
     data, sharding = key_data(state.rng), getattr(state.step, "sharding", None)
     if sharding is not None and getattr(data, "committed", False) and data.sharding.device_set != sharding.device_set:
         return jax.device_put(data, sharding)
