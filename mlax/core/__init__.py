@@ -5,7 +5,7 @@ from mlax.core._capture import Capture, call_shapes, capture
 from mlax.core._chain import Chain, unstack
 from mlax.core._checks import check_array, check_is_dtype, check_key, check_not_donated
 from mlax.core._combinators import F, Parallel, Residual, Series
-from mlax.core._composite import Composite, Sub, call_in_turn, part_inputs
+from mlax.core._composite import Composite, Sub, part_inputs
 from mlax.core._display import Text, align_columns, count_of, format_bytes, function_name, print_pretty
 from mlax.core._errors import (
     error_scope,

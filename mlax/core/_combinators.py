@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 
-from mlax.core._composite import Composite, Sub, call_in_turn
+from mlax.core._composite import Composite, Sub
 from mlax.core._display import Node, function_name
 from mlax.core._errors import is_like_first, short_repr, signature, wrong_instance_message
 from mlax.core._frozen import frozen, with_fields
@@ -90,7 +90,7 @@ class Series(Composite):
         return with_fields(self, named=tuple({**self.parts(), **parts}.items()))
 
     def wire(self, sub: Sub, x: Any) -> Any:
-        return call_in_turn(sub, x)
+        return sub.call_in_turn(x, *self.parts())
 
     def _arguments(self) -> list[tuple[str, Any]]:
         return [(f"{name}=", part) for name, part in self.named]

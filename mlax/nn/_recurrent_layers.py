@@ -10,7 +10,6 @@ from mlax.core import (
     Layer,
     Recurrent,
     Sub,
-    call_in_turn,
     check_layer,
     frozen,
     short_repr,
@@ -114,7 +113,7 @@ class Stacked(Composite):
 
     def wire(self, sub: Sub, x: Any) -> Any:
         if not self.carry and not self.lengths:
-            return call_in_turn(sub, x)
+            return sub.call_in_turn(x, *self.parts())
         first, y, lengths = unpack_sequence(self, x)
         if self.carry:
             _check_carries(self, first, sum(_recurrent_of(layer) is not None for layer in self.layers))
