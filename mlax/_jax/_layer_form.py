@@ -1,12 +1,12 @@
 """A function with a second form for `layer_scan`, whose operands and results are slices of stacks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 LAYER_FORM = "layer_form"  # the name of the primitive
@@ -44,12 +44,11 @@ _layer_form = Primitive(LAYER_FORM)
 _layer_form.multiple_results = True
 
 
-def use_layer_forms(jaxpr: Any, residuals: Sequence[Any]) -> Any:
-    """The jaxpr with the second form of each function that has one and returns some of these residuals.
+def use_layer_forms(jaxpr: Any, stored: set[Any]) -> Any:
+    """The jaxpr with the second form of each function that has one and returns some variables that are stored.
 
     Functions in the jaxprs of its equations keep the first one.
     """
-    stored = {atom for atom in residuals if isinstance(atom, Var)}
 
     def is_used(eqn: Any) -> bool:
         return eqn.primitive.name == LAYER_FORM and not stored.isdisjoint(eqn.outvars)

@@ -132,7 +132,8 @@ class _LinearizedStep:
 
         inputs = sum(counts)
         closed = jax.make_jaxpr(linearize)(*_step_types(values[:inputs], counts[0]), *values[inputs:])
-        jaxpr = use_layer_forms(closed.jaxpr, closed.jaxpr.outvars[outputs:])
+        stored = Residuals(closed.jaxpr, closed.jaxpr.outvars[outputs:], counts[0]).origins
+        jaxpr = use_layer_forms(closed.jaxpr, stored)
         return cls(jaxpr, list(closed.consts), push_tree, is_live, counts, outputs)
 
     @functools.cached_property

@@ -33,6 +33,12 @@ class Residuals:
         return _Source.find(atom, self.producers, self.attached)
 
     @functools.cached_property
+    def origins(self) -> set[Any]:
+        """The results of equations that the residuals are views of, before `attach` gives them a derivative."""
+        plain = {out: value for value, out in self.attached.items()}
+        return {plain.get(source.atom, source.atom) for source in self.sources if isinstance(source.atom, Var)}
+
+    @functools.cached_property
     def producers(self) -> dict[Any, Any]:
         return {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
 
