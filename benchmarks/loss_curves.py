@@ -50,6 +50,8 @@ MODULES = {
 }
 KINDS = tuple(MODULES)
 PRODUCTS: Any = inspect.getmodule(ops.prefers_product_kernels)
+MLP: Any = inspect.getmodule(ops.prefers_mlp_kernels)
+LINEAR: Any = inspect.getmodule(ops.gelu_mlp)
 WINDOW = 20  # steps whose mean is compared
 TOLERANCE = 3.0  # times the noise
 FLOOR = 0.001  # of the noise, in nats
@@ -65,6 +67,7 @@ class Form:
     chunks: int = 1  # of the head
     attention: str | None = "xla"
     joins_projections: bool = False  # whether the gradients of queries, keys and values are two kernels
+    joins_mlp: bool = False  # whether the products of an MLP apply GELU and its gradient
     folds_biases: bool = False  # whether biases are added where a kernel or a product does it anyway
     mode: str = "unroll"  # of Repeat
     is_perturbed: bool = False  # whether the initial weights are rounded differently
@@ -85,9 +88,10 @@ FORMS = {
     "fused attention": Form(attention=None),
     "folded biases": Form(folds_biases=True),
     "kernels of projections": Form(joins_projections=True),
+    "kernels of MLPs": Form(joins_mlp=True),
     "scanned": Form(mode="scan"),
     "scanned, fused attention": Form(mode="scan", attention=None),  # whose forward pass is a kernel then
-    "all": Form(KINDS, KINDS, has_head=True, attention=None, joins_projections=True, folds_biases=True),
+    "all": Form(KINDS, KINDS, has_head=True, attention=None, joins_projections=True, joins_mlp=True, folds_biases=True),
 }
 FORMS["all, scanned"] = replace(FORMS["all"], mode="scan")
 
@@ -95,8 +99,10 @@ FORMS["all, scanned"] = replace(FORMS["all"], mode="scan")
 def main(options: argparse.Namespace) -> None:
     has_kernels = ops.kernel_backend(jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16), accum_dtype="float32")
     is_present = has_kernels.startswith("mosaic")
-    forms = {name: form for name, form in FORMS.items() if is_present or not (form.kernels or form.joins_projections)}
-    forms |= {name: form for name, form in FORMS.items() if name.startswith("all")}  # elsewhere without kernels
+    chosen = {name: form for name, form in FORMS.items() if not options.only or name in (PLAIN, NOISE, *options.only)}
+    needing = {name for name, form in chosen.items() if form.kernels or form.joins_projections or form.joins_mlp}
+    # elsewhere all but the kernels
+    forms = {name: form for name, form in chosen.items() if is_present or name.startswith("all") or name not in needing}
     lowered = {name: lower(form, options) for name, form in forms.items()}  # one at a time: they patch modules
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
@@ -126,6 +132,10 @@ def use(form: Form) -> Iterator[None]:
             stack.enter_context(mock.patch.object(PRODUCTS, "MIN_ROWS", PRODUCTS.TILE_M))
         else:
             stack.enter_context(mock.patch.object(ops, "prefers_product_kernels", return_value=False))
+        if form.joins_mlp:
+            stack.enter_context(mock.patch.object(MLP, "MIN_ROWS", MLP.TILE))
+        else:
+            stack.enter_context(mock.patch.object(LINEAR, "prefers_mlp_kernels", return_value=False))
         for kind, modules in MODULES.items():
             for module in modules:
                 if kind not in form.derivatives:
@@ -221,5 +231,6 @@ if __name__ == "__main__":
     for name, default in {"steps": 300, "depth": 12, "width": 768, "vocabulary": 50_257, "batch": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--only", nargs="+", default=[], choices=FORMS, metavar="FORM", help="besides the plain form")
     parser.add_argument("--out", help="a file for the curves, JSON")
     main(parser.parse_args())

@@ -201,8 +201,8 @@ class MultiHeadAttention(Composite):
         kernels = [each["kernel"] for each in own.values()]
         if not ops.prefers_product_kernels(inputs["x"], kernels):
             return self, trainables
-        for name, y in zip(names, ops.linears(inputs["x"], kernels), strict=True):
-            own[name] = {"y": y + own[name]["bias"] if "bias" in own[name] else y}
+        found = ops.linears(inputs["x"], kernels, [each.get("bias") for each in own.values()])
+        own = {name: {"y": y} for name, y in zip(names, found, strict=True)}
         return self.with_parts(dict.fromkeys(names, _Computed())), {**trainables, **own}
 
     def split_bias(self, x, trainables, inference_mode):

@@ -50,6 +50,17 @@ class Linear(Layer):
     def tensor_parallel_axes(self, number):
         return {"kernel": -1, "bias": -1}
 
+    def fwd_with_next(self, x, trainables, following, next_trainables):
+        if type(following) is not Linear or following.activation is not None or not self.bias:
+            return None
+        if not isinstance(x, jax.Array) or x.ndim == 0:
+            return None
+        own, other = _plain_shapes(self, x.shape[-1]), _plain_shapes(following, self.features)
+        if not _has_shapes(trainables, own, x.dtype) or not _has_shapes(next_trainables, other, x.dtype):
+            return None  # the layers by themselves compute it, or say what does not fit
+        y = ops.gelu_mlp(x, **trainables, down=next_trainables["kernel"], activation=self.activation)
+        return y if y is None or not following.bias else y + expand_last(next_trainables["bias"], y)
+
     def split_bias(self, x, trainables, inference_mode):
         if not self.bias or self.activation is not None or not ops.prefers_kernels(x):
             return None
@@ -59,6 +70,22 @@ class Linear(Layer):
         weights = cast(trainables, x.dtype)
         numerics = {"precision": self.precision, "accum_dtype": self.accum_dtype}
         return ops.linear(x, **weights, activation=self.activation, **numerics), non_trainables
+
+
+def _plain_shapes(layer: Linear, width: int) -> dict[str, tuple[int, ...]] | None:
+    """The shapes of the trainables of a Linear whose product has no options."""
+    if layer.precision is not None or layer.accum_dtype is not None:
+        return None
+    kernel, bias = {"kernel": (width, layer.features)}, {"bias": (layer.features,)}
+    return {**kernel, **bias} if layer.bias else kernel
+
+
+def _has_shapes(trainables: Any, shapes: dict[str, tuple[int, ...]] | None, dtype: Any) -> bool:
+    if not isinstance(trainables, dict) or shapes is None:
+        return False
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in trainables.items()} == {
+        name: (shape, dtype) for name, shape in shapes.items()
+    }
 
 
 @frozen

@@ -138,7 +138,7 @@ class BERTBlock(Composite):
 
     def wire(self, sub: Sub, x: Any, lengths: Any = None) -> Any:  # (b, t, d), (b,)
         x = sub.norm1(x + sub.drop(sub.attend({"x": x, "lengths": lengths})))
-        return sub.norm2(x + sub.drop(sub.down(sub.up(x))))
+        return sub.norm2(x + sub.drop(sub.call_in_turn(x, "up", "down")))
 
 
 @frozen

@@ -108,7 +108,7 @@ class GPT2Block(Composite):
         x, y = sub.norm1(x, None if self.dropout else sub.take_bias("attend", attended))
         x = x + sub.drop(sub.attend({**attended, "x": y}))
         x, y = sub.norm2(x, None if self.dropout else sub.take_bias("down", x))
-        return x + sub.drop(sub.down(sub.up(y)))
+        return x + sub.drop(sub.call_in_turn(y, "up", "down"))
 
 
 def gpt2(size: Literal["small", "medium", "large", "xl"] = "small") -> GPT2:

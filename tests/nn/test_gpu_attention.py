@@ -14,12 +14,11 @@ from jax import lax
 from mlax import ops
 from mlax._jax import layer_scan
 from tests.arrays import normal
+from tests.gpu import assume_hopper, count_kernels, interpret_kernels, needs_mosaic
 
 CUDNN = inspect.getmodule(inspect.unwrap(ops.cudnn_attention))
 KERNEL = inspect.getmodule(inspect.unwrap(CUDNN.attention_kernel))
-GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
 SPEC = ops.ScoreSpec(scale=0.125, causal=True)
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
 
 
 def softmax_attention(q, k, v, *, scale, causal, length=None):
@@ -64,8 +63,7 @@ def interpreted(monkeypatch):
     from jax.experimental import pallas
     from jax.experimental.pallas import mosaic_gpu
 
-    if not hasattr(mosaic_gpu, "InterpretGPUParams"):
-        pytest.skip("JAX 0.12 has a public interpreter")
+    interpret_kernels(monkeypatch)
     scope = pallas.run_scoped
 
     def run_scoped(function: Any, *types: Any, **options: Any) -> Any:
@@ -96,8 +94,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "ACC", Accumulator)
     monkeypatch.setattr(mosaic_gpu, "RefUnion", SharedViews)
     monkeypatch.setattr(mosaic_gpu, "wgmma", multiply)
-    interpreted = functools.partial(mosaic_gpu.kernel, interpret=mosaic_gpu.InterpretGPUParams())
-    monkeypatch.setattr(mosaic_gpu, "kernel", interpreted)
 
 
 CASES = {  # t, heads, heads of keys, causal, length
@@ -129,8 +125,7 @@ def test_the_attention_kernel_computes_a_softmax_and_the_logarithms_of_its_sums(
 def test_the_attention_kernel_is_lowered_for_a_gpu(t, causal, length):
     q = jax.ShapeDtypeStruct((2, t, 4, 64), jnp.bfloat16)
     attend = functools.partial(KERNEL.attention_kernel, scale=0.125, causal=causal, length=length)
-    text = jax.jit(attend).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert count_kernels(attend, q, q, q) == 1
 
 
 def test_the_kernel_is_used_only_for_what_was_measured(monkeypatch):
@@ -140,8 +135,7 @@ def test_the_kernel_is_used_only_for_what_was_measured(monkeypatch):
         return KERNEL.find_kernel_keys(q, k, k, bias, lengths, dataclasses.replace(spec, **changes))
 
     assert keys() is None  # there is no GPU
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     assert keys() == 198 and keys(causal=False) == 198
     assert keys(lengths=np.full(2, 197)) == 197

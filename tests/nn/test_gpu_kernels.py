@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mlax
 from mlax import dtypes, nn, ops, zoo
 from tests.arrays import normal
+from tests.gpu import GPU, assume_hopper, count_kernels, lower_for_cuda, needs_mosaic
+from tests.gpu import interpret_kernels as interpret
 
-GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
 NORMS = inspect.getmodule(inspect.unwrap(ops.layer_norm))
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
 
 
 def test_without_a_gpu_xla_computes_norms_and_losses():
@@ -36,8 +35,7 @@ def test_without_a_gpu_xla_computes_norms_and_losses():
     ],
 )
 def test_the_backend_of_a_gpu_is_chosen_by_shape_and_dtype(monkeypatch, shape, dtype, accum_dtype, answer):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     assert ops.kernel_backend(jax.ShapeDtypeStruct(shape, dtype), accum_dtype=accum_dtype).startswith(answer)
 
 
@@ -53,8 +51,7 @@ def test_under_vmap_and_on_a_cpu_the_plain_form_is_computed():
 @needs_mosaic
 @pytest.mark.parametrize("name", ["layer", "rms"])
 def test_norms_and_their_gradients_are_one_kernel_each(monkeypatch, name):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     norm, number = (ops.layer_norm, 3) if name == "layer" else (ops.rms_norm, 2)
     x, weight = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)
 
@@ -63,14 +60,12 @@ def test_norms_and_their_gradients_are_one_kernel_each(monkeypatch, name):
         return pull_back(y)
 
     for function, kernels in ((lambda *primals: norm(*primals, accum_dtype="float32"), 1), (gradients, 2)):
-        lowered = jax.jit(function).trace(*[x, weight, weight][:number]).lower(lowering_platforms=("cuda",))
-        assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels
+        assert count_kernels(function, *[x, weight, weight][:number]) == kernels
 
 
 @needs_mosaic
 def test_no_kernel_takes_the_sign_of_a_number_for_which_ptxas_would_run_while_it_is_lowered(monkeypatch):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     x, weight = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)
     norm = jax.make_jaxpr(lambda *primals: ops.layer_norm(*primals, accum_dtype="float32"))(x, weight, weight)
     assert " rsqrt " in str(norm) and " div " in str(norm) and " sign " not in str(norm)
@@ -138,8 +133,7 @@ def test_a_residual_norm_has_every_derivative_of_its_plain_form(name):
 def test_a_block_of_gpt2_has_one_kernel_for_each_norm_and_its_gradient_and_sums_one_bias_apart(
     monkeypatch,
 ):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     block = dtypes.mixed_bfloat16(zoo.GPT2(width=128, heads=2, depth=1, vocabulary=64, positions=512).parts()["blocks"])
     x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
     weights = jax.eval_shape(block.init, jax.random.key(0), x)[0]
@@ -147,7 +141,7 @@ def test_a_block_of_gpt2_has_one_kernel_for_each_norm_and_its_gradient_and_sums_
     def gradient(weights: Any, x: Any) -> Any:
         return jax.grad(lambda weights: block.fwd(x, weights)[0].astype(np.float32).sum())(weights)
 
-    text = jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(gradient, weights, x)
     assert text.count("custom_call @mosaic_gpu") == 6  # of two norms and a GELU
     bias_sums = [line for line in text.splitlines() if "stablehlo.reduce" in line and "x128xbf16>" in line]
     assert len(bias_sums) <= 1, bias_sums  # of the queries
@@ -203,13 +197,12 @@ def test_the_gradient_kernel_writes_the_gradient_of_the_plain_form(monkeypatch, 
 
 @needs_mosaic
 def test_the_cross_entropy_and_its_gradient_are_one_kernel_each(monkeypatch):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     x, table = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1152, 128), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     loss = functools.partial(ops.tied_cross_entropy, accum_dtype="float32")
     gradient = jax.grad(lambda x, table, labels: loss(x, table, labels).sum(), argnums=(0, 1))
-    lowered = jax.jit(gradient).trace(x, table, labels).lower(lowering_platforms=("cuda",)).as_text()
+    lowered = lower_for_cuda(gradient, x, table, labels)
     assert lowered.count("custom_call @mosaic_gpu") == 2
     assert lowered.count("output_operand_aliases = [#") == 1  # the gradient takes the memory of the logits
 
@@ -230,102 +223,20 @@ def test_the_kernels_of_bias_and_gelu_compute_the_plain_form(monkeypatch, activa
 
 @needs_mosaic
 def test_a_linear_layer_with_gelu_adds_its_bias_inside_of_the_kernel(monkeypatch):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     layer, x = nn.Linear(256, activation=ops.gelu), jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
     weights = jax.eval_shape(layer.init, jax.random.key(0), x)[0]
     gradient = jax.value_and_grad(lambda weights, x: layer.fwd(x, weights)[0].astype(np.float32).sum())
-    lowered = jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("custom_call @mosaic_gpu") == 2
+    assert count_kernels(gradient, weights, x) == 2
 
 
 def draw(seed: int, *shape: int) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    return normal(*shape, seed=seed, dtype=jnp.bfloat16)
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels by the interpreter of Pallas, with few blocks."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    if not hasattr(mosaic_gpu, "InterpretGPUParams"):
-        pytest.skip("JAX 0.12 has a public interpreter")
-    interpreted = functools.partial(mosaic_gpu.kernel, interpret=mosaic_gpu.InterpretGPUParams())
-    monkeypatch.setattr(mosaic_gpu, "kernel", interpreted)
+    interpret(monkeypatch)
     monkeypatch.setattr(GPU, "multiprocessors", lambda: 1)
-    monkeypatch.setattr(GPU, "FORWARD_BLOCKS", 2)
-    monkeypatch.setattr(GPU, "BACKWARD_BLOCKS", 2)
-    monkeypatch.setattr(GPU, "GELU_BLOCKS", 2)
-
-
-PRODUCTS = inspect.getmodule(ops.prefers_product_kernels)
-
-
-@needs_mosaic
-@pytest.mark.parametrize("rows", [256, 768])
-def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows):
-    interpret_kernels(monkeypatch)
-    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: 7)  # of which one has a part of several tiles
-    x, grads, kernels = (
-        draw(0, rows, 256),
-        [draw(i, rows, 128) for i in (1, 2, 3)],
-        [draw(i, 256, 128) for i in (4, 5, 6)],
-    )
-    wide_x, wide_grads, wide_kernels = jax.tree.map(lambda each: each.astype(np.float32), (x, grads, kernels))
-    found = PRODUCTS.sum_of_products(grads, kernels).astype(np.float32)
-    pairs = zip(wide_grads, wide_kernels, strict=True)
-    np.testing.assert_allclose(found, sum(grad @ kernel.T for grad, kernel in pairs), rtol=2**-7, atol=0.1)
-    for gradient, grad in zip(PRODUCTS.kernel_gradients(x, grads), wide_grads, strict=True):
-        np.testing.assert_allclose(gradient.astype(np.float32), wide_x.T @ grad, rtol=2**-7, atol=0.1)
-
-
-@pytest.mark.parametrize("tiles, depth, blocks", [(54, 512, 132), (54, 788, 132), (3, 4, 7), (4, 8, 8), (5, 3, 5)])
-def test_each_step_of_each_tile_is_in_one_partial_sum(tiles, depth, blocks):
-    division, seen = PRODUCTS.Division.divide(tiles, depth, blocks), np.zeros((tiles, depth), int)
-    partial = np.zeros((division.sums, 1, 1), np.float32)
-    for block in range(blocks):
-        for item in range(int(division.items(jnp.int32(block)))):
-            tile, first, steps, place = map(int, division.segment(jnp.int32(block), jnp.int32(item)))
-            seen[tile, first : first + steps] += 1
-            partial[place] += steps
-    np.testing.assert_array_equal(seen, 1)
-    np.testing.assert_array_equal(division.add(jnp.asarray(partial)), np.full((tiles, 1, 1), depth))
-
-
-@needs_mosaic
-def test_attention_multiplies_jointly_where_that_was_measured(monkeypatch):
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    layer, x = (
-        nn.MultiHeadAttention(12, causal=True, implementation="xla"),
-        jax.ShapeDtypeStruct((32, 1024, 768), jnp.bfloat16),
-    )
-
-    def count_kernels(layer, x):
-        weights = jax.eval_shape(layer.init, jax.random.key(0), x)[0]
-        gradient = jax.grad(lambda weights, x: layer.fwd(x, weights)[0].astype(np.float32).sum(), (0, 1))
-        return jax.jit(gradient).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
-
-    assert count_kernels(layer, x) == 2
-    assert count_kernels(layer, jax.ShapeDtypeStruct((8, 1024, 768), jnp.bfloat16)) == 0
-    lora = mlax.replace(layer, "query", nn.LoRA(nn.Linear(768), rank=4))
-    assert count_kernels(lora, x) == 0
-
-
-def test_several_products_have_every_derivative(monkeypatch):
-    """As those of `linear`, by the plain forms of their kernels."""
-    monkeypatch.setitem(ops.linears.__globals__, "prefers_product_kernels", lambda *args: True)
-    x, kernels = normal(2, 5, 8), [normal(8, 6) for _ in range(3)]
-
-    def loss(multiply):
-        return lambda x, kernels: sum((i + y**2).sum() for i, y in enumerate(multiply(x, kernels)))
-
-    for derive in (
-        lambda f: jax.grad(f, (0, 1)),
-        lambda f: lambda *args: jax.jvp(f, args, args),
-        lambda f: jax.vmap(jax.grad(f, (0, 1)), (0, None)),
-        lambda f: lambda *args: jax.jvp(jax.grad(f, (0, 1)), args, args),
-    ):
-        expected = derive(loss(lambda x, kernels: [ops.linear(x, kernel) for kernel in kernels]))(x, kernels)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5), derive(loss(ops.linears))(x, kernels), expected
-        )
+    for name in ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "GELU_BLOCKS"):
+        monkeypatch.setattr(GPU, name, 2)

@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mlax
 from mlax import dtypes, nn, ops, zoo
 from tests.asserts import assert_close
+from tests.gpu import assume_hopper, lower_for_cuda, needs_mosaic
 
-HEAD, GPU = (inspect.getmodule(inspect.unwrap(each)) for each in (ops.linear_cross_entropy, ops.kernel_backend))
+HEAD = inspect.getmodule(inspect.unwrap(ops.linear_cross_entropy))
 CLASSES = 133  # padded to 256 on a GPU
 OPTIONS = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
 
@@ -139,21 +140,19 @@ def test_rows_may_be_sharded_over_a_mesh_or_by_shard_map(form, kind, chunks):
         assert_close(mapped((x, kernel, bias, labels), grad), wanted, 1e-5, 1e-6)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
+@needs_mosaic
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_on_a_gpu_the_loss_is_three_products_and_two_kernels(monkeypatch, chunks):
     """By chunks, they stand in the loop of the forward pass, and in that for other cotangents, which computes no x."""
     monkeypatch.setattr(HEAD, "is_cpu", lambda: False)
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assume_hopper(monkeypatch)
     shapes = ((2, 2048, 128), jnp.bfloat16), ((128, 2257), jnp.bfloat16), ((2, 2048), np.int32)
     x, kernel, labels = (jax.ShapeDtypeStruct(*each) for each in shapes)
 
     def mean(x, kernel, labels):
         return ops.linear_cross_entropy(x, kernel, labels, chunks=chunks, accum_dtype="float32").mean()
 
-    gradient = jax.jit(jax.grad(mean, (0, 1)))
-    text = gradient.trace(x, kernel, labels).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(jax.grad(mean, (0, 1)), x, kernel, labels)
     assert text.count("custom_call @mosaic_gpu") == 2 * chunks
     assert text.count("dot_general") == 3 * chunks
 
