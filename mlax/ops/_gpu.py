@@ -86,7 +86,7 @@ def prefers_kernels(x: Any) -> bool:
 
 
 def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
-    """Whether to compute a layer or RMS norm by a kernel (benchmarks/row_kernels.py)."""
+    """Whether to compute a layer or RMS norm by a kernel (benchmarks/gpu_kernels.py)."""
     is_row_norm = axes == (x.ndim - 1,) and scale is not None and scale.ndim == 1 and x.shape[-1] <= MAX_WIDTH
     return is_row_norm and kernel_obstacle(x, accum_dtype) is None
 
@@ -97,12 +97,12 @@ def prefers_residual_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accu
 
 
 def prefers_gelu_kernel(x: Any) -> bool:
-    """Whether to add a bias and apply GELU by a kernel (benchmarks/row_kernels.py); XLA, too, fuses them in float32."""
+    """Whether to add a bias and apply GELU by a kernel (benchmarks/gpu_kernels.py); XLA, too, fuses them in float32."""
     return prefers_kernels(x)
 
 
 def prefers_loss_kernel(logits: Any, classes: int, accum_dtype: Any) -> bool:
-    """Whether to reduce the rows of the logits of a cross-entropy by a kernel (benchmarks/row_kernels.py)."""
+    """Whether to reduce the rows of the logits of a cross-entropy by a kernel (benchmarks/gpu_kernels.py)."""
     return classes >= CHUNK and kernel_obstacle(logits, accum_dtype) is None
 
 
