@@ -41,7 +41,12 @@ def resnet(size, dtype):
 
 
 def vit(size, dtype, mode):
-    model = zoo.ViT(
+    model = in_dtype(mlax.override(vit_model(size), mlax.Repeat, mode=mode), dtype)
+    return training(objective_of(model, cross_entropy), zoo.load_weights(model, make_weights(size)), make_batch(size))
+
+
+def vit_model(size):
+    return zoo.ViT(
         image_size=(size.image, size.image),
         patch=size.patch,
         width=size.width,
@@ -50,8 +55,6 @@ def vit(size, dtype, mode):
         hidden=4 * size.width,
         classes=size.classes,
     )
-    model = in_dtype(mlax.override(model, mlax.Repeat, mode=mode), dtype)
-    return training(objective_of(model, cross_entropy), zoo.load_weights(model, make_weights(size)), make_batch(size))
 
 
 def lstm(size, dtype):

@@ -148,7 +148,7 @@ def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: 
     rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * multiprocessors()
     load, has_stream = _row_loader(width), bias is not None
 
-    def body(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
+    def norm(x_ref: Any, scale_ref: Any, *refs: Any) -> None:
         is_present = (shift is not None, has_stream, has_stream, True, centered, True)
         shift_ref, bias_ref, stream_ref, y_ref, mean_ref, factor_ref = _fill_gaps(refs, *is_present)
         wide_scale = load(scale_ref)
@@ -170,7 +170,7 @@ def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: 
     row_type, statistic = jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((rows,), np.float32)
     vectors = [each for each in (scale, shift, bias) if each is not None]
     out_types = [row_type] * (1 + has_stream) + [statistic] * (1 + centered)
-    results = _launch(body, out_types, (blocks,), x.reshape(rows, width), *vectors)
+    results = _launch(norm, out_types, (blocks,), x.reshape(rows, width), *vectors)
     stream, y, mean, factor = _fill_gaps(results, has_stream, True, centered, True)
     mean, factor = (None if each is None else each.reshape(*x.shape[:-1], 1) for each in (mean, factor))
     return None if stream is None else stream.reshape(x.shape), y.reshape(x.shape), mean, factor
@@ -198,7 +198,7 @@ def norm_gradient_kernel(
     resident = 512 // (24 + width // 16) if has_stream else BACKWARD_BLOCKS
     blocks = min(resident, BACKWARD_BLOCKS) * multiprocessors()
 
-    def body(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
+    def norm_gradient(x_ref: Any, dy_ref: Any, scale_ref: Any, factor_ref: Any, *refs: Any) -> None:
         mean_ref, stream_ref, dx_ref, sums_ref = _fill_gaps(refs, mean is not None, has_stream, True, True)
         wide_scale = load(scale_ref)
 
@@ -222,7 +222,7 @@ def norm_gradient_kernel(
     arrays = [x.reshape(rows, width), dy.reshape(rows, width), scale, factor.reshape(rows)]
     arrays += [] if mean is None else [mean.reshape(rows)]
     arrays += [] if stream_grad is None else [stream_grad.reshape(rows, width)]
-    dx, sums = _launch(body, out_types, (blocks,), *arrays)
+    dx, sums = _launch(norm_gradient, out_types, (blocks,), *arrays)
     return dx.reshape(x.shape), sums.sum(0)
 
 
@@ -232,7 +232,7 @@ def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximat
     pl, _ = pallas()
     load = _row_loader(size)
 
-    def body(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
+    def bias_gelu(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
         columns = pl.ds(lax.axis_index("column") * size, size)
         wide_bias = load(bias_ref.at[columns])
 
@@ -243,7 +243,7 @@ def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximat
         _for_each_row(activate, rows, blocks, None)
 
     out_type = jax.ShapeDtypeStruct((rows, width), x.dtype)
-    (y,) = _launch(body, [out_type], (blocks, width // size), x.reshape(rows, width), bias)
+    (y,) = _launch(bias_gelu, [out_type], (blocks, width // size), x.reshape(rows, width), bias)
     return y.reshape(x.shape)
 
 
@@ -255,7 +255,7 @@ def gelu_gradient_kernel(
     pl, plgpu = pallas()
     load = _row_loader(size)
 
-    def body(x_ref: Any, bias_ref: Any, dy_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
+    def bias_gelu_gradient(x_ref: Any, bias_ref: Any, dy_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
         columns = pl.ds(lax.axis_index("column") * size, size)
         wide_bias = load(bias_ref.at[columns])
 
@@ -270,7 +270,7 @@ def gelu_gradient_kernel(
 
     out_types = [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((blocks, width), np.float32)]
     flat = x.reshape(rows, width), bias, dy.reshape(rows, width)
-    dx, dbias = _launch(body, out_types, (blocks, width // size), *flat)
+    dx, dbias = _launch(bias_gelu_gradient, out_types, (blocks, width // size), *flat)
     return dx.reshape(x.shape), dbias.sum(0)
 
 
@@ -315,7 +315,7 @@ def other_powers_kernel(
     _, plgpu = pallas()
     chunks, read_columns, layout = classes // CHUNK, _column_reader(classes), _row_layout(CHUNK)
 
-    def body(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
+    def cross_entropy(logits_ref: Any, labels_ref: Any, top_ref: Any, others_ref: Any) -> None:
         row = lax.axis_index("block")
         label = labels_ref[row]
 
@@ -352,7 +352,7 @@ def other_powers_kernel(
 
     rows = logits.shape[0]
     statistic = jax.ShapeDtypeStruct((rows,), np.float32)
-    top, others = _launch(body, [statistic, statistic], (rows,), logits, labels)
+    top, others = _launch(cross_entropy, [statistic, statistic], (rows,), logits, labels)
     return top, others
 
 
@@ -371,7 +371,7 @@ def softmax_gradient_kernel(
     """
     chunks, read_columns = logits.shape[-1] // CHUNK, _column_reader(classes)
 
-    def body(logits_ref: Any, labels_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any) -> None:
+    def cross_entropy_gradient(logits_ref: Any, labels_ref: Any, top_ref: Any, sum_ref: Any, *refs: Any) -> None:
         row = lax.axis_index("block")
         *factor_refs, valid_ref = _fill_gaps(refs, True, True, True, is_valid is not None)
         by_softmax, by_class, by_label = (ref[row] for ref in factor_refs)
@@ -391,7 +391,7 @@ def softmax_gradient_kernel(
 
     reference = jax.new_ref(logits)
     valid = [] if is_valid is None else [is_valid.astype(np.int32)]
-    _launch(body, [], (logits.shape[0],), reference, labels, top, log_sum, *factors, *valid)
+    _launch(cross_entropy_gradient, [], (logits.shape[0],), reference, labels, top, log_sum, *factors, *valid)
     return jax.freeze(reference)
 
 

@@ -51,7 +51,7 @@ def attention_kernel(
     has_mask = causal or s % KEYS != 0
     factor = scale * math.log2(math.e)  # of scores as powers of two
 
-    def body(q_ref: Any, k_ref: Any, v_ref: Any, o_ref: Any, lse_ref: Any) -> None:
+    def attend(q_ref: Any, k_ref: Any, v_ref: Any, o_ref: Any, lse_ref: Any) -> None:
         buffers = [_buffer((WARPGROUPS, ROWS), width, dtype), *[_buffer((STAGES, KEYS), width, dtype)] * 2]
         loaded = [plgpu.Barrier(num_barriers=WARPGROUPS), *[plgpu.Barrier(num_barriers=STAGES)] * 2]
         consumed = [plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)] * 2
@@ -209,7 +209,7 @@ def attention_kernel(
     lse_type = jax.ShapeDtypeStruct((b, h, tiles * tile_rows), np.float32)
     out_types = [jax.ShapeDtypeStruct(q.shape, dtype), lse_type]
     o, lse = plgpu.kernel(
-        body,
+        attend,
         out_type=out_types,
         grid=(b * h * tiles,),
         grid_names=("block",),

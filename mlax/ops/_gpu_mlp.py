@@ -34,7 +34,7 @@ def gelu_product_kernel(
     x: Float[Array, "r d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"], *, approximate: bool
 ) -> tuple[Float[Array, "r f"], Float[Array, "r f"]]:
     """`h = x @ kernel + bias`, and `gelu(h)`, computed before h is rounded."""
-    h, y = _biased_product(x, kernel, bias, [lambda h: h, lambda h: gelu_of(h, approximate)])
+    h, y = _biased_product("product_gelu", x, kernel, bias, [lambda h: h, lambda h: gelu_of(h, approximate)])
     return h, y
 
 
@@ -42,11 +42,13 @@ def biased_product_kernel(
     x: Float[Array, "r d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"]
 ) -> Float[Array, "r f"]:
     """`x @ kernel + bias`. Unlike that of cuBLAS with a bias, its result may be a slice of a stack."""
-    (y,) = _biased_product(x, kernel, bias, [lambda y: y])
+    (y,) = _biased_product("biased_product", x, kernel, bias, [lambda y: y])
     return y
 
 
-def _biased_product(x: Array, kernel: Array, bias: Array, functions: list[Callable[[Any], Any]]) -> list[Array]:
+def _biased_product(
+    name: str, x: Array, kernel: Array, bias: Array, functions: list[Callable[[Any], Any]]
+) -> list[Array]:
     """Each function of `x @ kernel + bias`, in the dtype of x."""
     pl, plgpu = pallas()
     (rows, width), features = x.shape, kernel.shape[1]
@@ -69,7 +71,7 @@ def _biased_product(x: Array, kernel: Array, bias: Array, functions: list[Callab
                 plgpu.copy_smem_to_gmem(patch, ref.at[pl.ds(tile.row + start, PATCH), tile.columns])
 
     results = [jax.ShapeDtypeStruct((rows, features), x.dtype)] * len(functions)
-    ring = _Ring((rows, features), width // TILE_K, False, prefetch, finish, copies=1)
+    ring = _Ring(name, (rows, features), width // TILE_K, False, prefetch, finish, copies=1)
     return _multiply_in_turn([x, kernel, bias], results, ring, [_columns(), *[_patch()] * len(functions)])
 
 
@@ -106,7 +108,8 @@ def gelu_product_gradient_kernel(
             plgpu.copy_smem_to_gmem(patch, refs[3].at[pl.ds(tile.row + index * PATCH, PATCH), tile.columns])
 
     sums = jax.ShapeDtypeStruct((rows // TILE, features), np.float32)
-    ring = _Ring((rows, features), width // TILE_K, True, prefetch, finish, copies=PATCHES, has_turns=True)
+    name, steps = "product_gelu_gradient", width // TILE_K
+    ring = _Ring(name, (rows, features), steps, True, prefetch, finish, copies=PATCHES, has_turns=True)
     dh, sums = _multiply_in_turn([grad, kernel, h], [h, sums], ring, [_patch()] * PATCHES)
     return dh, sums.sum(0)
 
@@ -124,6 +127,7 @@ class _Tile(NamedTuple):
 class _Ring(NamedTuple):
     """What a kernel does besides the product of its first two arrays; `refs` are those of all arrays and results."""
 
+    name: str  # in a profile
     shape: tuple[int, int]  # of the product
     steps: int  # of the sum of a tile
     is_transposed: bool  # whether the second array is (columns, k), not (k, columns)
@@ -255,6 +259,7 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
             collective_axes="warpgroup",
         )
 
+    body.__name__ = ring.name
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results],

@@ -68,7 +68,7 @@ def sum_of_products(
     (y,) = _multiply_tiles(
         [*grads, *kernels],
         jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
-        _Ring(load, multiply, store, (TILE_M, TILE_K), (TILE_N, TILE_K)),
+        _Ring("sum_of_products", load, multiply, store, (TILE_M, TILE_K), (TILE_N, TILE_K)),
         lambda block: lax.div(tiles - block + blocks - 1, blocks),
         lambda block, item: number * steps,
     )
@@ -104,7 +104,7 @@ def kernel_gradients(x: Float[Array, "r d"], grads: Sequence[Float[Array, "r n"]
     (partial,) = _multiply_tiles(
         [x, *grads],
         jax.ShapeDtypeStruct((division.sums, TILE_M, TILE_N), np.float32),
-        _Ring(load, multiply, store, (TILE_K, TILE_M), (TILE_K, TILE_N)),
+        _Ring("kernel_gradients", load, multiply, store, (TILE_K, TILE_M), (TILE_K, TILE_N)),
         division.items,
         lambda block, item: division.segment(block, item)[2],
     )
@@ -129,7 +129,7 @@ class Division(NamedTuple):
     def divide(cls, tiles: int, depth: int, blocks: int) -> "Division":
         splits = blocks // tiles
         rest = blocks - splits * tiles
-        length = min(-(-tiles * depth // blocks), depth // splits)
+        length = min(-(-tiles * depth // blocks), depth // splits) if splits else 0
         return cls(tiles, depth, splits, length, rest)
 
     @property
@@ -194,6 +194,7 @@ class Division(NamedTuple):
 class _Ring(NamedTuple):
     """What a kernel does at each step and with each tile; `refs` are those of the arrays and of the result."""
 
+    name: str  # in a profile
     load: Callable[..., None]  # (refs, block, item, step, copy): calls copy(left, right)
     multiply: Callable[..., None]  # (total_ref, left, right, half)
     store: Callable[..., None]  # (refs, block, item, warpgroup, total, patches)
@@ -292,6 +293,7 @@ def _multiply_tiles(
             collective_axes="warpgroup",
         )
 
+    body.__name__ = ring.name
     return plgpu.kernel(
         body,
         out_type=[out_type],

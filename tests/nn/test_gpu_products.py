@@ -30,10 +30,12 @@ def widen(tree):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("rows", [256, 768])
-def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows):
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [(256, 7), (768, 7), (256, 2)]
+)  # of which some have parts of several tiles
+def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows, blocks):
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: 7)  # of which one has a part of several tiles
+    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: blocks)
     x, *grads = normals((rows, 256), *[(rows, 128)] * 3, dtype=jnp.bfloat16)
     kernels = normals(*[(256, 128)] * 3, dtype=jnp.bfloat16)
     wide_x, wide_grads, wide_kernels = widen((x, grads, kernels))
@@ -44,7 +46,10 @@ def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows):
         np.testing.assert_allclose(gradient.astype(np.float32), wide_x.T @ grad, rtol=2**-7, atol=0.1)
 
 
-@pytest.mark.parametrize("tiles, depth, blocks", [(54, 512, 132), (54, 788, 132), (3, 4, 7), (4, 8, 8), (5, 3, 5)])
+@pytest.mark.parametrize(
+    "tiles, depth, blocks",
+    [(54, 512, 132), (54, 788, 132), (54, 64, 16), (3, 4, 7), (4, 8, 8), (5, 3, 5), (5, 3, 2)],  # 16: a part of a GPU
+)
 def test_each_step_of_each_tile_is_in_one_partial_sum(tiles, depth, blocks):
     division, seen = PRODUCTS.Division.divide(tiles, depth, blocks), np.zeros((tiles, depth), int)
     partial = np.zeros((division.sums, 1, 1), np.float32)
@@ -88,7 +93,8 @@ def test_the_products_with_gelu_are_lowered_for_a_gpu():
         options = {"approximate": approximate}
         assert count_kernels(functools.partial(MLP.gelu_product_kernel, **options), x, up, bias) == 1
         assert count_kernels(functools.partial(MLP.gelu_product_gradient_kernel, **options), x, down, h) == 1
-    assert count_kernels(MLP.biased_product_kernel, x, up, bias) == 1
+    text = lower_for_cuda(MLP.biased_product_kernel, x, up, bias)
+    assert text.count("custom_call @mosaic_gpu") == 1 and "biased_product" in text  # its name in a profile
 
 
 @needs_mosaic
