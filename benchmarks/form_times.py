@@ -5,9 +5,9 @@
     python -m benchmarks.form_times --profile runs/profiles              # the time of each kernel as well, JSON
     python -m benchmarks.form_times --tiny                               # on a CPU: that it runs; no kernels there
 
-Steps of GPT-2 124M or ViT-B/16 of the sizes of `python -m benchmarks gpu`, with `train.step`. They are compiled one at a
-time, since XLA times kernels to choose among them, and measured in turn, so that all have the same clock: in a long run
-a GPU is at the limit of its power. A time is the median of the rounds, ten steps each.
+Steps of GPT-2 124M or ViT-B/16 of the sizes of `python -m benchmarks gpu`, with `train.step`. They are compiled one at
+a time, since XLA times kernels to choose among them, and measured in turn, so that all have the same clock: in a long
+run a GPU is at the limit of its power. A time is the median of the rounds, ten steps each.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def main(options: argparse.Namespace) -> None:
     rows = []
     for name, each in times.items():
         ratio = times["all"] / each
-        claim = "" if name == "all" or options.tiny else verdict(f"all: at most {LIMIT} of it ({ratio:.3f})", ratio <= LIMIT)
+        words = f"all: at most {LIMIT} of it ({ratio:.3f})"
+        claim = "" if name == "all" or options.tiny else verdict(words, ratio <= LIMIT)
         rows.append((name, f"{each:.2f} ms", f"{min(measured[name]):.2f} ms", claim))
     print_table(f"{options.work}, {options.mode}, on {jax.devices()[0]}", ("", "median", "best", ""), rows)
     if options.profile:

@@ -26,7 +26,7 @@ MODULES = {
 KINDS = tuple(MODULES)
 PRODUCTS: Any = inspect.getmodule(ops.prefers_product_kernels)
 MLP: Any = inspect.getmodule(ops.prefers_mlp_kernels)
-LINEAR: Any = inspect.getmodule(inspect.unwrap(ops.gelu_mlp))
+FUSED: Any = inspect.getmodule(inspect.unwrap(ops.gelu_mlp))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def use(form: Form, width: int = 768) -> Iterator[None]:
             patch(MLP, "MIN_ROWS", MLP.TILE)
             patch(MLP, "MEASURED_SHAPE", (width, 4 * width))
         else:
-            patch(LINEAR, "prefers_mlp_kernels", never)
+            patch(FUSED, "prefers_mlp_kernels", never)
         for kind, modules in MODULES.items():
             for module in modules:
                 if kind not in form.derivatives:
@@ -117,7 +117,7 @@ def keep_plain(plain: Callable[..., Any], *_: Any) -> Callable[..., Any]:
 
 
 def clear_caches() -> None:
-    for module in {*sum(MODULES.values(), ()), LINEAR}:
+    for module in {*sum(MODULES.values(), ()), FUSED}:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

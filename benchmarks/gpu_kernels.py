@@ -28,8 +28,8 @@ from mlax import ops
 TOKENS, PATCHES = 32_768, 50_432  # of GPT-2, 32 x 1,024, and of ViT-B/16, 256 x 197
 ERROR = 1e-2
 ACCUM = {"accum_dtype": "float32"}
-ROW_KERNELS: Any = sys.modules[ops.kernel_backend.__module__]  # which choose between the forms
-LINEAR: Any = sys.modules[ops.linears.__module__]
+CHOICE: Any = sys.modules[ops.kernel_backend.__module__]
+FUSED: Any = sys.modules[ops.linears.__module__]
 
 
 class Case(NamedTuple):
@@ -74,7 +74,7 @@ def row_cases() -> dict[str, Case]:
 
 
 def without_row_kernels() -> Any:
-    return mock.patch.object(ROW_KERNELS, "kernel_obstacle", return_value="XLA is measured")
+    return mock.patch.object(CHOICE, "device_obstacle", return_value="XLA is measured")
 
 
 def product_cases() -> dict[str, Case]:
@@ -109,7 +109,7 @@ def draw_kernel(seed: int, inputs: int, outputs: int) -> Any:
 
 
 def without(choice: str) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: mock.patch.object(LINEAR, choice, return_value=False)
+    return lambda: mock.patch.object(FUSED, choice, return_value=False)
 
 
 def both_passes(function: Any) -> Any:

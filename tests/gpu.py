@@ -11,6 +11,7 @@ import pytest
 from mlax import ops
 
 GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
+ROWS = inspect.getmodule(inspect.unwrap(vars(inspect.getmodule(inspect.unwrap(ops.layer_norm)))["norm_kernel"]))
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
 
 

@@ -16,13 +16,13 @@ from mlax.ops._cpu import canonical_conv, materialize, prefers_canonical_conv
 from mlax.ops._cross_entropy import softmax_cross_entropy
 from mlax.ops._decode_kernels import decode_attention, fused_linear, rows_linear, split_depth, sum_and_norm
 from mlax.ops._dropout import alpha_dropout, dropout
+from mlax.ops._fused_linear import gelu_mlp as gelu_mlp
+from mlax.ops._fused_linear import linears as linears
 from mlax.ops._gpu import compute_capability, kernel_backend, prefers_kernels
 from mlax.ops._gpu_mlp import prefers_mlp_kernels as prefers_mlp_kernels
 from mlax.ops._gpu_products import prefers_product_kernels as prefers_product_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
-from mlax.ops._linear import gelu_mlp as gelu_mlp
-from mlax.ops._linear import linears as linears
 from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy
 from mlax.ops._losses import ctc_loss
 from mlax.ops._moe import combine, dispatch, expert_capacity, expert_slots, jitter, route

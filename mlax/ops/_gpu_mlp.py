@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._gpu import gelu_of, gelu_slope_of, multiprocessors, pallas, prefers_kernels
+from mlax.ops._gpu import multiprocessors, pallas, prefers_kernels
+from mlax.ops._gpu_rows import gelu_of, gelu_slope_of
 
 TILE, TILE_K = 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
 PATCH = 64  # rows that are written at a time

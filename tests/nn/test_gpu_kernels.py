@@ -11,7 +11,7 @@ import pytest
 
 from mlax import dtypes, nn, ops, zoo
 from tests.arrays import normal
-from tests.gpu import GPU, assume_hopper, count_kernels, lower_for_cuda, needs_mosaic
+from tests.gpu import GPU, ROWS, assume_hopper, count_kernels, lower_for_cuda, needs_mosaic
 from tests.gpu import interpret_kernels as interpret
 
 NORMS = inspect.getmodule(inspect.unwrap(ops.layer_norm))
@@ -78,12 +78,12 @@ def test_the_norm_kernels_compute_the_plain_norms(monkeypatch, width, centered):
     interpret_kernels(monkeypatch)
     x, dy = (draw(seed, 7, width) for seed in range(2))
     scale, shift = draw(2, width), draw(3, width) if centered else None
-    y, mean, factor = GPU.norm_kernel(x, scale, shift, eps=1e-5, centered=centered)
+    y, mean, factor = ROWS.norm_kernel(x, scale, shift, eps=1e-5, centered=centered)
     primals = [each.astype(np.float32) for each in (x, scale, shift) if each is not None]
     norm = functools.partial(ops.layer_norm if centered else ops.rms_norm, eps=1e-5)
     expected, pull_back = jax.vjp(norm, *primals)
     np.testing.assert_allclose(y.astype(np.float32), expected, rtol=2**-8, atol=2**-8)
-    dx, sums = GPU.norm_gradient_kernel(x, mean, factor, scale, dy, has_shift=centered)
+    dx, sums = ROWS.norm_gradient_kernel(x, mean, factor, scale, dy, has_shift=centered)
     for gradient, exact in zip((dx, *sums), pull_back(dy.astype(np.float32)), strict=True):
         np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-7)
 
@@ -97,8 +97,8 @@ def test_the_gradient_kernel_of_a_norm_adds_the_cotangent_around_it_and_sums_it(
     norm = ops.residual_layer_norm if name == "layer" else ops.residual_rms_norm
     _, pull_back = jax.vjp(norm, *[each.astype(np.float32) for each in primals])
     exact = pull_back((stream_grad.astype(np.float32), dy.astype(np.float32)))
-    _, mean, factor = GPU.norm_kernel(x, scale, None, eps=1e-5, centered=name == "layer")
-    dx, sums = GPU.norm_gradient_kernel(x, mean, factor, scale, dy, stream_grad, has_shift=name == "layer")
+    _, mean, factor = ROWS.norm_kernel(x, scale, None, eps=1e-5, centered=name == "layer")
+    dx, sums = ROWS.norm_gradient_kernel(x, mean, factor, scale, dy, stream_grad, has_shift=name == "layer")
     for gradient, wanted in zip((dx, *sums), exact, strict=True):
         np.testing.assert_allclose(gradient.astype(np.float32), wanted, rtol=2**-7, atol=2**-6)
 
@@ -152,7 +152,7 @@ def test_a_block_of_gpt2_has_one_kernel_for_each_norm_and_its_gradient_and_sums_
 def test_the_loss_kernel_leaves_the_label_and_the_padding_out_of_the_sum(monkeypatch, classes):
     interpret_kernels(monkeypatch)
     logits, labels = 8 * draw(0, 4, -(-classes // 128) * 128), jnp.asarray([0, 7, classes - 1, classes])
-    top, others = GPU.other_powers_kernel(logits, labels, classes)
+    top, others = ROWS.other_powers_kernel(logits, labels, classes)
     valid = np.asarray(logits[:, :classes], np.float64)
     np.testing.assert_array_equal(top, valid.max(1))
     is_other = np.arange(classes) != np.asarray(labels)[:, None]
@@ -166,7 +166,7 @@ def test_the_loss_kernel_takes_logits_of_any_range(monkeypatch):
     logits = 8 * draw(0, 5, 2304)
     logits = logits.at[0, 1500].set(1000).at[1, 2200].set(3e38)  # far above the first chunk, in the second and the last
     logits = logits.at[2, :1024].set(-jnp.inf).at[3, 5].set(500).at[4, 1300].set(jnp.nan)
-    top, others = GPU.other_powers_kernel(logits, labels, classes)
+    top, others = ROWS.other_powers_kernel(logits, labels, classes)
     valid = np.asarray(logits[:4, :classes], np.float64)
     np.testing.assert_array_equal(top[:4], valid.max(1))
     reference = np.exp(valid[:, 1:] - valid.max(1, keepdims=True)).sum(1)
@@ -191,7 +191,7 @@ def test_the_gradient_kernel_writes_the_gradient_of_the_plain_form(monkeypatch, 
     top = x.max(1)
     log_sum = jnp.log(jnp.exp(x - top[:, None]).sum(1))
     factors = grad * (1 + 2e-2 * (top + log_sum)), grad * 0.1 / classes, grad * 0.9
-    y = GPU.softmax_gradient_kernel(logits, labels, mask, top, log_sum, factors, classes)
+    y = ROWS.softmax_gradient_kernel(logits, labels, mask, top, log_sum, factors, classes)
     np.testing.assert_allclose(y.astype(np.float32), jax.grad(loss)(logits).astype(np.float32), rtol=2**-7, atol=1e-5)
 
 
@@ -215,8 +215,8 @@ def test_the_kernels_of_bias_and_gelu_compute_the_plain_form(monkeypatch, activa
     wide = [each.astype(np.float32) for each in (x, bias)]
     y, pull_back = jax.vjp(lambda x, bias: activation(x + bias), *wide)
     options = {"approximate": activation is ops.gelu}
-    np.testing.assert_allclose(GPU.gelu_kernel(x, bias, **options).astype(np.float32), y, rtol=2**-8, atol=2**-9)
-    gradients = GPU.gelu_gradient_kernel(x, bias, dy, **options)
+    np.testing.assert_allclose(ROWS.gelu_kernel(x, bias, **options).astype(np.float32), y, rtol=2**-8, atol=2**-9)
+    gradients = ROWS.gelu_gradient_kernel(x, bias, dy, **options)
     for gradient, exact in zip(gradients, pull_back(dy.astype(np.float32)), strict=True):
         np.testing.assert_allclose(gradient.astype(np.float32), exact, rtol=2**-7, atol=2**-8)
 
@@ -237,6 +237,6 @@ def draw(seed: int, *shape: int) -> Any:
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels by the interpreter of Pallas, with few blocks."""
     interpret(monkeypatch)
-    monkeypatch.setattr(GPU, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(ROWS, "multiprocessors", lambda: 1)
     for name in ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "GELU_BLOCKS"):
-        monkeypatch.setattr(GPU, name, 2)
+        monkeypatch.setattr(ROWS, name, 2)

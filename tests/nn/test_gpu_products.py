@@ -16,7 +16,7 @@ from tests.gpu import assume_hopper, count_kernels, interpret_kernels, lower_for
 
 PRODUCTS = inspect.getmodule(ops.prefers_product_kernels)
 MLP = inspect.getmodule(ops.prefers_mlp_kernels)
-LINEAR = inspect.getmodule(inspect.unwrap(ops.linear))
+FUSED = inspect.getmodule(inspect.unwrap(ops.gelu_mlp))
 DERIVATIVES = {
     "gradient": lambda f, axes: jax.grad(f, axes),
     "forward mode": lambda f, axes: lambda *args: jax.jvp(f, args, args),
@@ -161,8 +161,8 @@ def count_calls(layer, x):
 def use_plain_forms(monkeypatch):
     """Compute products as where kernels are chosen, but by the plain form of each kernel."""
     for name in ("prefers_product_kernels", "prefers_mlp_kernels"):
-        monkeypatch.setattr(LINEAR, name, lambda *args: True)
-    monkeypatch.setattr(LINEAR, "on_gpu", lambda kernel, plain, *arrays: plain(*arrays))
+        monkeypatch.setattr(FUSED, name, lambda *args: True)
+    monkeypatch.setattr(FUSED, "on_gpu", lambda kernel, plain, *arrays: plain(*arrays))
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
