@@ -17,7 +17,7 @@ needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernel
 
 def assume_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let mlax choose its kernels as on one GPU of compute capability 9.0."""
-    monkeypatch.setattr(GPU, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(GPU, "compute_capability", lambda device=None: 9.0)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 

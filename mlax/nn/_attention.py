@@ -172,7 +172,7 @@ class MultiHeadAttention(Composite):
         """
         inputs = self._named_inputs(x)
         parts: Any = parts_of(self)
-        is_plain = all(isinstance(parts.get(name), Linear) for name in ("key", "value", "out"))
+        is_plain = all(_is_affine(parts.get(name)) for name in ("key", "value", "out"))
         if not (is_plain and parts["value"].bias and ops.prefers_kernels(inputs["x"])):
             return self, trainables
         if self.cache is not None or self.sinks or self.softcap is not None:
@@ -380,8 +380,13 @@ class _Computed(Layer):
 
 
 def _multiplies_alone(part: Any) -> bool:
-    """Whether a part is a linear map in the dtype of its input, with or without a bias."""
-    return type(part) is Linear and (part.activation, part.precision, part.accum_dtype) == (None, None, None)
+    """Whether a part is a product in the dtype of its input, with or without a bias."""
+    return _is_affine(part) and (part.precision, part.accum_dtype) == (None, None)
+
+
+def _is_affine(part: Any) -> bool:
+    """Whether a part computes `x @ kernel + bias`; a subclass may compute anything."""
+    return type(part) is Linear and part.activation is None
 
 
 def _attention_of(layer: MultiHeadAttention) -> Attention:

@@ -51,7 +51,9 @@ class Linear(Layer):
         return {"kernel": -1, "bias": -1}
 
     def fwd_with_next(self, x, trainables, following, next_trainables):
-        if type(following) is not Linear or following.activation is not None or not self.bias:
+        if type(self) is not Linear or type(following) is not Linear:  # a subclass may compute anything
+            return None
+        if not self.bias or self.activation not in (ops.gelu, ops.exact_gelu) or following.activation is not None:
             return None
         if not isinstance(x, jax.Array) or x.ndim == 0:
             return None
@@ -62,7 +64,7 @@ class Linear(Layer):
         return y if y is None or not following.bias else y + expand_last(next_trainables["bias"], y)
 
     def split_bias(self, x, trainables, inference_mode):
-        if not self.bias or self.activation is not None or not ops.prefers_kernels(x):
+        if type(self) is not Linear or self.activation is not None or not self.bias or not ops.prefers_kernels(x):
             return None
         return with_fields(self, bias=False), {"kernel": trainables["kernel"]}, trainables["bias"]
 
@@ -83,9 +85,8 @@ def _plain_shapes(layer: Linear, width: int) -> dict[str, tuple[int, ...]] | Non
 def _has_shapes(trainables: Any, shapes: dict[str, tuple[int, ...]] | None, dtype: Any) -> bool:
     if not isinstance(trainables, dict) or shapes is None:
         return False
-    return {name: (leaf.shape, leaf.dtype) for name, leaf in trainables.items()} == {
-        name: (shape, dtype) for name, shape in shapes.items()
-    }
+    found = {name: (getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in trainables.items()}
+    return found == {name: (shape, dtype) for name, shape in shapes.items()}
 
 
 @frozen

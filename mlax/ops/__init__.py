@@ -19,6 +19,7 @@ from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._fused_linear import gelu_mlp as gelu_mlp
 from mlax.ops._fused_linear import linears as linears
 from mlax.ops._gpu import compute_capability, kernel_backend, prefers_kernels
+from mlax.ops._gpu import is_hopper as is_hopper
 from mlax.ops._gpu_mlp import prefers_mlp_kernels as prefers_mlp_kernels
 from mlax.ops._gpu_products import prefers_product_kernels as prefers_product_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout

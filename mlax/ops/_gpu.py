@@ -28,6 +28,11 @@ def compute_capability(device: Any = None) -> float | None:
     return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
 
 
+def is_hopper(device: Any = None) -> bool:
+    """Whether a device is a GPU of Hopper, as the H200 is: kernels with matrix products are for its wgmma alone."""
+    return 9.0 <= (compute_capability(device) or 0.0) < 10.0
+
+
 def kernel_backend(x: Any, *, accum_dtype: Any = None) -> str:
     """What computes a layer norm, an RMS norm or a cross-entropy over the last axis of `x`, an array or a shape.
 

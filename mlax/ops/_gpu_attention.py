@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import known_values
-from mlax.ops._gpu import device_obstacle, pallas
+from mlax.ops._gpu import device_obstacle, is_hopper, pallas
 
 WIDTH = 64  # of a head
 ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
@@ -229,7 +229,8 @@ def find_kernel_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: Scor
     (_, t, _, width), s = q.shape, k.shape[1]
     known = None if lengths is None else known_values(lengths)
     is_supported = (
-        device_obstacle(q, k, v) is None
+        is_hopper()
+        and device_obstacle(q, k, v) is None
         and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
         and width == v.shape[-1] == WIDTH
         and t == s

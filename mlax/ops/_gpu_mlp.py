@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._gpu import multiprocessors, pallas, prefers_kernels
+from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
 from mlax.ops._gpu_rows import gelu_of, gelu_slope_of
 
 TILE, TILE_K = 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
@@ -27,8 +27,11 @@ MEASURED_SHAPE, MIN_ROWS = (768, 3072), 1 << 15  # what cuBLAS and kernels over 
 
 def prefers_mlp_kernels(x: Any, up: Any, down: Any) -> bool:
     """Whether `gelu(x @ up + bias) @ down` and its gradients are faster by kernels of this file."""
-    rows, is_measured = x.size // x.shape[-1], (up.shape, down.shape) == (MEASURED_SHAPE, MEASURED_SHAPE[::-1])
-    return is_measured and prefers_kernels(x) and rows >= MIN_ROWS and rows % TILE == 0
+    is_measured = (up.shape, down.shape) == (MEASURED_SHAPE, MEASURED_SHAPE[::-1])
+    if not is_measured or not is_hopper() or not prefers_kernels(x):
+        return False
+    rows = x.size // x.shape[-1]
+    return rows >= MIN_ROWS and rows % TILE == 0
 
 
 def gelu_product_kernel(

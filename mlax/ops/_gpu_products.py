@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._gpu import multiprocessors, pallas, prefers_kernels
+from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
 
 TILE_M, TILE_N, TILE_K = 256, 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
 HALF = TILE_M // 2  # rows of a warpgroup
@@ -29,9 +29,12 @@ MEASURED_WIDTH, MIN_ROWS = 768, 1 << 15  # what cuBLAS was measured to be slower
 
 def prefers_product_kernels(x: Any, kernels: Sequence[Any]) -> bool:
     """Whether the gradients of `x @ kernel` for each kernel are faster by kernels of this file than by cuBLAS."""
-    rows, shape = x.size // x.shape[-1], (MEASURED_WIDTH, MEASURED_WIDTH)
+    shape = (MEASURED_WIDTH, MEASURED_WIDTH)
     is_measured = len(kernels) == 3 and all(kernel.shape == shape for kernel in kernels)
-    return is_measured and prefers_kernels(x) and rows >= MIN_ROWS and rows % TILE_M == 0
+    if not is_measured or not is_hopper() or not prefers_kernels(x):
+        return False
+    rows = x.size // x.shape[-1]
+    return rows >= MIN_ROWS and rows % TILE_M == 0
 
 
 def sum_of_products(

@@ -216,7 +216,7 @@ def gelu_slope_of(x: Any, approximate: bool) -> Any:
     cdf, power = _gelu_cdf(x, approximate)
     if approximate:
         slope = GELU_SCALE * (3 * GELU_CUBE) * (x * x) + GELU_SCALE
-        return (x * slope) * (cdf - cdf * cdf) + cdf
+        return x * (cdf - cdf * cdf) * slope + cdf  # in this order, or it is infinity times 0 for large x
     return (x * (1 / math.sqrt(2 * math.pi))) * power + cdf
 
 
@@ -224,7 +224,7 @@ def _gelu_cdf(x: Any, approximate: bool) -> tuple[Any, Any]:
     """GELU over `x`, the distribution function of the normal distribution or its approximation, and an exponential.
 
     The reciprocals are squares of `rsqrt`, one instruction. The exact form is 7.1.26 of Abramowitz and Stegun, Handbook
-    of Mathematical Functions, with an absolute error of 1e-7; the exponential is that of its density.
+    of Mathematical Functions, whose absolute error is 1e-7; the exponential is that of its density.
     """
     if approximate:
         power = jnp.exp2(x * ((x * x) * (-LOG2_E * GELU_SCALE * GELU_CUBE) + (-LOG2_E * GELU_SCALE)))

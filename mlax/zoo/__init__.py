@@ -13,7 +13,6 @@ from mlax.zoo._decoder_block import DecoderBlock as DecoderBlock
 from mlax.zoo._decoder_block import DecoderStack as DecoderStack
 from mlax.zoo._decoder_block import PaddedEmbed as PaddedEmbed
 from mlax.zoo._decoder_block import find_obstacle as find_obstacle
-from mlax.zoo._decoder_block import has_kernels as has_kernels
 from mlax.zoo._diffusion import Diffusion, ddim, ddpm
 from mlax.zoo._generate import Generated, generate
 from mlax.zoo._generate import Settings as Settings

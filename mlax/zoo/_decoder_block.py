@@ -266,8 +266,3 @@ def find_obstacle(layer: Layer, rows: int) -> str | None:
     computed["attend"] = with_fields(computed["attend"], fused=True, cache=slots, **wide)
     changed = [name for name, part in parts.items() if part != computed.get(name)]
     return f"the kernels compute {computed[changed[0]]}, not {parts[changed[0]]}" if changed else None
-
-
-def has_kernels(device: Any) -> bool:
-    """Whether a device is of the kind that the kernels are faster on: an NVIDIA GPU of Hopper, as the H200 is."""
-    return 9.0 <= (ops.compute_capability(device) or 0.0) < 10.0

@@ -12,7 +12,7 @@ import mlax
 from mlax import dtypes, nn, ops, zoo
 from tests.arrays import normal, normals
 from tests.asserts import assert_close
-from tests.gpu import assume_hopper, count_kernels, interpret_kernels, lower_for_cuda, needs_mosaic
+from tests.gpu import GPU, ROWS, assume_hopper, count_kernels, interpret_kernels, lower_for_cuda, needs_mosaic
 
 PRODUCTS = inspect.getmodule(ops.prefers_product_kernels)
 MLP = inspect.getmodule(ops.prefers_mlp_kernels)
@@ -23,6 +23,10 @@ DERIVATIVES = {
     "vmap of the gradient": lambda f, axes: jax.vmap(jax.grad(f, axes), (0, *(None for _ in axes[1:]))),
     "derivative of the gradient": lambda f, axes: lambda *args: jax.jvp(jax.grad(f, axes), args, args),
 }
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def widen(tree):
@@ -85,9 +89,6 @@ def test_a_product_with_gelu_and_its_gradient_are_those_of_the_plain_form(monkey
 
 @needs_mosaic
 def test_the_products_with_gelu_are_lowered_for_a_gpu():
-    def struct(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
     x, up, bias, h, down = struct(512, 128), struct(128, 256), struct(256), struct(512, 256), struct(256, 128)
     for approximate in (True, False):
         options = {"approximate": approximate}
@@ -202,8 +203,57 @@ def test_weights_that_do_not_fit_are_reported_as_those_of_their_own_layer(monkey
     use_plain_forms(monkeypatch)
     mlp, x = mlax.Series(up=nn.Linear(12, activation=ops.gelu), down=nn.Linear(6)), normal(5, 8)
     trainables, _ = mlp.init(jax.random.key(0), x)
-    for kernel in (normal(12, 7), normal(12, 6, dtype="bfloat16"), normal(11, 6)):
+    for kernel in (normal(12, 7), normal(12, 6, dtype="bfloat16"), normal(11, 6), None, {"q": normal(12, 6)}):
         wrong = {**trainables, "down": {**trainables["down"], "kernel": kernel}}
         with pytest.raises((ValueError, TypeError)) as error:
             mlp.fwd(x, wrong)
         assert "in down" in "".join(error.value.__notes__)
+
+
+def test_a_subclass_of_linear_is_computed_by_its_own_forward_pass(monkeypatch):
+    """It may compute anything, for example by weights of unit norm, from variables of the same shapes."""
+
+    @mlax.frozen
+    class Doubled(nn.Linear):
+        def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
+            y, state = nn.Linear.fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+            return 2 * y, state
+
+    x, up, attention = normal(2, 5, 8), nn.Linear(12, activation=ops.gelu), nn.MultiHeadAttention(2)
+    layers = (
+        mlax.Series(up=Doubled(12, activation=ops.gelu), down=nn.Linear(8)),
+        mlax.Series(up=up, down=Doubled(8)),
+        mlax.override(mlax.replace(attention, "value", Doubled(8)), nn.Linear, bias_init=mlax.Ones()),
+        mlax.override(mlax.replace(attention, "out", Doubled(8)), nn.Linear, bias_init=mlax.Ones()),
+    )
+    expected = [layer.fwd(x, layer.init(jax.random.key(0), x)[0])[0] for layer in layers]
+    use_plain_forms(monkeypatch)
+    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    for layer, wanted in zip(layers, expected, strict=True):
+        assert_close(layer.fwd(x, layer.init(jax.random.key(0), x)[0])[0], wanted)
+    assert Doubled(8).split_bias(x, {"kernel": normal(8, 8), "bias": normal(8)}, False) is None
+
+
+def test_an_axis_of_size_0_is_no_obstacle():
+    mlp, x = mlax.Series(up=nn.Linear(12, activation=ops.gelu), down=nn.Linear(6)), jnp.ones((5, 0))
+    assert mlp.fwd(x, mlp.init(jax.random.key(0), x)[0])[0].shape == (5, 6)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("capability", [8.0, 9.0, 10.0, 12.0])
+def test_kernels_with_products_are_for_hopper_gpus(monkeypatch, capability):
+    assume_hopper(monkeypatch)
+    monkeypatch.setattr(GPU, "compute_capability", lambda device=None: capability)
+    x, kernel, up, down = (struct(*shape) for shape in ((1 << 15, 768), (768, 768), (768, 3072), (3072, 768)))
+    assert ops.prefers_product_kernels(x, [kernel] * 3) == ops.prefers_mlp_kernels(x, up, down) == (capability == 9.0)
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_in_kernels_and_its_derivative_are_those_in_float64(approximate):
+    x = np.concatenate([sign * np.logspace(-30, 19, 2000, dtype=np.float32) for sign in (1, -1)])
+    found = [compute(jnp.asarray(x), approximate) for compute in (ROWS.gelu_of, ROWS.gelu_slope_of)]
+    with jax.enable_x64(True):
+        gelu = functools.partial(jax.nn.gelu, approximate=approximate)
+        wide = jnp.asarray(x, "float64")
+        exact = gelu(wide), jax.vmap(jax.grad(gelu))(wide)
+    assert_close(found, list(exact), 1e-6)

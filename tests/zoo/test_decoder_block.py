@@ -19,7 +19,6 @@ from mlax.zoo import (
     PaddedEmbed,
     choose_fusion,
     find_obstacle,
-    has_kernels,
     init_state,
     prepare_decoder,
 )
@@ -235,15 +234,20 @@ def test_what_fails_to_compile_is_left_to_the_block(rows):
 
 
 def test_kernels_are_for_weights_on_one_gpu_of_hopper():
-    for platform, capability, wanted in (("gpu", "9.0", True), ("gpu", "8.0", False), ("cpu", "", False)):
-        assert has_kernels(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
-    assert not has_kernels("cpu")
+    for platform, capability, wanted in (
+        ("gpu", "9.0", True),
+        ("gpu", "8.0", False),
+        ("gpu", "10.0", False),
+        ("cpu", "", False),
+    ):
+        assert ops.is_hopper(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
+    assert not ops.is_hopper("cpu")
     assert choose_fusion({"kernel": jnp.ones(2)}) == "projections"
     assert jax.jit(lambda x: choose_fusion(x) == "nothing")(jnp.ones(2))
 
 
 def test_kernels_are_chosen_for_one_row_and_for_many(monkeypatch):
-    monkeypatch.setitem(choose_fusion.__globals__, "has_kernels", lambda device: True)
+    monkeypatch.setattr(ops, "is_hopper", lambda device: True)
     trainables = trainables_of(MODEL)
     assert choose_fusion(trainables) == "kernels"
     assert "one row, or for a multiple of 16 up to 256, not 2" in zoo.decoding_backend(MODEL, trainables, batch=2)
