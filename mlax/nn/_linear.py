@@ -11,7 +11,7 @@ from mlax import ops
 from mlax._jax import expand_last, named_key
 from mlax.core import Composite, Constant, DType, Initializer, Layer, Ones, Size, Sub, Zeros, frozen, lecun, with_fields
 from mlax.dtypes import cast
-from mlax.nn._variables import broadcast_shape
+from mlax.nn._variables import broadcast_shape, has_shapes
 
 
 @frozen
@@ -57,11 +57,18 @@ class Linear(Layer):
             return None
         if not isinstance(x, jax.Array) or x.ndim == 0:
             return None
-        own, other = _plain_shapes(self, x.shape[-1]), _plain_shapes(following, self.features)
-        if not _has_shapes(trainables, own, x.dtype) or not _has_shapes(next_trainables, other, x.dtype):
+        if any((each.precision, each.accum_dtype) != (None, None) for each in (self, following)):
+            return None
+        own, other = self._shapes(x.shape[-1]), following._shapes(self.features)
+        if not has_shapes(trainables, own, x.dtype) or not has_shapes(next_trainables, other, x.dtype):
             return None  # the layers by themselves compute it, or say what does not fit
         y = ops.gelu_mlp(x, **trainables, down=next_trainables["kernel"], activation=self.activation)
         return y if y is None or not following.bias else y + expand_last(next_trainables["bias"], y)
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Of the trainables, for inputs of this width."""
+        kernel = {"kernel": (width, self.features)}
+        return {**kernel, "bias": (self.features,)} if self.bias else kernel
 
     def split_bias(self, x, trainables, inference_mode):
         if type(self) is not Linear or self.activation is not None or not self.bias or not ops.prefers_kernels(x):
@@ -72,21 +79,6 @@ class Linear(Layer):
         weights = cast(trainables, x.dtype)
         numerics = {"precision": self.precision, "accum_dtype": self.accum_dtype}
         return ops.linear(x, **weights, activation=self.activation, **numerics), non_trainables
-
-
-def _plain_shapes(layer: Linear, width: int) -> dict[str, tuple[int, ...]] | None:
-    """The shapes of the trainables of a Linear whose product has no options."""
-    if layer.precision is not None or layer.accum_dtype is not None:
-        return None
-    kernel, bias = {"kernel": (width, layer.features)}, {"bias": (layer.features,)}
-    return {**kernel, **bias} if layer.bias else kernel
-
-
-def _has_shapes(trainables: Any, shapes: dict[str, tuple[int, ...]] | None, dtype: Any) -> bool:
-    if not isinstance(trainables, dict) or shapes is None:
-        return False
-    found = {name: (getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in trainables.items()}
-    return found == {name: (shape, dtype) for name, shape in shapes.items()}
 
 
 @frozen

@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
@@ -24,6 +23,7 @@ from mlax.core import (
 from mlax.nn._conv import Conv
 from mlax.nn._linear import Linear, Scaler
 from mlax.nn._lstm_pair import is_pair_faster, lstm_pair
+from mlax.nn._variables import has_shapes
 from mlax.ops import Sizes
 
 
@@ -273,8 +273,7 @@ class LSTMCell(CompositeCell):
             wanted["input"]["bias"] = (gates,)
         if self.recurrent_bias:
             wanted["recurrent"]["bias"] = (gates,)
-        shapes = jax.tree.map(lambda leaf: leaf.shape, trainables)
-        return shapes == wanted and all(leaf.dtype == x.dtype for leaf in jax.tree.leaves(trainables))
+        return has_shapes(trainables, wanted, x.dtype)
 
     def step(self, sub, carry, ahead):
         c = carry[1]

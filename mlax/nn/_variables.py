@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mlax.core import flatten_paths, short_repr
@@ -29,6 +30,12 @@ def num_channels(layer: Any, x: Any) -> int:
             "the channels, or add a batch axis in front."
         )
     return x.shape[layer.axis]
+
+
+def has_shapes(variables: Any, shapes: Any, dtype: Any) -> bool:
+    """Whether variables, which nothing has checked yet, are arrays of these shapes by name, all of one dtype."""
+    found = jax.tree.map(lambda leaf: (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)), variables)
+    return found == jax.tree.map(lambda shape: (shape, dtype), shapes, is_leaf=lambda each: isinstance(each, tuple))
 
 
 def check_state_dtype(layer: Any, state: Any, dtype: Any) -> None:
