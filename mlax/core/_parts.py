@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mlax.core._composite import Composite
 
 
+OF_SUB = ("call_in_turn", "inference_mode", "rng", "take_bias")  # names that `sub` itself has
+
+
 @functools.lru_cache(maxsize=4096)
 def parts_of(composite: "Composite") -> Mapping[str, Layer]:
     """The parts of a composite by path, edits included, checked once for each distinct description."""
@@ -33,7 +36,7 @@ def parts_of(composite: "Composite") -> Mapping[str, Layer]:
         if not _is_part_name(name) or not all(key and "/" not in key for key in keys):
             raise ValueError(
                 f"{short_repr(composite)}: {'/'.join((name, *keys))!r} cannot name a part; use an identifier without a "
-                "leading underscore, other than inference_mode and rng, since `wire` calls it as sub.name."
+                f"leading underscore, other than {', '.join(OF_SUB)}, since `wire` calls it as sub.name."
             )
         if STACKED in (name, *keys):
             raise ValueError(
@@ -107,7 +110,7 @@ def _stem(name: str) -> str:
 
 
 def _is_part_name(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and name not in ("inference_mode", "rng")
+    return name.isidentifier() and not name.startswith("_") and name not in OF_SUB
 
 
 def replace_part(value: Any, keys: list[str], part: Layer) -> Any:

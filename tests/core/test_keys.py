@@ -150,6 +150,11 @@ def test_a_key_by_name_without_rng_is_an_error_that_says_what_to_do():
             Draws((name,)).fwd(X, None, rng=jax.random.key(0))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_part_cannot_be_called_rng():
-    with pytest.raises(ValueError, match=r"'rng' cannot name a part; .* other than inference_mode and rng"):
-        mlax.Series(rng=nn.Linear(3)).init(jax.random.key(0), X)
+def test_a_part_cannot_have_a_name_that_sub_itself_has():
+    names = [name for name in dir(mlax.Sub) if not name.startswith("_")]
+    assert {"rng", "take_bias", "call_in_turn"} <= set(names)
+    for name in (*names, "inference_mode"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' cannot name a part; .* other than call_in_turn, inference_mode"
+        ):
+            mlax.Series(**{name: nn.Linear(3)}).init(jax.random.key(0), X)
