@@ -98,7 +98,7 @@ def use(form: Form, width: int = 768) -> Iterator[None]:
             patch(MLP, "MIN_ROWS", MLP.TILE)
             patch(MLP, "MEASURED_SHAPE", (width, 4 * width))
         else:
-            patch(FUSED, "prefers_mlp_kernels", never)
+            patch(ops, "prefers_mlp_kernels", never)
         for kind, modules in MODULES.items():
             for module in modules:
                 if kind not in form.derivatives:

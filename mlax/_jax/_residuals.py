@@ -35,8 +35,7 @@ class Residuals:
     @functools.cached_property
     def origins(self) -> set[Any]:
         """The results of equations that the residuals are views of, before `attach` gives them a derivative."""
-        plain = {out: value for value, out in self.attached.items()}
-        return {plain.get(source.atom, source.atom) for source in self.sources if isinstance(source.atom, Var)}
+        return {self.detached.get(source.atom, source.atom) for source in self.sources if isinstance(source.atom, Var)}
 
     @functools.cached_property
     def producers(self) -> dict[Any, Any]:
@@ -45,6 +44,11 @@ class Residuals:
     @functools.cached_property
     def attached(self) -> dict[Any, Any]:
         return _find_attached(self.jaxpr)
+
+    @functools.cached_property
+    def detached(self) -> dict[Any, Any]:
+        """The inverse of `attached`."""
+        return {out: value for value, out in self.attached.items()}
 
     @functools.cached_property
     def copied(self) -> set[Any]:
@@ -59,10 +63,9 @@ class Residuals:
         """
         sources = dict.fromkeys(source.atom for source in self.sources if isinstance(source.atom, Var))
         given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(atom for atom in sources if atom not in self.copied)}
-        plain = {out: value for value, out in self.attached.items()}
         found = {}
         for atom in filter(self.copied.__contains__, sources):
-            eqn = self.producers.get(value := plain.get(atom, atom))
+            eqn = self.producers.get(value := self.detached.get(atom, atom))
             if eqn is not None and eqn.primitive.name == "cond" and not _multiplies(eqn):
                 inputs = [self.find_source(each) for each in eqn.invars]
                 if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):

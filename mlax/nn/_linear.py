@@ -53,17 +53,21 @@ class Linear(Layer):
     def fwd_with_next(self, x, trainables, following, next_trainables):
         if type(self) is not Linear or type(following) is not Linear:  # a subclass may compute anything
             return None
-        if not self.bias or self.activation not in (ops.gelu, ops.exact_gelu) or following.activation is not None:
+        activation = self.activation
+        if activation is None or activation not in (ops.gelu, ops.exact_gelu) or following.activation is not None:
             return None
-        if not isinstance(x, jax.Array) or x.ndim == 0:
+        if not self.bias or not isinstance(x, jax.Array) or x.ndim == 0:
             return None
         if any((each.precision, each.accum_dtype) != (None, None) for each in (self, following)):
             return None
         own, other = self._shapes(x.shape[-1]), following._shapes(self.features)
         if not has_shapes(trainables, own, x.dtype) or not has_shapes(next_trainables, other, x.dtype):
             return None  # the layers by themselves compute it, or say what does not fit
-        y = ops.gelu_mlp(x, **trainables, down=next_trainables["kernel"], activation=self.activation)
-        return y if y is None or not following.bias else y + expand_last(next_trainables["bias"], y)
+        down = next_trainables["kernel"]
+        if not ops.prefers_mlp_kernels(x, trainables["kernel"], down):
+            return None
+        y = ops.gelu_mlp(x, **trainables, down=down, activation=activation)
+        return y + expand_last(next_trainables["bias"], y) if following.bias else y
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Of the trainables, for inputs of this width."""

@@ -93,15 +93,15 @@ def gelu_mlp(
     bias: Float[Array, " f"],
     *,
     down: Float[Array, "f e"],
-    activation: Callable[[jax.Array], jax.Array] | None,
-) -> Float[Array, "... e"] | None:
-    """`linear(linear(x, kernel, bias, activation=activation), down)`, if kernels are faster; else None.
+    activation: Callable[[jax.Array], jax.Array],
+) -> Float[Array, "... e"]:
+    """An MLP with GELU: `linear(linear(x, kernel, bias, activation=activation), down)`, for `gelu` or `exact_gelu`.
 
-    One kernel computes the first product and the activation, another one the gradient of both by the first product.
+    Where `prefers_mlp_kernels`, one kernel computes the first product and GELU on a GPU, another one its gradient.
     """
-    if activation not in (gelu, exact_gelu) or not prefers_mlp_kernels(x, kernel, down):
-        return None
     check_same_dtype("gelu_mlp", x=x, kernel=kernel, bias=bias, down=down)
+    if not prefers_mlp_kernels(x, kernel, down):
+        return linear(linear(x, kernel, bias, activation=activation), down)
     return _gelu_mlp(activation is gelu)((x, kernel, bias, down))
 
 

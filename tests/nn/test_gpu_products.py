@@ -34,12 +34,10 @@ def widen(tree):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("rows", "blocks"), [(256, 7), (768, 7), (256, 2)]
-)  # of which some have parts of several tiles
+@pytest.mark.parametrize(("rows", "blocks"), [(256, 7), (768, 7), (256, 2)])
 def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows, blocks):
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: blocks)
+    monkeypatch.setattr(PRODUCTS, "multiprocessors", lambda: blocks)  # some have parts of several tiles
     x, *grads = normals((rows, 256), *[(rows, 128)] * 3, dtype=jnp.bfloat16)
     kernels = normals(*[(256, 128)] * 3, dtype=jnp.bfloat16)
     wide_x, wide_grads, wide_kernels = widen((x, grads, kernels))
@@ -161,8 +159,9 @@ def count_calls(layer, x):
 
 def use_plain_forms(monkeypatch):
     """Compute products as where kernels are chosen, but by the plain form of each kernel."""
-    for name in ("prefers_product_kernels", "prefers_mlp_kernels"):
-        monkeypatch.setattr(FUSED, name, lambda *args: True)
+    for module in (ops, FUSED):
+        for name in ("prefers_product_kernels", "prefers_mlp_kernels"):
+            monkeypatch.setattr(module, name, lambda *args: True)
     monkeypatch.setattr(FUSED, "on_gpu", lambda kernel, plain, *arrays: plain(*arrays))
 
 
@@ -216,7 +215,7 @@ def test_a_subclass_of_linear_is_computed_by_its_own_forward_pass(monkeypatch):
     @mlax.frozen
     class Doubled(nn.Linear):
         def fwd(self, x, trainables, non_trainables=None, *, rng=None, inference_mode=False):
-            y, state = nn.Linear.fwd(self, x, trainables, non_trainables, rng=rng, inference_mode=inference_mode)
+            y, state = nn.Linear.fwd(self, x, {**trainables, "kernel": 2 * trainables["kernel"]}, non_trainables)
             return 2 * y, state
 
     x, up, attention = normal(2, 5, 8), nn.Linear(12, activation=ops.gelu), nn.MultiHeadAttention(2)
