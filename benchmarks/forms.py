@@ -42,7 +42,6 @@ class Form:
     joins_mlp: bool = False  # whether the products of an MLP apply GELU and its gradient
     folds_biases: bool = False  # whether biases are added where a kernel or a product does it anyway
     mode: str = "unroll"  # of Repeat
-    rounding: int = 0  # the seed of random factors of the initial weights, which round them differently; 0: none
 
     @property
     def needs_kernels(self) -> bool:
