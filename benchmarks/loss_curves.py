@@ -4,12 +4,13 @@ Plain is the same model, unrolled, with the gradients that JAX derives, attentio
 Optax's loss of float32 logits. Each hand-written derivative and each kernel is switched in alone, then all of them. All
 learn the same text, a random walk over the vocabulary, compute in bfloat16, and warm the learning rate up.
 
-The noise of bfloat16 is measured: each form trains from several roundings of the same initial weights. Compared are
-means over 20 steps and over these roundings. The standard error of a difference between two forms follows from the
-spread among the roundings, pooled over all forms, and a form may differ from the plain one by four of them, or by 0.001
-nats. A control, which loses one in 24 tiles of the gradients of the first product of each MLP, has to differ by more.
+The noise of bfloat16 is measured: each form trains from two or more roundings of the same initial weights, the plain
+one from twice as many. Compared are means over 20 steps and over these roundings. The standard error of a difference
+follows from the spread among the roundings, pooled over all forms, and a form may differ from the plain one by four of
+them, or by 0.001 nats. A control, which loses one in 24 tiles of the gradients of the first product of each MLP, has to
+differ by more.
 
-    python -m benchmarks.loss_curves --batch 4                           # 6 minutes on an H200
+    python -m benchmarks.loss_curves --batch 4 --out runs/curves.json    # 7 minutes on an H200; again, it goes on
     python -m benchmarks.loss_curves --batch 4 --only "kernels of MLPs" "kernels of projections"
     python -m benchmarks.loss_curves --depth 1 --width 64 --vocabulary 301 --batch 4 --length 32    # on a CPU
 
@@ -21,6 +22,7 @@ import argparse
 import concurrent.futures
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,25 +48,30 @@ def main(options: argparse.Namespace) -> None:
     lowered = {name: lower(name, form, options) for name, form in forms.items()}  # one at a time: they patch modules
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
-    weights = [initialize(options, rounding) for rounding in range(options.roundings)]
-    curves = {name: np.stack([run(step, each, options) for each in weights]) for name, step in compiled.items()}
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump({name: each.tolist() for name, each in curves.items()}, file)
+    found = json.loads(Path(options.out).read_text()) if options.out and Path(options.out).exists() else {}
+    curves = {name: found.get(name, []) for name in forms}
+    for rounding in range(2 * options.roundings):
+        weights = initialize(options, rounding)
+        for name in forms if rounding < options.roundings else [PLAIN]:
+            if len(curves[name]) <= rounding:
+                curves[name].append(run(compiled[name], weights, options))
+                if options.out:
+                    Path(options.out).write_text(json.dumps(curves))
     title = f"Loss over {options.steps} steps of GPT-2, {options.depth} x {options.width}, on {jax.devices()[0]}"
     header = ("form", "first 20", "last 20", "largest gap", "standard errors", "")
     print_table(title, header, compare(curves))
     sys.exit(bool(FAILED))
 
 
-def compare(curves: dict[str, np.ndarray]) -> list[tuple[str, ...]]:
-    """A row of the table for each form, from losses (roundings, steps)."""
-    windows = {name: each.reshape(len(each), -1, WINDOW).mean(2) for name, each in curves.items()}
-    variance = np.mean([each.var(0, ddof=1) for each in windows.values()], axis=0)  # pooled, of each window
-    error = np.maximum(np.sqrt(2 * variance / len(windows[PLAIN])), FLOOR / BOUND)
+def compare(curves: dict[str, list[list[float]]]) -> list[tuple[str, ...]]:
+    """A row of the table for each form, from the losses of its roundings."""
+    windows = {name: np.reshape(each, (len(each), -1, WINDOW)).mean(2) for name, each in curves.items()}
+    squares = sum(each.var(0) * len(each) for each in windows.values())
+    variance = squares / sum(len(each) - 1 for each in windows.values())  # pooled, of each window
     rows = []
     for name, each in windows.items():
-        mean = each.mean(0)
+        mean, count = each.mean(0), 1 / len(each) + 1 / len(windows[PLAIN])
+        error = np.maximum(np.sqrt(variance * count), FLOOR / BOUND)
         gaps = np.abs(mean - windows[PLAIN].mean(0))
         worst = np.argmax(gaps / error)
         if name == PLAIN:
@@ -113,14 +120,14 @@ def lower(name: str, form: Form, options: argparse.Namespace) -> Any:
         return jax.jit(step, donate_argnums=(0, 1)).lower(trainables, state, jax.ShapeDtypeStruct((), np.int32))
 
 
-def run(step: Any, trainables: Any, options: argparse.Namespace) -> np.ndarray:
+def run(step: Any, trainables: Any, options: argparse.Namespace) -> list[float]:
     """The losses of all steps."""
     trainables = jax.tree.map(jnp.copy, trainables)  # which are donated
     state, losses = OPTIMIZER.init(trainables), []
     for number in range(options.steps):
         trainables, state, loss = step(trainables, state, jnp.asarray(number, np.int32))
         losses.append(loss)
-    return np.asarray(jnp.stack(losses), np.float64)
+    return np.asarray(jnp.stack(losses)).tolist()
 
 
 def lose_tile(path: Any, gradient: jax.Array) -> jax.Array:
@@ -174,7 +181,7 @@ if __name__ == "__main__":
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    parser.add_argument("--roundings", type=int, default=4, help="of the initial weights, for each form")
+    parser.add_argument("--roundings", type=int, default=2, help="of the initial weights, for each form")
     parser.add_argument("--only", nargs="+", default=[], choices=FORMS, metavar="FORM", help="besides the plain form")
-    parser.add_argument("--out", help="a file for the curves, JSON")
+    parser.add_argument("--out", help="a file for the curves, JSON; those that it has are not computed again")
     main(parser.parse_args())
