@@ -55,7 +55,7 @@ bench-cpu: $(VENV)/.bench  ## the same on a CPU: layers, training, scaling, and 
 	$(RUN)python -m benchmarks check --torch $(TORCH)
 	$(RUN)python -m benchmarks cpu --torch $(TORCH)
 
-LARGE = $(addprefix benchmarks/,stream.py init_large.py loss_curves.py form_times.py gpu_programs.py)  # need a GPU, or jax[cuda12]
+LARGE = $(addprefix benchmarks/,stream.py init_large.py loss_curves.py form_times.py gpu_programs.py start.py)  # need a GPU, or jax[cuda12]
 SETS = benchmarks/layers.py benchmarks/train.py benchmarks/scaling.py  # of bench-cpu
 bench: $(VENV)/.bench  ## benchmark single mechanisms of mlax: dispatch, compilation, initialization, feeds, checkpoints
 	@for file in $(filter-out benchmarks/harness.py benchmarks/forms.py benchmarks/__main__.py $(LARGE) $(SETS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(RUN)python $$file || exit 1; done

@@ -78,7 +78,7 @@ def fused_op_names(name: str) -> list[str]:
 
 
 # What loops, branches and calls insert between the names of layers.
-_CONTROL_FLOW = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|shard_map"
+_CONTROL_FLOW = r"while/(?:body|cond)|cond/branch_\d+_fun|closed_call|call_exported|eval_jaxpr|checkpoint|shard_map"
 _INSERTED = re.compile(rf"(?:/(?:{_CONTROL_FLOW}))+(?=/)")
 _TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
 _JITS = ("jit", "pjit")

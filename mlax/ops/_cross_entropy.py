@@ -201,7 +201,7 @@ def _max_and_sum_by_kernel(logits: Array, labels: Array, spec: LossSpec) -> tupl
 
     def kernel(logits: Array, labels: Array) -> tuple[Array, Array]:
         rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
-        top, total = other_powers_kernel(*rows, _classes(logits, spec))
+        top, total = other_powers_kernel(*rows, classes=_classes(logits, spec))
         return top.reshape(*labels.shape, 1), total.reshape(labels.shape)
 
     return on_gpu(kernel, functools.partial(_max_and_sum, spec=spec), logits, labels)
@@ -220,7 +220,7 @@ def _logit_gradient_by_kernel(
     )
     is_valid = None if mask is None else mask.reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
-    return softmax_gradient_kernel(*flat, is_valid, top, log_sum, factors, classes).reshape(logits.shape)
+    return softmax_gradient_kernel(*flat, is_valid, top, log_sum, factors, classes=classes).reshape(logits.shape)
 
 
 def _expected_gap(logits: Array, top: Array, labels: Array, spec: LossSpec) -> Array:

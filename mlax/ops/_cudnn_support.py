@@ -1,22 +1,16 @@
 """Whether cuDNN computes an attention: asked by compiling it, and remembered beside the compilation cache."""
 
-import contextlib
 import functools
-import hashlib
-import json
-import os
-import tempfile
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jaxlib import version as jaxlib_version
 
-from mlax._jax import cuda_versions
 from mlax.ops._attention_cudnn import fused_attention
 from mlax.ops._attention_scores import ScoreSpec
+from mlax.ops._records import Record, find_record, hash_files
 
 
 def find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> str | None:
@@ -34,8 +28,9 @@ def find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpe
 @functools.lru_cache(maxsize=1024)
 def _find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> str | None:
     arrays = [x for x in (q, k, v, bias) if x is not None]
-    record = _record_of(arrays, lengths, spec)
-    if record is not None and record.exists():
+    # a refusal has no record: it may be due to a lack of memory
+    record = find_record("cudnn", repr(arrays), repr(lengths), repr(spec), _program_hash())
+    if record is not None and record.read() == b"":
         load = functools.partial(_load_cudnn, record, arrays, lengths, spec)
         threading.Thread(target=load, name="load cuDNN").start()
         return None
@@ -45,7 +40,7 @@ def _find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSp
     return refusal
 
 
-def _load_cudnn(record: "Record", arrays: list[Any], lengths: Any, spec: ScoreSpec) -> None:
+def _load_cudnn(record: Record, arrays: list[Any], lengths: Any, spec: ScoreSpec) -> None:
     """Compile, which loads cuDNN, and delete the record if it is wrong."""
     if _compile_both_passes(arrays, lengths, spec) is not None:
         record.delete()
@@ -65,57 +60,7 @@ def _compile_both_passes(arrays: list[Any], lengths: Any, spec: ScoreSpec) -> st
     return None
 
 
-class Record(NamedTuple):
-    """A file that says that cuDNN accepted an attention. Without this text in full it says nothing."""
-
-    file: Path
-    text: bytes
-
-    def exists(self) -> bool:
-        with contextlib.suppress(OSError):
-            if self.file.is_file():  # a pipe would block
-                with self.file.open("rb") as opened:
-                    return opened.read(len(self.text) + 1) == self.text
-        return False
-
-    def write(self) -> None:
-        """Write it, unless the folder is missing, read-only or full."""
-        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=self.file.parent) as folder:
-            written = Path(folder, self.file.name)
-            written.write_bytes(self.text)
-            os.replace(written, self.file)
-
-    def delete(self) -> None:
-        with contextlib.suppress(OSError):
-            self.file.unlink()
-
-
-def _record_of(arrays: list[Any], lengths: Any, spec: ScoreSpec) -> Record | None:
-    """The record of this attention on the default device, with all that the answer depends on.
-
-    None without a persistent cache on a disk, or if a version is unknown, or for several processes, among which XLA may
-    divide the work of compiling. A refusal has no record: it may be due to a lack of memory.
-    """
-    config: Any = jax.config
-    folder = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    if not folder or "://" in folder or jax.process_count() > 1:
-        return None
-    versions, program, device = cuda_versions(), _program_hash(), jax.devices()[0]
-    if versions is None or program is None:
-        return None
-    described = {
-        "accepted": [repr(arrays), repr(lengths), repr(spec), program],
-        "versions": [jax.__version__, jaxlib_version.__version__, *map(str, versions), device.client.platform_version],
-        "device": [device.device_kind, str(getattr(device, "compute_capability", ""))],
-        "options": [os.environ.get("XLA_FLAGS", ""), config.jax_enable_x64],
-    }
-    text = json.dumps(described).encode()
-    return Record(Path(folder, f"cudnn-{hashlib.sha256(text).hexdigest()[:32]}"), text)
-
-
 @functools.cache
 def _program_hash() -> str | None:
-    """A hash of the file that calls cuDNN; None if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(Path(fused_attention.__code__.co_filename).read_bytes()).hexdigest()
-    return None
+    """A hash of the file that calls cuDNN."""
+    return hash_files(Path(fused_attention.__code__.co_filename))

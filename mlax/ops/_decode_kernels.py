@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mlax.ops._exported_kernels import call_program, find_kernel_record
+
 # What is tuned here was measured on an H200 (docs/design/zoo.md).
 COLUMNS = 8  # of the product of one row that a program computes
 PIECE = 64  # of that row, at most, that a tile reads: fewer than threads, or Triton passes it by shared memory
@@ -115,22 +117,9 @@ def decode_attention(
 def _call(kernel: Callable[..., Any], arrays: Any, **static: Any) -> Any:
     if static["interpret"]:
         return kernel(arrays, **static)
-    leaves, tree = jax.tree.flatten(arrays)
-    described = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _export(kernel, tree, described, tuple(static.items())).call(*leaves)
-
-
-@functools.lru_cache(maxsize=1024)
-def _export(kernel: Callable[..., Any], tree: Any, described: Any, static: Any) -> Any:
-    from jax import export
-
-    def call(*leaves: Any) -> Any:
-        return kernel(jax.tree.unflatten(tree, leaves), **dict(static))
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend", category=DeprecationWarning)
-        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
-        return export.export(jax.jit(call), platforms=["cuda"], disabled_checks=checks)(*described)
+        return call_program(kernel, (arrays,), static, find_kernel_record(kernel, (arrays,), static), TRITON_CALL)
 
 
 def _pallas_call(

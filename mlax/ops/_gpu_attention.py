@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from mlax.ops._attention_scores import ScoreSpec
 from mlax.ops._checks import known_values
+from mlax.ops._exported_kernels import exported
 from mlax.ops._gpu import device_obstacle, is_hopper, pallas
 
 WIDTH = 64  # of a head
@@ -30,6 +31,7 @@ REGISTERS = (112, 24)  # of a thread that computes, and of one that copies
 GROUP = 48  # heads of all batch elements whose keys and values are read together
 
 
+@exported
 def attention_kernel(
     q: Float[Array, "b t h k"],
     k: Float[Array, "b s g k"],

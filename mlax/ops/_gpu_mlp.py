@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.ops._exported_kernels import exported
 from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
 from mlax.ops._gpu_rows import gelu_of, gelu_slope_of
 
@@ -34,6 +35,7 @@ def prefers_mlp_kernels(x: Any, up: Any, down: Any) -> bool:
     return rows >= MIN_ROWS and rows % TILE == 0
 
 
+@exported
 def gelu_product_kernel(
     x: Float[Array, "r d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"], *, approximate: bool
 ) -> tuple[Float[Array, "r f"], Float[Array, "r f"]]:
@@ -42,6 +44,7 @@ def gelu_product_kernel(
     return h, y
 
 
+@exported
 def biased_product_kernel(
     x: Float[Array, "r d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"]
 ) -> Float[Array, "r f"]:
@@ -79,6 +82,7 @@ def _biased_product(
     return _multiply_in_turn([x, kernel, bias], results, ring, [_columns(), *[_patch()] * len(functions)])
 
 
+@exported
 def gelu_product_gradient_kernel(
     grad: Float[Array, "r d"], kernel: Float[Array, "f d"], h: Float[Array, "r f"], *, approximate: bool
 ) -> tuple[Float[Array, "r f"], Float[Array, " f"]]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax.ops._exported_kernels import exported
 from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
 
 TILE_M, TILE_N, TILE_K = 256, 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
@@ -37,6 +38,7 @@ def prefers_product_kernels(x: Any, kernels: Sequence[Any]) -> bool:
     return rows >= MIN_ROWS and rows % TILE_M == 0
 
 
+@exported
 def sum_of_products(
     grads: Sequence[Float[Array, "r n"]], kernels: Sequence[Float[Array, "d n"]]
 ) -> Float[Array, "r d"]:
@@ -78,6 +80,7 @@ def sum_of_products(
     return y
 
 
+@exported
 def kernel_gradients(x: Float[Array, "r d"], grads: Sequence[Float[Array, "r n"]]) -> list[Float[Array, "d n"]]:
     """`x.T @ grad` for each of the gradients, whose sums over rows are divided among blocks."""
     pl, _ = pallas()

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from mlax.ops._exported_kernels import exported
 from mlax.ops._gpu import THREADS, kernel_obstacle, multiprocessors, pallas, prefers_kernels
 
 MAX_WIDTH = 4096  # elements of a row that fit in the registers of a warpgroup
@@ -57,7 +58,7 @@ def norm_kernel(
 
     These two are (..., 1) in float32.
     """
-    return _normalize(x, scale, shift, None, eps, centered)[1:]
+    return _normalize(x, scale, shift, None, eps=eps, centered=centered)[1:]
 
 
 def residual_norm_kernel(
@@ -70,11 +71,12 @@ def residual_norm_kernel(
     centered: bool,
 ) -> tuple[Array, Array, Array | None, Array]:
     """`x + bias`, which is x itself without a bias, and the results of `norm_kernel`, in one pass over x."""
-    stream, *results = _normalize(x, scale, shift, bias, eps, centered)
+    stream, *results = _normalize(x, scale, shift, bias, eps=eps, centered=centered)
     return x if stream is None else stream, *results
 
 
-def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: bool) -> tuple[Any, Any, Any, Any]:
+@exported
+def _normalize(x: Any, scale: Any, shift: Any, bias: Any, *, eps: float, centered: bool) -> tuple[Any, Any, Any, Any]:
     """`x + bias`, if there is a bias, y, the mean if `centered`, and the inverse deviation."""
     rows, width, blocks = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * multiprocessors()
     load, has_stream = _row_loader(width), bias is not None
@@ -107,6 +109,7 @@ def _normalize(x: Any, scale: Any, shift: Any, bias: Any, eps: float, centered: 
     return None if stream is None else stream.reshape(x.shape), y.reshape(x.shape), mean, factor
 
 
+@exported
 def norm_gradient_kernel(
     x: Float[Array, "*n d"],
     mean: Float[Array, "*n 1"] | None,
@@ -157,6 +160,7 @@ def norm_gradient_kernel(
     return dx.reshape(x.shape), sums.sum(0)
 
 
+@exported
 def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximate: bool) -> Float[Array, "*n d"]:
     """`gelu(x + bias)`."""
     rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], FORWARD_BLOCKS * multiprocessors(), _chunk_size(x)
@@ -178,6 +182,7 @@ def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximat
     return y.reshape(x.shape)
 
 
+@exported
 def gelu_gradient_kernel(
     x: Float[Array, "*n d"], bias: Float[Array, " d"], dy: Float[Array, "*n d"], *, approximate: bool
 ) -> tuple[Float[Array, "*n d"], Float[Array, " d"]]:
@@ -236,8 +241,9 @@ def _gelu_cdf(x: Any, approximate: bool) -> tuple[Any, Any]:
     return jnp.where(x >= 0.0, 1.0 - tail, tail), power
 
 
+@exported
 def other_powers_kernel(
-    logits: Float[Array, "n v"], labels: Integer[Array, " n"], classes: int
+    logits: Float[Array, "n v"], labels: Integer[Array, " n"], *, classes: int
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
     """The largest logit of each row, and the sum of `exp(logit - largest)` but for the label's, in float32.
 
@@ -287,6 +293,7 @@ def other_powers_kernel(
     return top, others
 
 
+@exported
 def softmax_gradient_kernel(
     logits: Float[Array, "n v"],
     labels: Integer[Array, " n"],
@@ -294,6 +301,7 @@ def softmax_gradient_kernel(
     top: Float[Array, " n"],
     log_sum: Float[Array, " n"],
     factors: tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]],
+    *,
     classes: int,
 ) -> Float[Array, "n v"]:
     """`a * exp(logits - top - log_sum) - b - c * is_label`, for factors (a, b, c), in place of the logits.

@@ -13,6 +13,7 @@ from mlax import ops
 
 backend = inspect.getmodule(ops.attention_backend)
 support = inspect.getmodule(backend.find_refusal)
+records = inspect.getmodule(support.find_record)
 Q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 SPEC = ops.ScoreSpec(scale=0.125, causal=True)
 
@@ -30,8 +31,9 @@ def asked(monkeypatch, tmp_path):
         device_kind="NVIDIA H200", compute_capability="9.0", client=SimpleNamespace(platform_version="cuda 12090")
     )
     monkeypatch.setattr(support, "_compile_both_passes", compile)
-    monkeypatch.setattr(support, "cuda_versions", lambda: found.versions)
+    monkeypatch.setattr(records, "cuda_versions", lambda: found.versions)
     monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     old = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield found
@@ -132,5 +134,5 @@ def test_nothing_is_remembered_without_a_cache_or_for_what_is_unknown(reason, as
 
 
 def test_the_versions_of_cuda_are_unknown_without_a_plugin(monkeypatch):
-    monkeypatch.setattr(inspect.getmodule(support.cuda_versions).lib, "cuda_versions", None)
-    assert support.cuda_versions() is None
+    monkeypatch.setattr(inspect.getmodule(records.cuda_versions).lib, "cuda_versions", None)
+    assert records.cuda_versions() is None

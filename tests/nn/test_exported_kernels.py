@@ -1,0 +1,171 @@
+"""The programs of kernels are kept beside the compilation cache, and the next process reads them."""
+
+import collections
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlax import ops
+from tests.arrays import normal
+from tests.gpu import ROWS, lower_for_cuda, needs_mosaic
+
+exports = inspect.getmodule(inspect.unwrap(vars(ROWS)["exported"]))
+records = inspect.getmodule(exports.find_record)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A compilation cache beside which the programs of kernels are kept, here for the CPU."""
+    monkeypatch.setattr(records, "cuda_versions", lambda: (91002, 12090, "0.11.2"))
+    monkeypatch.setattr(exports, "PLATFORM", "cpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    old = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", old)
+    exports._read_or_export.cache_clear()
+
+
+traced = []
+
+
+@exports.exported
+def scaled_sum(x, others, shift=None, *, factor):
+    traced.append(factor)
+    return factor * x + sum(others), shift
+
+
+def call(*arrays, **options):
+    """The results in a new process, and whether it traced the kernel."""
+    exports._read_or_export.cache_clear()
+    jax.clear_caches()
+    traced.clear()
+    return jax.jit(functools.partial(scaled_sum, **options))(*arrays), bool(traced)
+
+
+def kept(folder):
+    return sorted(folder.glob("kernel-*"))
+
+
+def test_the_next_process_reads_the_program_and_computes_the_same(folder):
+    x, y, z = normal(3, 4), normal(3, 4), normal(3, 4)
+    (first, shift), was_traced = call(x, (y, z), factor=2.0)
+    assert was_traced and len(kept(folder)) == 1
+    (again, same), was_traced = call(x, (y, z), factor=2.0)
+    assert not was_traced and shift is None and same is None
+    np.testing.assert_array_equal(again, first)
+    np.testing.assert_allclose(first, 2 * np.asarray(x) + y + z, rtol=1e-6)
+
+
+def test_other_shapes_dtypes_trees_options_and_sources_are_other_programs(folder, monkeypatch):
+    x = normal(3, 4)
+    calls = [
+        ((x, (x, x)), {"factor": 2.0}),
+        ((x, (x, x)), {"factor": 3.0}),
+        ((x, (x,)), {"factor": 2.0}),
+        ((x, (x,), x), {"factor": 2.0}),
+        ((x[:2], (x[:2],)), {"factor": 2.0}),
+        ((x.astype(jnp.float16), (x.astype(jnp.float16),)), {"factor": 2.0}),
+    ]
+    for number, (arrays, options) in enumerate(calls, start=1):
+        (y, _), was_traced = call(*arrays, **options)
+        assert was_traced and len(kept(folder)) == number
+        np.testing.assert_allclose(y, options["factor"] * arrays[0] + sum(arrays[1]), rtol=1e-2)
+    monkeypatch.setattr(exports, "_hash_sources", lambda: "edited")
+    assert call(x, (x, x), factor=2.0)[1]
+    assert len(kept(folder)) == len(calls) + 1
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "text"])
+def test_a_damaged_program_is_exported_again_and_replaced(damage, folder):
+    x = normal(3, 4)
+    call(x, (x,), factor=2.0)
+    (file,) = kept(folder)
+    whole = file.read_bytes()
+    changed = bytearray(whole)
+    changed[-100] ^= 1
+    file.write_bytes({"bit": bytes(changed), "cut": whole[:-1], "empty": b"", "text": b"{}" + whole}[damage])
+    (y, _), was_traced = call(x, (x,), factor=2.0)
+    assert was_traced
+    np.testing.assert_allclose(y, 3 * x, rtol=1e-6)
+    assert file.read_bytes().startswith(whole[:64]) and not call(x, (x,), factor=2.0)[1]
+
+
+@pytest.mark.parametrize("reason", ["no folder", "no GPU", "version", "serialize", "full"])
+def test_what_cannot_be_kept_is_computed_all_the_same(reason, folder, monkeypatch):
+    x = normal(3, 4)
+    if reason == "no folder":
+        jax.config.update("jax_compilation_cache_dir", None)
+    elif reason == "no GPU":
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    elif reason == "version":
+        monkeypatch.setattr(records, "cuda_versions", lambda: None)
+    elif reason == "serialize":  # as where flatbuffers is missing
+        monkeypatch.setattr(jax.export.Exported, "serialize", lambda self: 1 / 0)
+    else:
+        monkeypatch.setattr(records.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    for _ in range(2):
+        (y, _), was_traced = call(x, (x,), factor=2.0)
+        assert was_traced and not kept(folder)
+        np.testing.assert_allclose(y, 3 * x, rtol=1e-6)
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+ATTENTION = inspect.getmodule(inspect.unwrap(inspect.getmodule(inspect.unwrap(ops.cudnn_attention)).attention_kernel))
+PRODUCTS, MLP = inspect.getmodule(ops.prefers_product_kernels), inspect.getmodule(ops.prefers_mlp_kernels)
+X, ROW, STATISTIC = shape(1024, 256), shape(256), shape(1024, 1, dtype=jnp.float32)
+UP, HIDDEN, TERM, HEADS = shape(256, 512), shape(512), shape(1024, dtype=jnp.float32), shape(2, 256, 2, 64)
+LOGITS, LABELS = shape(1024, 2048), shape(1024, dtype=jnp.int32)
+KERNELS = {  # their modules, arrays and options
+    "_normalize": (ROWS, [X, ROW, None, ROW], {"eps": 1e-5, "centered": True}),
+    "norm_gradient_kernel": (ROWS, [X, STATISTIC, STATISTIC, ROW, X], {"has_shift": True}),
+    "gelu_kernel": (ROWS, [X, ROW], {"approximate": True}),
+    "gelu_gradient_kernel": (ROWS, [X, ROW, X], {"approximate": False}),
+    "other_powers_kernel": (ROWS, [LOGITS, LABELS], {"classes": 2000}),
+    "softmax_gradient_kernel": (ROWS, [LOGITS, LABELS, None, TERM, TERM, (TERM, TERM, TERM)], {"classes": 2048}),
+    "gelu_product_kernel": (MLP, [X, UP, HIDDEN], {"approximate": True}),
+    "biased_product_kernel": (MLP, [X, UP, HIDDEN], {}),
+    "gelu_product_gradient_kernel": (MLP, [X, shape(512, 256), shape(1024, 512)], {"approximate": True}),
+    "sum_of_products": (PRODUCTS, [[X, X], [shape(256, 256)] * 2], {}),
+    "kernel_gradients": (PRODUCTS, [X, [X, X]], {}),
+    "attention_kernel": (ATTENTION, [HEADS, HEADS, HEADS], {"scale": 0.125, "causal": True}),
+}
+
+
+def test_every_exported_kernel_is_tested():
+    sources = "".join(path.read_text() for path in Path(exports.__file__).parent.glob("*.py"))
+    assert set(re.findall(r"@exported\ndef (\w+)", sources)) == set(KERNELS)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_the_same_program_whoever_traced_it(name, folder, monkeypatch):
+    """In the first process, the next one, and without a place to keep it, but for the call around it."""
+    monkeypatch.setattr(exports, "PLATFORM", "cuda")
+    module, arrays, options = KERNELS[name]
+    texts = []
+    for _ in range(2):
+        exports._read_or_export.cache_clear()
+        jax.clear_caches()
+        texts.append(lower_for_cuda(functools.partial(vars(module)[name], **options), *arrays))
+        assert len(kept(folder)) == 1
+    assert texts[0] == texts[1] and "call_exported" in texts[0]
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.clear_caches()
+    plain = lower_for_cuda(functools.partial(vars(module)[name], **options), *arrays)
+    assert operations(plain) == operations(texts[0])
+    assert plain.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def operations(text):
+    """How often each operation occurs in a program of StableHLO; constants may be shared."""
+    return collections.Counter(re.findall(r"stablehlo\.(?!constant)\w+", text))
