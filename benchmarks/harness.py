@@ -3,10 +3,12 @@
 Not a benchmark, but what the benchmarks share: interleaving, isolated processes, and one format for tables.
 """
 
+import hashlib
 import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -137,10 +139,28 @@ def verdict(claim: str, holds: bool) -> str:
     return f"{claim}: {'[green]holds[/green]' if holds else '[bold red]FAILS[/bold red]'}"
 
 
+def program_hash(compiled: Any) -> str:
+    """A hash of a compiled program but for names and source lines: programs with the same one take the same time."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    text = text[text.index("\n\n%") :]  # the computations, behind the tables of files and functions
+    names: dict[str, str] = {}
+
+    def rename(name: re.Match[str]) -> str:
+        return names.setdefault(name[0].lstrip("%"), f"%{len(names)}")
+
+    text = re.sub(r"%?[\w.-]+(?=: )|%[\w.-]+", rename, text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def write_rows(
-    path: str | None, work: str, title: str, times: Mapping[str, float], torch_python: str | None = None
+    path: str | None,
+    work: str,
+    title: str,
+    times: Mapping[str, float],
+    torch_python: str | None = None,
+    programs: Mapping[str, str] | None = None,
 ) -> None:
-    """Append a row for the seconds of each library to a file of rows, if there is one."""
+    """Append a row for the seconds of each library to a file of rows, if there is one; `programs` are their hashes."""
     if not path:
         return
     from benchmarks.suite.rows import about, append, ask_about
@@ -151,6 +171,7 @@ def write_rows(
         name = library.replace("Flax", "Flax NNX")
         versions = ask_about(torch_python, name) if name == "PyTorch" and torch_python else about(name.split(",")[0])
         row = {"work": work, "title": title, "library": name, "metric": "time", "value": duration * 1e3, "unit": "ms"}
+        row |= {"program": programs[library]} if library in (programs or {}) else {}
         append([{**row, **versions}], Path(path))
 
 

@@ -2,7 +2,8 @@
 block and the training step of a small CNN are no slower than PyTorch's.
 
 Lists where mlax is slower. All compute the same thing in float32, except for Flax's norms, whose variance is by default
-the less accurate mean(x^2) - mean(x)^2.
+the less accurate mean(x^2) - mean(x)^2. Libraries whose compiled programs are the same, but for names, are equally
+fast, whatever the noise of the machine: "=".
 
     python benchmarks/layers.py [python-with-torch] [names...] [--rounds N]    # 10 minutes; names as "Conv"
 
@@ -25,7 +26,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from harness import FAILED, Process, interleave, print_table, seconds, serve, time_steps, verdict, write_rows
+from harness import (
+    FAILED,
+    Process,
+    interleave,
+    print_table,
+    program_hash,
+    seconds,
+    serve,
+    time_steps,
+    verdict,
+    write_rows,
+)
 
 SHAPES = {  # of the inputs: channels last, and time first for LSTM and GRU
     "Linear": (256, 512),
@@ -66,22 +78,27 @@ def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str
 
     train.keep_freed_memory()
     torch = Process(torch_python, "--peer") if torch_python else None
-    times = {name: measure_layer(name, torch, rounds) for name in names}
+    measured = {name: measure_layer(name, torch, rounds) for name in names}
     if torch:
         torch.close()
     slower, ratios = [], {}
     for kind, title in KINDS.items():
         rows = []
         for name in names:
-            own = times[name][kind, "mlax"]
-            shown = {library: time for (each, library), time in times[name].items() if each == kind}
-            write_rows(rows_path, "layers", f"{name}, {title.lower()}", shown, torch_python)
+            times, programs = (
+                {library: each for (found_kind, library), each in found.items() if found_kind == kind}
+                for found in measured[name]
+            )
+            write_rows(rows_path, "layers", f"{name}, {title.lower()}", times, torch_python, programs)
             for peer in PEERS:
-                ratio = ratios[kind, name, peer] = own / times[name].get((kind, peer), math.nan)
+                is_same = programs.get(peer) == programs["mlax"]
+                ratio = ratios[kind, name, peer] = 1.0 if is_same else times["mlax"] / times.get(peer, math.nan)
                 if ratio > TOLERANCE:
                     slower.append(f"{name} ({kind}) than {peer}, {ratio:.2f}")
             shape = " x ".join(map(str, SHAPES[name]))
-            rows.append((name, seconds(own), *(format_ratio(ratios[kind, name, peer]) for peer in PEERS), shape))
+            rows.append(
+                (name, seconds(times["mlax"]), *(format_ratio(ratios[kind, name, peer]) for peer in PEERS), shape)
+            )
         print_table(
             f"{title}: time of mlax, and relative to its peers (below 1: mlax is faster), medians of {rounds} rounds",
             ("layer", "mlax", *(f"/ {peer}" for peer in PEERS), "input"),
@@ -99,16 +116,20 @@ def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str
             print(verdict(f"{title} is no slower than PyTorch's ({ratio:.2f})", ratio <= TOLERANCE))
 
 
-def measure_layer(name: str, torch: Process | None, rounds: int) -> dict[tuple[str, str], float]:
-    """The median seconds of each kind and library, interleaved."""
+def measure_layer(
+    name: str, torch: Process | None, rounds: int
+) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], str]]:
+    """The median seconds of each kind and library, interleaved, and the hashes of the programs."""
     measurements: dict[tuple[str, str], Callable[[], list[float]]] = {}
+    programs: dict[tuple[str, str], str] = {}
     for library, steps in {"mlax": jax_steps("mlax", name), **jax_peers(name)}.items():
-        measurements |= {(kind, library): partial(time_steps, step, least=LEAST) for kind, step in steps.items()}
+        for kind, (step, program) in steps.items():
+            measurements[kind, library], programs[kind, library] = partial(time_steps, step, least=LEAST), program
     if torch:
         measurements |= {(kind, "PyTorch"): partial(torch.ask, f"{kind} {name}") for kind in KINDS}
     interleave(measurements, rounds=1)  # compiles
     times = interleave(measurements, rounds=rounds)
-    return {which: statistics.median(map(statistics.median, rounds)) for which, rounds in times.items()}
+    return {which: statistics.median(map(statistics.median, rounds)) for which, rounds in times.items()}, programs
 
 
 def jax_peers(name: str) -> dict[str, Any]:
@@ -122,7 +143,8 @@ def jax_peers(name: str) -> dict[str, Any]:
     return steps
 
 
-def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
+def jax_steps(library: str, name: str) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Each kind of step, and the hash of its program."""
     import jax
     import jax.numpy as jnp
 
@@ -157,12 +179,16 @@ def jax_steps(library: str, name: str) -> dict[str, Callable[[], Any]]:
     labels = make_labels(name)
     y = jax.eval_shape(call, weights, rest, x)[0]
     given = (jnp.ones(y.shape, y.dtype), jnp.asarray(True))  # the cotangent, and that it is the whole of it
-    return {
-        "forward": lambda: jax.block_until_ready(forward(current["weights"], rest, x)),
-        "training": train
-        if labels is not None
-        else lambda: jax.block_until_ready(gradients(current["weights"], rest, x, *given)),
-    }
+
+    def run(function: Any, *arguments: Any) -> tuple[Callable[[], Any], str]:
+        program = program_hash(function.lower(weights, *arguments).compile())
+        return lambda: jax.block_until_ready(function(current["weights"], *arguments)), program
+
+    if labels is None:
+        training = run(gradients, rest, x, *given)
+    else:
+        training = train, program_hash(update.lower(weights, rest, x, labels).compile())
+    return {"forward": run(forward, rest, x), "training": training}
 
 
 def make_input(name: str) -> np.ndarray:
@@ -194,6 +220,8 @@ def peer() -> None:
 
 
 def format_ratio(ratio: float) -> str:
+    if ratio == 1:
+        return "="
     return "-" if math.isnan(ratio) else f"[red]{ratio:.2f}[/red]" if ratio > TOLERANCE else f"{ratio:.2f}"
 
 
