@@ -1,6 +1,7 @@
 """What works around JAX and XLA: keys, host memory, shardings, barriers, custom derivatives, sums, scans, names."""
 
 from mlax._jax._barrier import fusion_barrier, share_buffers
+from mlax._jax._cuda_branch import cuda_branch
 from mlax._jax._custom_jvp import with_jvps
 from mlax._jax._custom_vjp import with_vjp
 from mlax._jax._gather import narrow_indices, take_rows
@@ -93,6 +94,7 @@ __all__ = [
     "cast_scalar",
     "constant",
     "count_non_finite",
+    "cuda_branch",
     "cuda_versions",
     "divide",
     "divide_by_count",

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mlax._jax import with_layer_form, with_vjp
+from mlax._jax import cuda_branch, with_layer_form, with_vjp
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
 from mlax.ops._gpu_attention import attention_kernel
 
@@ -50,7 +50,7 @@ def cudnn_attention(
             return plain(primals, consts), [jnp.zeros(each.shape, each.dtype) for each in shapes]
 
         def on_gpu(form: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: lax.platform_dependent(*args, cuda=form, default=by_xla)
+            return lambda *args: lax.platform_dependent(*args, cuda=cuda_branch(form), default=by_xla)
 
         _, shapes = jax.eval_shape(by_cudnn, primals, consts)
         has_kernel = kernel_keys is not None and sum(_is_lse(each, primals[0]) for each in shapes) == 1
@@ -73,7 +73,7 @@ def cudnn_attention(
             (grads,) = jax.vjp(lambda primals: plain(primals, consts), primals)[1](grad)
             return grads
 
-        return lax.platform_dependent(leaves, primals, consts, grad, cuda=by_cudnn, default=by_xla)
+        return lax.platform_dependent(leaves, primals, consts, grad, cuda=cuda_branch(by_cudnn), default=by_xla)
 
     return with_vjp(plain, forward, backward)
 

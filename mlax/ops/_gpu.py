@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from mlax._jax import cuda_branch
 from mlax.core import check_is_dtype
 from mlax.ops._checks import is_static
 
@@ -86,7 +87,7 @@ def on_gpu(kernel: Callable[..., Any], plain: Callable[..., Any], *arrays: Any) 
         y = jax.vmap(plain, in_axes=axes, axis_size=size)(*arrays)
         return y, jax.tree.map(lambda _: True, y)
 
-    return lax.platform_dependent(*arrays, cuda=batched, default=plain)
+    return lax.platform_dependent(*arrays, cuda=cuda_branch(batched), default=plain)
 
 
 def pallas() -> tuple[Any, Any]:

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export, lax
 
 from mlax import dtypes, nn, ops, zoo
+from mlax._jax import cuda_branch
 from tests.arrays import normal
 from tests.gpu import GPU, ROWS, assume_hopper, count_kernels, lower_for_cuda, needs_mosaic
 from tests.gpu import interpret_kernels as interpret
@@ -240,3 +242,35 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ROWS, "multiprocessors", lambda: 1)
     for name in ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "GELU_BLOCKS"):
         monkeypatch.setattr(ROWS, name, 2)
+
+
+@needs_mosaic
+def test_a_model_with_kernels_is_exported_for_a_cpu_and_a_gpu_at_once(monkeypatch):
+    model = dtypes.mixed_bfloat16(zoo.GPT2(vocabulary=301, positions=256, width=128, depth=2, heads=2))
+    tokens = jnp.ones((8, 256), jnp.int32)
+    trainables, state = model.init(jax.random.key(0), tokens)
+
+    def logits(tokens: Any) -> Any:
+        return model.fwd(tokens, trainables, state, inference_mode=True)[0]
+
+    expected = logits(tokens)
+    with monkeypatch.context() as on_gpu:
+        assume_hopper(on_gpu)
+        on_gpu.setattr(jax, "default_backend", lambda: "gpu")
+        exported = export.export(jax.jit(logits), platforms=["cpu", "cuda"])(tokens)
+    assert "@mosaic_gpu" in exported.mlir_module()
+    y = export.deserialize(exported.serialize()).call(tokens)
+    np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=0, atol=0.03)
+
+
+def test_a_branch_for_cuda_alone_is_batched_and_takes_what_it_closes_over():
+    def double(x: Any) -> Any:
+        offset = x.sum()  # a tracer, in what jit traces
+        return lax.platform_dependent(x, cuda=cuda_branch(lambda x: 2 * x + offset), default=lambda x: 2 * x + offset)
+
+    x = normal(3, 4)
+    expected = jax.vmap(lambda x: 2 * x + x.sum())(x)
+    np.testing.assert_allclose(jax.jit(jax.vmap(double))(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(cuda_branch(lambda x: 2 * x + x.sum()))(x), expected, rtol=1e-6)
+    text = jax.jit(jax.vmap(double)).trace(x).lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert text.count("stablehlo.case") >= 1
