@@ -1,8 +1,10 @@
 """What kernels for a GPU are tested by where there is none: the choice of them, lowering for CUDA, an interpreter."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,15 @@ def assume_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let mlax choose its kernels as on one GPU of compute capability 9.0."""
     monkeypatch.setattr(GPU, "compute_capability", lambda device=None: 9.0)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@contextlib.contextmanager
+def compilation_cache(folder: Path) -> Iterator[None]:
+    """A persistent compilation cache in this folder."""
+    old = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    yield
+    jax.config.update("jax_compilation_cache_dir", old)
 
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from mlax import ops
+from tests.gpu import compilation_cache
 
 backend = inspect.getmodule(ops.attention_backend)
 support = inspect.getmodule(backend.find_refusal)
@@ -34,10 +35,8 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "cuda_versions", lambda: found.versions)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    old = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield found
-    jax.config.update("jax_compilation_cache_dir", old)
+    with compilation_cache(tmp_path):
+        yield found
     support._find_refusal.cache_clear()
 
 

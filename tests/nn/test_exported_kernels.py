@@ -13,7 +13,7 @@ import pytest
 
 from mlax import ops
 from tests.arrays import normal
-from tests.gpu import ROWS, lower_for_cuda, needs_mosaic
+from tests.gpu import ROWS, compilation_cache, lower_for_cuda, needs_mosaic
 
 exports = inspect.getmodule(inspect.unwrap(vars(ROWS)["exported"]))
 records = inspect.getmodule(exports.find_record)
@@ -25,10 +25,8 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "cuda_versions", lambda: (91002, 12090, "0.11.2"))
     monkeypatch.setattr(exports, "PLATFORM", "cpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    old = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", old)
+    with compilation_cache(tmp_path):
+        yield tmp_path
     exports._read_or_export.cache_clear()
 
 
