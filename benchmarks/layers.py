@@ -91,7 +91,7 @@ def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str
             )
             write_rows(rows_path, "layers", f"{name}, {title.lower()}", times, torch_python, programs)
             for peer in PEERS:
-                is_same = programs.get(peer) == programs["mlax"]
+                is_same = programs["mlax"] is not None and programs.get(peer) == programs["mlax"]
                 ratio = ratios[kind, name, peer] = 1.0 if is_same else times["mlax"] / times.get(peer, math.nan)
                 if ratio > TOLERANCE:
                     slower.append(f"{name} ({kind}) than {peer}, {ratio:.2f}")
@@ -118,10 +118,10 @@ def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str
 
 def measure_layer(
     name: str, torch: Process | None, rounds: int
-) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], str]]:
+) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], str | None]]:
     """The median seconds of each kind and library, interleaved, and the hashes of the programs."""
     measurements: dict[tuple[str, str], Callable[[], list[float]]] = {}
-    programs: dict[tuple[str, str], str] = {}
+    programs: dict[tuple[str, str], str | None] = {}
     for library, steps in {"mlax": jax_steps("mlax", name), **jax_peers(name)}.items():
         for kind, (step, program) in steps.items():
             measurements[kind, library], programs[kind, library] = partial(time_steps, step, least=LEAST), program
@@ -143,7 +143,7 @@ def jax_peers(name: str) -> dict[str, Any]:
     return steps
 
 
-def jax_steps(library: str, name: str) -> dict[str, tuple[Callable[[], Any], str]]:
+def jax_steps(library: str, name: str) -> dict[str, tuple[Callable[[], Any], str | None]]:
     """Each kind of step, and the hash of its program."""
     import jax
     import jax.numpy as jnp
@@ -180,7 +180,7 @@ def jax_steps(library: str, name: str) -> dict[str, tuple[Callable[[], Any], str
     y = jax.eval_shape(call, weights, rest, x)[0]
     given = (jnp.ones(y.shape, y.dtype), jnp.asarray(True))  # the cotangent, and that it is the whole of it
 
-    def run(function: Any, *arguments: Any) -> tuple[Callable[[], Any], str]:
+    def run(function: Any, *arguments: Any) -> tuple[Callable[[], Any], str | None]:
         program = program_hash(function.lower(weights, *arguments).compile())
         return lambda: jax.block_until_ready(function(current["weights"], *arguments)), program
 

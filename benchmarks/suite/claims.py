@@ -46,7 +46,11 @@ def judge_cpu(rows: Iterable[Row]) -> list[Verdict]:
         others = {name: found[name] for name in compared if name in found}
         if MLAX in found and others:
             own, program = found[MLAX]["value"], found[MLAX].get("program")
-            is_same = {name: program is not None and row.get("program") == program for name, row in others.items()}
+            versions = found[MLAX]["versions"]["jax"] if program else None
+            is_same = {
+                name: program is not None and (row.get("program"), row["versions"].get("jax")) == (program, versions)
+                for name, row in others.items()
+            }
             values = {name: own if is_same[name] else row["value"] for name, row in others.items()}
             best = min(values, key=values.__getitem__)
             words = f"{title}: mlax {own:,.3g} ms, {own / values[best]:.2f} x {best}, at most 1.05"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.ops._exported_kernels import call_program, find_kernel_record
+from mlax.ops._exported_kernels import KernelCall, read_or_export
 
 # What is tuned here was measured on an H200 (docs/design/zoo.md).
 COLUMNS = 8  # of the product of one row that a program computes
@@ -119,7 +119,9 @@ def _call(kernel: Callable[..., Any], arrays: Any, **static: Any) -> Any:
         return kernel(arrays, **static)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend", category=DeprecationWarning)
-        return call_program(kernel, (arrays,), static, find_kernel_record(kernel, (arrays,), static), TRITON_CALL)
+        call = KernelCall.describe(kernel, (arrays,), static)
+        program = read_or_export(call, call.find_record(), TRITON_CALL)
+    return program.call(*jax.tree.leaves(arrays))
 
 
 def _pallas_call(

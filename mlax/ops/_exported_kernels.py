@@ -1,4 +1,4 @@
-"""Kernels in Pallas as exported programs, which are kept beside the persistent compilation cache.
+"""Kernels in Pallas as programs of `jax.export`, which are kept beside the persistent compilation cache.
 
 Pallas takes most of the time in which Python traces and lowers a step for a GPU: docs/design/cold-start.md.
 """
@@ -9,65 +9,88 @@ import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from mlax.ops._records import Record, find_record, hash_files
 
-F = TypeVar("F", bound=Callable[..., Any])
 PLATFORM = "cuda"
-DIGEST = 32  # bytes before a program: one with a wrong bit might run, and compute something else
+PLAIN = (bool, int, float, str, type(None))  # types of options whose text tells all of them
+DIGEST_SIZE = 32  # bytes before a program: one with a wrong bit might run, and compute something else
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def exported(kernel: F) -> F:
-    """A kernel of arrays by position and options by keyword, traced and lowered by the first process that calls it.
+    """`kernel`, called as a program of `jax.export` that is kept beside the persistent compilation cache.
 
-    With a persistent compilation cache the next one reads its program; without, it is traced where it is called.
+    `kernel` is a function of a module, of arrays by position and plain values by keyword. The first process that calls
+    it traces and lowers it, and the next one reads its program. Without such a cache, over a mesh, or where
+    `jax.export` refuses, it is traced where it is called. A constant of the module that is changed after the first call
+    has no effect, as under `jax.jit`.
     """
 
     @functools.wraps(kernel)
     def call(*arrays: Any, **options: Any) -> Any:
-        record = find_kernel_record(kernel, arrays, options)
-        if record is None:
+        program = None
+        with contextlib.suppress(Exception):  # an error of the kernel itself is raised again below
+            described = KernelCall.describe(kernel, arrays, options)
+            record = described.find_record()
+            program = None if record is None else read_or_export(described, record)
+        if program is None:
             return kernel(*arrays, **options)
-        importlib.import_module("jax.experimental.mosaic.gpu")  # it tells XLA where the library of kernels is
-        return call_program(kernel, arrays, options, record)
+        # it sets MOSAIC_GPU_RUNTIME_LIB_PATH, by which XLA finds the library that kernels are linked with
+        importlib.import_module("jax.experimental.mosaic.gpu")
+        return program.call(*jax.tree.leaves(arrays))
 
     return call  # pyright: ignore[reportReturnType]
 
 
-def find_kernel_record(kernel: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Record | None:
-    """Where the program of `kernel(*arrays, **options)` is kept; None without a persistent compilation cache."""
-    shapes, tree = _describe(arrays)
-    subject = kernel.__qualname__, repr(shapes), str(tree), repr(sorted(options.items()))
-    return find_record("kernel", *subject, _hash_sources())
+class KernelCall(NamedTuple):
+    """What the program of a call of a kernel depends on, besides the device and the versions."""
 
+    kernel: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves of the arrays
+    tree: Any
+    options: tuple[tuple[str, Any], ...]
+    key: tuple[str, ...]  # all of the above and the precision of products, as text
+    context: tuple[Any, ...]  # of tracing
 
-def call_program(
-    kernel: Callable[..., Any], arrays: Any, options: Mapping[str, Any], record: Record | None, *custom_calls: str
-) -> Any:
-    """`kernel(*arrays, **options)` by its exported program, from the record, if there is one that has it.
+    @classmethod
+    def describe(cls, kernel: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> "KernelCall":
+        leaves, tree = jax.tree.flatten(arrays)
+        types = map(jax.typeof, leaves)
+        shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type) for each in types)
+        config: Any = jax.config
+        name, precision = f"{kernel.__module__}.{kernel.__qualname__}", str(config.jax_default_matmul_precision)
+        items = tuple(sorted(options.items()))
+        key = name, repr(shapes), str(tree), repr(items), precision
+        return cls(kernel, shapes, tree, items, key, (config.jax_enable_x64, jax.sharding.get_abstract_mesh()))
 
-    `custom_calls` are targets in it that `jax.export` would refuse.
-    """
-    program = _read_or_export(kernel, *_describe(arrays), tuple(options.items()), record, custom_calls)
-    return program.call(*jax.tree.leaves(arrays))
+    def find_record(self) -> Record | None:
+        """Where its program is kept; None if it is kept nowhere, or if its key would not tell all of it."""
+        _, mesh = self.context
+        if not mesh.empty or not all(type(value) in PLAIN for _, value in self.options):
+            return None
+        return find_record("kernel", *self.key, _hash_sources())
+
+    def run(self, *leaves: Any) -> Any:
+        return self.kernel(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_or_export(
-    kernel: Any, shapes: Any, tree: Any, options: Any, record: Record | None, custom_calls: tuple[str, ...]
-) -> Any:
-    from jax import export
+def read_or_export(call: KernelCall, record: Record | None, *custom_calls: str) -> Any:
+    """The program of a call, from its record, or exported and written there.
 
-    def call(*leaves: Any) -> Any:
-        return kernel(*jax.tree.unflatten(tree, leaves), **dict(options))
+    `custom_calls` are targets in it that `jax.export` would refuse.
+    """
+    from jax import export
 
     program = None if record is None else _read(record)
     if program is None:
         checks = list(map(export.DisabledSafetyCheck.custom_call, custom_calls))
-        program = export.export(jax.jit(call), platforms=[PLATFORM], disabled_checks=checks)(*shapes)
+        program = export.export(jax.jit(call.run), platforms=[PLATFORM], disabled_checks=checks)(*call.shapes)
         if record is not None:
             _write(record, program)
     return program
@@ -75,8 +98,8 @@ def _read_or_export(
 
 def _read(record: Record) -> Any | None:
     content = record.read() or b""
-    digest, data = content[:DIGEST], content[DIGEST:]
-    with contextlib.suppress(Exception):  # by another version of flatbuffers, say: it is exported again
+    digest, data = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
+    with contextlib.suppress(Exception):  # written by another version of flatbuffers, say: it is exported again
         if digest == hashlib.sha256(data).digest():
             from jax import export
 
@@ -88,12 +111,6 @@ def _write(record: Record, program: Any) -> None:
     with contextlib.suppress(Exception):  # nothing that is only kept may stop a run
         data = bytes(program.serialize())
         record.write(hashlib.sha256(data).digest() + data)
-
-
-def _describe(arrays: Any) -> tuple[Any, Any]:
-    """The shapes and dtypes of the leaves of arguments, and their tree."""
-    leaves, tree = jax.tree.flatten(arrays)
-    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves), tree
 
 
 @functools.cache

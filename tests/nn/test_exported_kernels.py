@@ -27,7 +27,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with compilation_cache(tmp_path):
         yield tmp_path
-    exports._read_or_export.cache_clear()
+    exports.read_or_export.cache_clear()
 
 
 traced = []
@@ -41,7 +41,7 @@ def scaled_sum(x, others, shift=None, *, factor):
 
 def call(*arrays, **options):
     """The results in a new process, and whether it traced the kernel."""
-    exports._read_or_export.cache_clear()
+    exports.read_or_export.cache_clear()
     jax.clear_caches()
     traced.clear()
     return jax.jit(functools.partial(scaled_sum, **options))(*arrays), bool(traced)
@@ -114,6 +114,51 @@ def test_what_cannot_be_kept_is_computed_all_the_same(reason, folder, monkeypatc
         np.testing.assert_allclose(y, 3 * x, rtol=1e-6)
 
 
+def test_the_precision_of_products_and_the_module_are_part_of_the_key(folder):
+    x, precisions = normal(4, 4), ("default", "highest")
+
+    @exports.exported
+    def product(x):
+        return x @ x
+
+    keys = {exports.KernelCall.describe(scaled_sum, (x,), {}).key, exports.KernelCall.describe(product, (x,), {}).key}
+    assert len(keys) == 2 and all(key[0].startswith(f"{__name__}.") for key in keys)
+    for number, precision in enumerate(precisions, start=1):
+        with jax.default_matmul_precision(precision):
+            product(x)
+        assert len(kept(folder)) == number
+
+
+def test_over_a_mesh_nothing_is_kept(folder):
+    x = normal(3, 4)
+    with jax.set_mesh(jax.make_mesh((1,), ("i",))):
+        (y, _), was_traced = call(x, (x,), factor=2.0)
+    assert was_traced and not kept(folder)
+    (again, _), _ = call(x, (x,), factor=2.0)
+    assert jax.typeof(again).sharding.mesh.empty and len(kept(folder)) == 1
+    np.testing.assert_array_equal(y, again)
+
+
+def test_what_cannot_be_exported_or_has_no_key_is_traced_where_it_is_called(folder, monkeypatch):
+    x = normal(3, 4)
+    (y, _), was_traced = call(x, (x,), factor=np.float64(2))  # an option whose text might not tell all of it
+    assert was_traced and not kept(folder)
+    np.testing.assert_allclose(y, 3 * x, rtol=1e-6)
+
+    def refuse(*arguments, **options):
+        raise NotImplementedError("custom calls")
+
+    monkeypatch.setattr(jax.export, "export", refuse)
+    (y, _), was_traced = call(x, (x,), factor=5.0)
+    assert was_traced and not kept(folder)
+    np.testing.assert_allclose(y, 6 * x, rtol=1e-6)
+
+
+def test_an_error_of_a_kernel_is_its_own(folder):
+    with pytest.raises(TypeError, match="add got incompatible shapes"):
+        scaled_sum(normal(3, 4), (normal(2, 5),), factor=2.0)
+
+
 def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
@@ -152,7 +197,7 @@ def test_a_kernel_is_the_same_program_whoever_traced_it(name, folder, monkeypatc
     module, arrays, options = KERNELS[name]
     texts = []
     for _ in range(2):
-        exports._read_or_export.cache_clear()
+        exports.read_or_export.cache_clear()
         jax.clear_caches()
         texts.append(lower_for_cuda(functools.partial(vars(module)[name], **options), *arrays))
         assert len(kept(folder)) == 1

@@ -274,3 +274,15 @@ def test_a_branch_for_cuda_alone_is_batched_and_takes_what_it_closes_over():
     np.testing.assert_allclose(jax.vmap(cuda_branch(lambda x: 2 * x + x.sum()))(x), expected, rtol=1e-6)
     text = jax.jit(jax.vmap(double)).trace(x).lower(lowering_platforms=("cpu", "cuda")).as_text()
     assert text.count("stablehlo.case") >= 1
+
+
+def test_a_branch_for_cuda_alone_keeps_its_effects():
+    seen = []
+
+    def tell(x: Any) -> Any:
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return x
+
+    jax.block_until_ready(jax.jit(cuda_branch(tell))(1.0))
+    jax.effects_barrier()
+    assert seen == [1.0]
