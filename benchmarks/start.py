@@ -95,7 +95,7 @@ def child(began: float, options: argparse.Namespace) -> None:
         positions=options.length,
         width=options.width,
         depth=options.depth,
-        heads=options.width // 64,
+        heads=options.width // 64 or 1,
     )
     model = dtypes.mixed_bfloat16(mlax.override(model, mlax.Repeat, mode="unroll"))
 
