@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 
 import mlax
-from mlax import dtypes, nn, ops
+from mlax import _gpu, dtypes, nn, ops
 
 MODULES = {
     kind: tuple(inspect.getmodule(inspect.unwrap(function)) for function in functions)
@@ -24,8 +24,8 @@ MODULES = {
     }.items()
 }
 KINDS = tuple(MODULES)
-PRODUCTS: Any = inspect.getmodule(ops.prefers_product_kernels)
-MLP: Any = inspect.getmodule(ops.prefers_mlp_kernels)
+PRODUCTS: Any = inspect.getmodule(_gpu.prefers_product_kernels)
+MLP: Any = inspect.getmodule(_gpu.prefers_mlp_kernels)
 FUSED: Any = inspect.getmodule(inspect.unwrap(ops.gelu_mlp))
 
 
@@ -87,17 +87,17 @@ def use(form: Form, width: int = 768) -> Iterator[None]:
             return False
 
         if not form.folds_biases:
-            patch(ops, "prefers_kernels", never)
+            patch(_gpu, "prefers_kernels", never)
         if form.joins_projections:
             patch(PRODUCTS, "MIN_ROWS", PRODUCTS.TILE_M)
             patch(PRODUCTS, "MEASURED_WIDTH", width)
         else:
-            patch(ops, "prefers_product_kernels", never)
+            patch(_gpu, "prefers_product_kernels", never)
         if form.joins_mlp:
             patch(MLP, "MIN_ROWS", MLP.TILE)
             patch(MLP, "MEASURED_SHAPE", (width, 4 * width))
         else:
-            patch(ops, "prefers_mlp_kernels", never)
+            patch(_gpu, "prefers_mlp_kernels", never)
         for kind, modules in MODULES.items():
             for module in modules:
                 if kind not in form.derivatives:

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -22,13 +23,15 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-with install_import_hook("mlax.ops", "beartype.beartype"):
+with install_import_hook(["mlax.ops", "mlax._gpu"], "beartype.beartype"):
     import mlax.nn
     import mlax.ops  # noqa: F401
 
 
 from mlax import train  # noqa: E402  # as the next
 from tests.catalogue.row import FLOATS, Row  # noqa: E402  # after `ops` has been imported under the hook
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell ignores
 
 LONG = ("test_processes", "tests/faults/", "tests/examples/", "test_pages", "test_supervisor")  # files of long tests
 

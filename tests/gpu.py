@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import pytest
 
-from mlax import ops
+from mlax import _gpu
 
-GPU = inspect.getmodule(inspect.unwrap(ops.kernel_backend))
-ROWS = inspect.getmodule(inspect.unwrap(vars(inspect.getmodule(inspect.unwrap(ops.layer_norm)))["norm_kernel"]))
+GPU = inspect.getmodule(inspect.unwrap(_gpu.kernel_backend))
+ROWS = inspect.getmodule(inspect.unwrap(_gpu.norm_kernel))
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels need JAX 0.11")
 
 

@@ -13,9 +13,10 @@ ROOT = PACKAGE.parent
 BELOW = {
     "_jax": set(),
     "core": {"_jax"},
-    "ops": {"_jax", "core"},
+    "_gpu": {"_jax", "core"},
+    "ops": {"_gpu", "_jax", "core"},
     "dtypes": {"_jax", "core"},
-    "nn": {"_jax", "core", "ops", "dtypes"},
+    "nn": {"_gpu", "_jax", "core", "ops", "dtypes"},
     "optim": {"_jax", "core"},
     "files": {"_jax", "core"},
     "inspect": {"_jax", "core"},
@@ -34,7 +35,7 @@ BELOW = {
         "optim",
         "place",
     },
-    "zoo": {"_jax", "core", "dtypes", "files", "inspect", "nn", "ops", "place"},
+    "zoo": {"_gpu", "_jax", "core", "dtypes", "files", "inspect", "nn", "ops", "place"},
     "cli": {"_compilation_cache", "_malloc", "_supervision", "core", "inspect", "train"},
 }
 

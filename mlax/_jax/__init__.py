@@ -67,6 +67,7 @@ from mlax._jax._sharding import (
     varying_axes,
     with_auto_axes,
 )
+from mlax._jax._static import is_static, known_values
 from mlax._jax._trees import (
     all_stay_finite,
     at_least_float32,
@@ -109,10 +110,12 @@ __all__ = [
     "is_backward_pass",
     "is_narrow",
     "is_on_host",
+    "is_static",
     "is_typed_key",
     "is_unsharded_cpu",
     "is_workaround",
     "key_data",
+    "known_values",
     "layer_path",
     "layer_scan",
     "leaves_with_paths",

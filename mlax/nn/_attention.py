@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 
-from mlax import ops
+from mlax import _gpu, ops
 from mlax.core import Composite, DType, Initializer, Layer, Sub, Wrapper, frozen, lecun, parts_of, with_fields
 from mlax.dtypes import cast
 from mlax.nn._dot_product_attention import OPTIONAL_INPUTS, Attention, repeat_length
@@ -173,7 +173,7 @@ class MultiHeadAttention(Composite):
         inputs = self._named_inputs(x)
         parts: Any = parts_of(self)
         is_plain = all(_is_affine(parts.get(name)) for name in ("key", "value", "out"))
-        if not (is_plain and parts["value"].bias and ops.prefers_kernels(inputs["x"])):
+        if not (is_plain and parts["value"].bias and _gpu.prefers_kernels(inputs["x"])):
             return self, trainables
         if self.cache is not None or self.sinks or self.softcap is not None:
             return self, trainables
@@ -199,7 +199,7 @@ class MultiHeadAttention(Composite):
             return self, trainables
         own = {name: cast(trainables[name], inputs["x"].dtype) for name in names}
         kernels = [each["kernel"] for each in own.values()]
-        if not ops.prefers_product_kernels(inputs["x"], kernels):
+        if not _gpu.prefers_product_kernels(inputs["x"], kernels):
             return self, trainables
         found = ops.linears(inputs["x"], kernels, [each.get("bias") for each in own.values()])
         own = {name: {"y": y} for name, y in zip(names, found, strict=True)}
@@ -253,7 +253,7 @@ class MultiHeadAttention(Composite):
         """Those of the source, or of x itself: (b, s, g, k) and (b, s, g, w)."""
         source = inputs.get("source", inputs["x"])
         value_source = inputs.get("value_source", source)
-        if ops.prefers_kernels(source) and not inputs.keys() & {"source", "value_source"}:
+        if _gpu.prefers_kernels(source) and not inputs.keys() & {"source", "value_source"}:
             # else XLA computes two of the three products at once, for which it joins their gradients by a copy
             source, value_source = lax.optimization_barrier((source, source))
         k = self._split_heads(sub.key(source) if k is None else k, self.head_width)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from mlax import ops
-from mlax._jax import shard_like
+from mlax._jax import known_values, shard_like
 from mlax.core import DType, Layer, Size, frozen
 
 HEADS = ("key", "value", "key_scale", "value_scale")  # arrays with an axis of heads
@@ -119,7 +119,7 @@ class KeyValueCache(Layer):
 
     def _append(self, new, positions, lengths, is_token, state, write):
         ends = positions[:, 0] + lengths  # the tokens of each row after this call
-        known = ops.known_values(ends)
+        known = known_values(ends)
         if known is not None and np.max(known, initial=0) > self.capacity:
             raise ValueError(f"{self}: the cache is full: there are {self.capacity} slots, for {known.max()} tokens.")
         marked = "value_scale" if self._is_quantized else "value"  # int8 has no NaN

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.lax import PrecisionLike
 
-from mlax import ops
+from mlax import _gpu, ops
 from mlax._jax import expand_last, named_key
 from mlax.core import Composite, Constant, DType, Initializer, Layer, Ones, Size, Sub, Zeros, frozen, lecun, with_fields
 from mlax.dtypes import cast
@@ -64,7 +64,7 @@ class Linear(Layer):
         if not has_shapes(trainables, own, x.dtype) or not has_shapes(next_trainables, other, x.dtype):
             return None  # the layers by themselves compute it, or say what does not fit
         down = next_trainables["kernel"]
-        if not ops.prefers_mlp_kernels(x, trainables["kernel"], down):
+        if not _gpu.prefers_mlp_kernels(x, trainables["kernel"], down):
             return None
         y = ops.gelu_mlp(x, **trainables, down=down, activation=activation)
         return y + expand_last(next_trainables["bias"], y) if following.bias else y
@@ -75,7 +75,7 @@ class Linear(Layer):
         return {**kernel, "bias": (self.features,)} if self.bias else kernel
 
     def split_bias(self, x, trainables, inference_mode):
-        if type(self) is not Linear or self.activation is not None or not self.bias or not ops.prefers_kernels(x):
+        if type(self) is not Linear or self.activation is not None or not self.bias or not _gpu.prefers_kernels(x):
             return None
         return with_fields(self, bias=False), {"kernel": trainables["kernel"]}, trainables["bias"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlax import ops
-from mlax._jax import named_key
+from mlax._jax import is_static, named_key
 from mlax.core import DType, Initializer, Layer, Ones, Tree, Zeros, frozen
 from mlax.dtypes import cast
 from mlax.nn._variables import broadcast_shape, check_state_dtype, num_channels
@@ -350,7 +350,7 @@ def _init_scale_and_shift(layer: Any, rng: jax.Array, shape: tuple[int, ...], x:
 
 def _unbiased_factor(count: Any, dtype: Any) -> Any:
     """The unbiased variance over the biased one, of `count` elements."""
-    if ops.is_static(count):
+    if is_static(count):
         return count / max(count - 1, 1)
     count = jnp.asarray(count)
     return (count / jnp.maximum(count - 1, 1)).astype(dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import ops
-from mlax._jax import explicit_sharding, named_key
+from mlax._jax import explicit_sharding, is_static, named_key
 from mlax.core import Documented, DType, Initializer, Layer, Normal, Size, frozen
 from mlax.dtypes import cast
 from mlax.nn._kv_cache import Position
@@ -51,13 +51,13 @@ class LearnedPositions(Layer):
         x, positions, non_trainables = _next_positions(self, x, non_trainables)
         self._check_time(x)
         table = cast(trainables["table"], x.dtype)
-        if given is None and not self.decoding and ops.is_static(x.shape[1]) and explicit_sharding(x) is None:
+        if given is None and not self.decoding and is_static(x.shape[1]) and explicit_sharding(x) is None:
             return x + table[None, : x.shape[1]], non_trainables  # a slice, whose gradient needs no sum by index
         ops.check_positions(str(self), positions, self.length, x.shape[:2])
         return x + ops.embedding(jnp.atleast_2d(positions), table), non_trainables
 
     def _check_time(self, x: Any) -> None:
-        if ops.is_static(x.shape[1]) and x.shape[1] > self.length:
+        if is_static(x.shape[1]) and x.shape[1] > self.length:
             raise ValueError(f"{self}: the input {x.shape} is {x.shape[1]} long; pass a length of at least that.")
 
 

@@ -1,5 +1,6 @@
 """The mathematics of the layers: pure functions of arrays, without weights."""
 
+from mlax._gpu import kernel_backend
 from mlax.core import name_types as name_types
 from mlax.ops._activations import activate as activate
 from mlax.ops._activations import exact_gelu, gelu, glu, prelu, quick_gelu, snake, soft_cap, softmax, squared_relu
@@ -10,18 +11,13 @@ from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec, causal_block_attention
 from mlax.ops._channel_norms import batch_norm, batch_statistics, group_norm, normalize_batch
-from mlax.ops._checks import check_floating, check_groups, check_kernel, is_static, known_values
+from mlax.ops._checks import check_floating, check_groups, check_kernel
 from mlax.ops._conv import conv, conv_transpose, dimension_numbers
 from mlax.ops._cpu import canonical_conv, materialize, prefers_canonical_conv
 from mlax.ops._cross_entropy import softmax_cross_entropy
-from mlax.ops._decode_kernels import decode_attention, fused_linear, rows_linear, split_depth, sum_and_norm
 from mlax.ops._dropout import alpha_dropout, dropout
 from mlax.ops._fused_linear import gelu_mlp as gelu_mlp
 from mlax.ops._fused_linear import linears as linears
-from mlax.ops._gpu import compute_capability, kernel_backend, prefers_kernels
-from mlax.ops._gpu import is_hopper as is_hopper
-from mlax.ops._gpu_mlp import prefers_mlp_kernels as prefers_mlp_kernels
-from mlax.ops._gpu_products import prefers_product_kernels as prefers_product_kernels
 from mlax.ops._layout import Layout, kernel_output_axis, parse_layout
 from mlax.ops._linear import embedding, embedding_bag, linear, tied_logits
 from mlax.ops._linear_cross_entropy import linear_cross_entropy, tied_cross_entropy

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from mlax._gpu import gelu_gradient_kernel, gelu_kernel, on_gpu, prefers_gelu_kernel
 from mlax._jax import broadcast_like, divide, expand_last, reduce_sum, with_vjp
 from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
-from mlax.ops._gpu import on_gpu
-from mlax.ops._gpu_rows import gelu_gradient_kernel, gelu_kernel, prefers_gelu_kernel
 
 
 def gelu(x: Float[Array, "..."], approximate: bool = True) -> Float[Array, "..."]:

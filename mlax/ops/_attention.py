@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from mlax._jax import known_values
 from mlax.core import check_is_dtype
-from mlax.ops._attention_backend import AttentionBackend, attention_backend, holds_too_many_scores
+from mlax.ops._attention_backend import AttentionBackend, attention_backend, find_kernel_keys, holds_too_many_scores
 from mlax.ops._attention_checks import check_attention
 from mlax.ops._attention_chunked import chunked_attention
 from mlax.ops._attention_cudnn import cudnn_attention
@@ -24,8 +25,6 @@ from mlax.ops._attention_scores import (
     dense_weights,
     prefers_causal_blocks,
 )
-from mlax.ops._checks import known_values
-from mlax.ops._gpu_attention import find_kernel_keys
 
 
 def attention(

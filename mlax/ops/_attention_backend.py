@@ -5,12 +5,13 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mlax._gpu import compute_capability, prefers_attention_kernel
+from mlax._jax import is_static, known_values
 from mlax.core import check_is_dtype
 from mlax.ops._attention_scores import ScoreSpec
-from mlax.ops._checks import is_static
 from mlax.ops._cudnn_support import find_refusal
-from mlax.ops._gpu import compute_capability
 
 AttentionBackend = Literal["cudnn", "xla", "chunked"]
 
@@ -102,6 +103,26 @@ def holds_too_many_scores(q: Any, k: Any) -> bool:
     """Whether attention of these shapes is computed in tiles unless cuDNN computes it."""
     heads, head_scores = _score_sizes(q, k)
     return heads * head_scores >= CHUNK_SCORES or (head_scores >= CPU_CHUNK_SCORES and jax.default_backend() == "cpu")
+
+
+def find_kernel_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> int | None:
+    """The number of keys, without padding, if the kernel computes this attention, which cuDNN does, in a `layer_scan`.
+
+    None if it does not: it is for self-attention of the kinds that it was measured for, in programs of one Hopper GPU,
+    with lengths, if any, that are equal and known while tracing.
+    """
+    s = k.shape[1]
+    known = None if lengths is None else known_values(lengths)
+    is_supported = (
+        prefers_attention_kernel(q, k, v)
+        and spec.scale > 0.0
+        and spec.window is None
+        and bias is None
+        and (lengths is None or (known is not None and bool(np.all(known == known[0])) and 1 <= known[0] <= s))
+    )
+    if not is_supported:
+        return None
+    return s if known is None else int(known[0])
 
 
 def _score_sizes(q: Any, k: Any) -> tuple[int, int]:

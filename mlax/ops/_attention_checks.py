@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mlax.ops._checks import check_same_dtype, is_static, known_values
+from mlax._jax import is_static, known_values
+from mlax.ops._checks import check_same_dtype
 
 
 def check_attention(

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from mlax._gpu import attention_kernel
 from mlax._jax import cuda_branch, with_layer_form, with_vjp
 from mlax.ops._attention_scores import ScoreInputs, ScoreSpec
-from mlax.ops._gpu_attention import attention_kernel
 
 
 @functools.cache

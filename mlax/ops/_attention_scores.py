@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlax._jax import broadcast_like, divide, is_unsharded_cpu, pcast_like, reduce_sum, with_jvps
+from mlax._jax import broadcast_like, divide, is_static, is_unsharded_cpu, pcast_like, reduce_sum, with_jvps
 from mlax.ops._activations import min_value, softmax_parts
-from mlax.ops._checks import is_static
 from mlax.ops._dropout import dropout as apply_dropout
 from mlax.ops._positions import alibi_slopes
 

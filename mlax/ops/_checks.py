@@ -4,22 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from mlax.ops._layout import Layout
-
-
-def is_static(*sizes: Any) -> bool:
-    """Whether all sizes are integers; False for symbolic dimensions (`jax.export`)."""
-    return all(isinstance(size, int) for size in sizes)
-
-
-def known_values(x: Any) -> np.ndarray | None:
-    """The values of an array; None while it is traced or abstract, or where other processes hold part of it."""
-    if isinstance(x, Tracer) or not hasattr(x, "__array__") or not getattr(x, "is_fully_addressable", True):
-        return None
-    return np.asarray(x)
 
 
 def check_same_dtype(name: str, **arrays: jax.Array | None) -> None:

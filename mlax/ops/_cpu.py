@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mlax._jax import explicit_sharding, is_unsharded_cpu, with_jvps
-from mlax.ops._checks import is_static
+from mlax._jax import explicit_sharding, is_static, is_unsharded_cpu, with_jvps
 from mlax.ops._layout import Layout
 from mlax.ops._windows import Windows, pad, window_slices
 

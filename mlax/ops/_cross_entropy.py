@@ -14,12 +14,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from mlax._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
 from mlax._jax import broadcast_like, explicit_sharding, narrow_indices, reduce_mean, reduce_sum, with_jvps, with_vjp
 from mlax.core import check_is_dtype
 from mlax.ops._activations import soft_cap
 from mlax.ops._checks import check_floating
-from mlax.ops._gpu import on_gpu
-from mlax.ops._gpu_rows import other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
 
 FEW = 16  # classes, whose logits a GPU reads in less time than it takes to launch a kernel
 

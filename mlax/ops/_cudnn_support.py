@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from mlax._gpu import Record, find_record, hash_files
 from mlax.ops._attention_cudnn import fused_attention
 from mlax.ops._attention_scores import ScoreSpec
-from mlax.ops._records import Record, find_record, hash_files
 
 
 def find_refusal(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> str | None:

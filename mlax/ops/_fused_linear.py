@@ -9,17 +9,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import with_layer_form, with_vjp
-from mlax.ops._activations import exact_gelu, gelu
-from mlax.ops._checks import check_same_dtype
-from mlax.ops._gpu import on_gpu
-from mlax.ops._gpu_mlp import (
+from mlax._gpu import (
     biased_product_kernel,
     gelu_product_gradient_kernel,
     gelu_product_kernel,
+    kernel_gradients,
+    on_gpu,
     prefers_mlp_kernels,
+    prefers_product_kernels,
+    sum_of_products,
 )
-from mlax.ops._gpu_products import kernel_gradients, prefers_product_kernels, sum_of_products
+from mlax._jax import with_layer_form, with_vjp
+from mlax.ops._activations import exact_gelu, gelu
+from mlax.ops._checks import check_same_dtype
 from mlax.ops._linear import linear
 
 

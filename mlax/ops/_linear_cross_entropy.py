@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._jax import expand_last, explicit_sharding, narrow_indices, pcast_like, reduce_sum, with_vjp
+from mlax._jax import expand_last, explicit_sharding, is_static, narrow_indices, pcast_like, reduce_sum, with_vjp
 from mlax.core import check_is_dtype
-from mlax.ops._checks import check_floating, check_same_dtype, is_static
+from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu
 from mlax.ops._cross_entropy import LossSpec, cross_entropy_rows, logit_gradient, plain_cross_entropy
 

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from mlax._jax import broadcast_like, divide, explicit_sharding, reduce_sum
-from mlax.ops._checks import is_static
+from mlax._jax import broadcast_like, divide, explicit_sharding, is_static, reduce_sum
 from mlax.ops._norms import mean
 
 

@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from mlax._gpu import (
+    norm_gradient_kernel,
+    norm_kernel,
+    on_gpu,
+    prefers_norm_kernel,
+    prefers_residual_norm_kernel,
+    residual_norm_kernel,
+)
 from mlax._jax import (
     broadcast_like,
     expand_last,
@@ -23,14 +31,6 @@ from mlax._jax import (
 from mlax.core import check_is_dtype
 from mlax.ops._checks import check_floating, check_same_dtype
 from mlax.ops._cpu import is_cpu, materialize
-from mlax.ops._gpu import on_gpu
-from mlax.ops._gpu_rows import (
-    norm_gradient_kernel,
-    norm_kernel,
-    prefers_norm_kernel,
-    prefers_residual_norm_kernel,
-    residual_norm_kernel,
-)
 from mlax.ops._windows import axis_window_slices
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, Real
 
+from mlax._jax import is_static, known_values
 from mlax.core import check_is_dtype
-from mlax.ops._checks import is_static, known_values
 from mlax.ops._linear import gather_rows
 
 RADIX = 1024  # positions are split into two digits to this base

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax._jax import broadcast_like, expand_last, pcast_like, reduce_sum, shard_like, sums_precisely
+from mlax._jax import broadcast_like, expand_last, is_static, pcast_like, reduce_sum, shard_like, sums_precisely
 from mlax.core import check_is_dtype
-from mlax.ops._checks import check_same_dtype, is_static
+from mlax.ops._checks import check_same_dtype
 
 
 def selective_scan(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlax import nn, ops
+from mlax._jax import is_static
 from mlax.core import Composite, Normal, Repeat, Size, Sub, frozen, short_repr
 from mlax.zoo._config import Config
 from mlax.zoo._weights import Weight, WeightMap, map_embed, map_linear, map_norm
@@ -74,7 +75,7 @@ class BERT(Composite):
 
     def _positions(self, time: Any) -> Any:  # (t,)
         start = 0 if self.padding is None else self.padding + 1
-        if ops.is_static(time) and time > self.positions - start:
+        if is_static(time) and time > self.positions - start:
             raise ValueError(
                 f"{short_repr(self)}: the texts have {time} tokens, but at most {self.positions - start} are possible; "
                 "truncate them, by max_length= of a tokenizer."

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mlax import dtypes, nn, ops
+from mlax import _gpu, dtypes, nn
 from mlax.core import (
     Chain,
     Composite,
@@ -198,7 +198,7 @@ def choose_fusion(trainables: Tree) -> Fuse:
     # where a program of uncommitted arrays runs: a device, a platform or None
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     candidates = [*devices] if default is None else [*devices, default]
-    return "kernels" if all(map(ops.is_hopper, candidates or jax.devices()[:1])) else "projections"
+    return "kernels" if all(map(_gpu.is_hopper, candidates or jax.devices()[:1])) else "projections"
 
 
 class Counters:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlax import nn, ops
+from mlax import _gpu, nn
 from mlax.core import (
     Chain,
     Layer,
@@ -53,7 +53,7 @@ class DecoderBlock(Wrapper):
     def decode(self, x: Any, weights: Any, state: Any, lengths: Any = None) -> tuple[Any, Any]:  # (1, 1, d)
         """The output of the block for one token, and its new state; with a length of 0 it does not advance."""
         x, attend = x[:, 0], weights["attend"]
-        linear = functools.partial(ops.fused_linear, eps=self.layer.eps, interpret=self.interpret)
+        linear = functools.partial(_gpu.fused_linear, eps=self.layer.eps, interpret=self.interpret)
         qkv = linear(x, **attend["qkv"], norm=_scale_and_shift(weights["norm1"]))
         y, state = _attend(self, self.layer, qkv, None, state, lengths)
         x = linear(y, **attend["out"], residual=x)
@@ -100,20 +100,20 @@ class DecoderStack(Wrapper):
 
     def decode_block(self, block: Any, stream: Any, weights: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
         """One block. `stream` is x (b, d), and the partial sums of a product and a bias that are to be added to it."""
-        attend, norm = weights["attend"], functools.partial(ops.sum_and_norm, eps=block.eps, interpret=self.interpret)
+        attend, norm = weights["attend"], functools.partial(_gpu.sum_and_norm, eps=block.eps, interpret=self.interpret)
         x, partial, bias = stream
         x, y = norm(x, *_scale_and_shift(weights["norm1"]), partial, bias)
         qkv = self.multiply(y, attend["qkv"]["kernel"])
         y, state = _attend(self, block, qkv, attend["qkv"]["bias"], state, lengths)
         partial = self.multiply(y, attend["out"]["kernel"])
         x, y = norm(x, *_scale_and_shift(weights["norm2"]), partial, attend["out"]["bias"])
-        hidden = ops.rows_linear(y, **weights["up"], gelu=True, interpret=self.interpret)
+        hidden = _gpu.rows_linear(y, **weights["up"], gelu=True, interpret=self.interpret)
         return (x, self.multiply(hidden, weights["down"]["kernel"]), weights["down"]["bias"]), state
 
     def multiply(self, x: Any, kernel: Any) -> Any:
         """The sums (p, b, f), in float32, of the parts of a product of x (b, d) with a kernel (d, f)."""
-        parts = max(2, ops.split_depth(x.shape[0], *kernel.shape))  # one would be rounded to the dtype of x
-        return ops.rows_linear(x, kernel, parts=parts, interpret=self.interpret)
+        parts = max(2, _gpu.split_depth(x.shape[0], *kernel.shape))  # one would be rounded to the dtype of x
+        return _gpu.rows_linear(x, kernel, parts=parts, interpret=self.interpret)
 
     def find_refusal(self, x: Any, trainables: Any, non_trainables: Any) -> str | None:
         """Why the kernels do not compute arrays of these shapes and dtypes; None if they do."""
@@ -150,7 +150,7 @@ def pad_table(table: Any) -> Any:
 def _attend(layer: Any, block: Any, qkv: Any, bias: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
     """Attention of one token of each row, with the cache and the count of its state, and the new state."""
     cache, count = state["attend"]["cache"], state["attend"]["position"]["count"]
-    y, keys, values = ops.decode_attention(
+    y, keys, values = _gpu.decode_attention(
         qkv,
         cache["key"],
         cache["value"],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax import nn, ops
+from mlax import _gpu, nn, ops
 from mlax.core import Composite, Normal, Repeat, Size, Sub, Tree, TruncatedNormal, frozen, short_repr, with_fields
 from mlax.zoo._config import Config
 from mlax.zoo._images import check_images, label_names, num_labels, resize_grid
@@ -93,7 +93,7 @@ class ViT(Composite):
         zeros = jnp.zeros_like(x[:, :1])
         tokens = [sub.class_token(zeros), *([sub.distillation_token(zeros)] if self.distilled else [])]
         x = sub.drop(sub.positions(jnp.concatenate([*tokens, x], axis=1)))
-        if x.shape[1] % 2 and ops.prefers_kernels(x):  # cuDNN takes even times: one padding in place of 8 in each block
+        if x.shape[1] % 2 and _gpu.prefers_kernels(x):  # cuDNN takes even times: one padding for 8 in each block
             x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         x = sub.norm(sub.blocks(x))
         if self.classes is None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import nn, ops, zoo
+from mlax import _gpu, nn, zoo
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 16))
 
@@ -31,7 +31,7 @@ def test_attention_without_the_biases_of_keys_and_values_is_the_same_function(mo
     layer, x = nn.MultiHeadAttention(4, **fields), {"x": X, **inputs}
     weights = draw_like(layer.init(jax.random.key(1), x)[0])
     expected = run(layer, weights, x)
-    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    monkeypatch.setattr(_gpu, "prefers_kernels", lambda x: True)
     found = run(layer, weights, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
     assert {part for part in ("key", "value") if part in weights and is_folded(layer, weights, x, part)} == folded
@@ -41,7 +41,7 @@ def test_dropout_of_attention_weights_keeps_the_bias_of_the_values(monkeypatch):
     layer = nn.MultiHeadAttention(4, dropout=0.5)
     weights = draw_like(layer.init(jax.random.key(1), X)[0])
     expected = layer.fwd(X, weights, rng=jax.random.key(2))[0]
-    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    monkeypatch.setattr(_gpu, "prefers_kernels", lambda x: True)
     np.testing.assert_allclose(layer.fwd(X, weights, rng=jax.random.key(2))[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -70,6 +70,6 @@ def test_a_norm_adds_the_bias_of_the_branch_after_it_to_the_residual_stream(monk
     block = zoo.GPT2(width=16, heads=4, depth=2, vocabulary=32, positions=6).parts()["blocks"]
     weights = draw_like(block.init(jax.random.key(1), X)[0])
     expected = run(block, weights, X)
-    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    monkeypatch.setattr(_gpu, "prefers_kernels", lambda x: True)
     found = run(block, weights, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)

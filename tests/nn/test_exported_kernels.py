@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import ops
+from mlax import _gpu
 from tests.arrays import normal
 from tests.gpu import ROWS, compilation_cache, lower_for_cuda, needs_mosaic
 
@@ -163,8 +163,8 @@ def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-ATTENTION = inspect.getmodule(inspect.unwrap(inspect.getmodule(inspect.unwrap(ops.cudnn_attention)).attention_kernel))
-PRODUCTS, MLP = inspect.getmodule(ops.prefers_product_kernels), inspect.getmodule(ops.prefers_mlp_kernels)
+ATTENTION = inspect.getmodule(inspect.unwrap(_gpu.attention_kernel))
+PRODUCTS, MLP = inspect.getmodule(_gpu.prefers_product_kernels), inspect.getmodule(_gpu.prefers_mlp_kernels)
 X, ROW, STATISTIC = shape(1024, 256), shape(256), shape(1024, 1, dtype=jnp.float32)
 UP, HIDDEN, TERM, HEADS = shape(256, 512), shape(512), shape(1024, dtype=jnp.float32), shape(2, 256, 2, 64)
 LOGITS, LABELS = shape(1024, 2048), shape(1024, dtype=jnp.int32)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mlax import ops
+from mlax import _gpu, ops
 from mlax._jax import layer_scan
 from tests.arrays import normal
 from tests.gpu import assume_hopper, count_kernels, interpret_kernels, needs_mosaic
 
 CUDNN = inspect.getmodule(inspect.unwrap(ops.cudnn_attention))
-KERNEL = inspect.getmodule(inspect.unwrap(CUDNN.attention_kernel))
+KERNEL = inspect.getmodule(inspect.unwrap(_gpu.attention_kernel))
+BACKEND = inspect.getmodule(inspect.unwrap(ops.attention_backend))
 SPEC = ops.ScoreSpec(scale=0.125, causal=True)
 
 
@@ -132,7 +133,7 @@ def test_the_kernel_is_used_only_for_what_was_measured(monkeypatch):
     q, spec = jax.ShapeDtypeStruct((2, 198, 4, 64), jnp.bfloat16), SPEC
 
     def keys(q=q, k=q, bias=None, lengths=None, **changes):
-        return KERNEL.find_kernel_keys(q, k, k, bias, lengths, dataclasses.replace(spec, **changes))
+        return BACKEND.find_kernel_keys(q, k, k, bias, lengths, dataclasses.replace(spec, **changes))
 
     assert keys() is None  # there is no GPU
     assume_hopper(monkeypatch)

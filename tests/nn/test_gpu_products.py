@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import mlax
-from mlax import dtypes, nn, ops, zoo
+from mlax import _gpu, dtypes, nn, ops, zoo
 from tests.arrays import normal, normals
 from tests.asserts import assert_close
 from tests.gpu import GPU, ROWS, assume_hopper, count_kernels, interpret_kernels, lower_for_cuda, needs_mosaic
 
-PRODUCTS = inspect.getmodule(ops.prefers_product_kernels)
-MLP = inspect.getmodule(ops.prefers_mlp_kernels)
+PRODUCTS = inspect.getmodule(_gpu.prefers_product_kernels)
+MLP = inspect.getmodule(_gpu.prefers_mlp_kernels)
 FUSED = inspect.getmodule(inspect.unwrap(ops.gelu_mlp))
 DERIVATIVES = {
     "gradient": lambda f, axes: jax.grad(f, axes),
@@ -159,7 +159,7 @@ def count_calls(layer, x):
 
 def use_plain_forms(monkeypatch):
     """Compute products as where kernels are chosen, but by the plain form of each kernel."""
-    for module in (ops, FUSED):
+    for module in (_gpu, FUSED):
         for name in ("prefers_product_kernels", "prefers_mlp_kernels"):
             monkeypatch.setattr(module, name, lambda *args: True)
     monkeypatch.setattr(FUSED, "on_gpu", lambda kernel, plain, *arrays: plain(*arrays))
@@ -227,7 +227,7 @@ def test_a_subclass_of_linear_is_computed_by_its_own_forward_pass(monkeypatch):
     )
     expected = [layer.fwd(x, layer.init(jax.random.key(0), x)[0])[0] for layer in layers]
     use_plain_forms(monkeypatch)
-    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    monkeypatch.setattr(_gpu, "prefers_kernels", lambda x: True)
     for layer, wanted in zip(layers, expected, strict=True):
         assert_close(layer.fwd(x, layer.init(jax.random.key(0), x)[0])[0], wanted)
     assert Doubled(8).split_bias(x, {"kernel": normal(8, 8), "bias": normal(8)}, False) is None
@@ -244,7 +244,8 @@ def test_kernels_with_products_are_for_hopper_gpus(monkeypatch, capability):
     assume_hopper(monkeypatch)
     monkeypatch.setattr(GPU, "compute_capability", lambda device=None: capability)
     x, kernel, up, down = (struct(*shape) for shape in ((1 << 15, 768), (768, 768), (768, 3072), (3072, 768)))
-    assert ops.prefers_product_kernels(x, [kernel] * 3) == ops.prefers_mlp_kernels(x, up, down) == (capability == 9.0)
+    assert _gpu.prefers_product_kernels(x, [kernel] * 3) == (capability == 9.0)
+    assert _gpu.prefers_mlp_kernels(x, up, down) == (capability == 9.0)
 
 
 @pytest.mark.parametrize("approximate", [True, False])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import dtypes, nn, ops, zoo
+from mlax import _gpu, dtypes, nn, ops, zoo
 from mlax.core import Chain, find_layers
 from mlax.zoo import (
     DecoderBlock,
@@ -44,8 +44,8 @@ def widen(*arrays: Any) -> Any:
 def test_a_fused_linear_is_norm_product_gelu_and_residual():
     x, kernel, bias, scale, shift = normal(0, 1, 192), normal(1, 96, 192) / 16, normal(2, 96), *normal(3, 2, 192)
     residual = normal(4, 1, 96)
-    y = ops.fused_linear(x, kernel, bias, norm=(scale, shift), residual=residual, gelu=True, interpret=True)
-    plain = ops.fused_linear(x, kernel, bias, interpret=True)
+    y = _gpu.fused_linear(x, kernel, bias, norm=(scale, shift), residual=residual, gelu=True, interpret=True)
+    plain = _gpu.fused_linear(x, kernel, bias, interpret=True)
     x, kernel, bias, scale, shift, residual = widen(x, kernel, bias, scale, shift, residual)
     reference = residual + jax.nn.gelu(ops.linear(ops.layer_norm(x, scale, shift), kernel.T, bias))
     np.testing.assert_allclose(y.astype(jnp.float32), reference, rtol=0.01, atol=0.03)
@@ -56,12 +56,12 @@ def test_a_fused_linear_is_norm_product_gelu_and_residual():
 def test_sum_and_norm_adds_partial_sums_and_a_bias_and_normalizes(width):
     x, scale, shift, bias = normal(0, 3, width), *normal(1, 2, width), normal(2, width)
     partial = jax.random.normal(jax.random.key(3), (4, 3, width))
-    total, y = ops.sum_and_norm(x, scale, shift, partial, bias, interpret=True)
+    total, y = _gpu.sum_and_norm(x, scale, shift, partial, bias, interpret=True)
     reference = x.astype(jnp.float32) + partial.sum(0) + bias.astype(jnp.float32)
     np.testing.assert_array_equal(total, reference.astype(jnp.bfloat16))
     normed = ops.layer_norm(*widen(total, scale, shift))
     np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
-    same, y = ops.sum_and_norm(total, scale, shift, interpret=True)
+    same, y = _gpu.sum_and_norm(total, scale, shift, interpret=True)
     np.testing.assert_array_equal(same, total)
     np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
 
@@ -69,7 +69,7 @@ def test_sum_and_norm_adds_partial_sums_and_a_bias_and_normalizes(width):
 @pytest.mark.parametrize(("rows", "parts"), [(64, 1), (64, 3), (48, 1), (16, 2)])
 def test_a_product_of_rows_has_a_bias_and_gelu_or_is_divided_into_parts(rows, parts):
     x, kernel, bias = normal(0, rows, 192), normal(1, 192, 96) / 16, normal(2, 96)
-    y = ops.rows_linear(x, kernel, bias if parts == 1 else None, parts=parts, gelu=parts == 1, interpret=True)
+    y = _gpu.rows_linear(x, kernel, bias if parts == 1 else None, parts=parts, gelu=parts == 1, interpret=True)
     product = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
     if parts == 1:
         reference = jax.nn.gelu(product + bias.astype(jnp.float32))
@@ -78,18 +78,18 @@ def test_a_product_of_rows_has_a_bias_and_gelu_or_is_divided_into_parts(rows, pa
         assert y.shape == (parts, rows, 96) and y.dtype == jnp.float32
         np.testing.assert_allclose(y.sum(0), product, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match="adds the bias and applies GELU"):
-            ops.rows_linear(x, kernel, bias, parts=parts)
+            _gpu.rows_linear(x, kernel, bias, parts=parts)
 
 
 def test_products_of_few_rows_are_divided_to_fill_a_gpu():
     shapes = {(768, 2304): 2, (768, 768): 4, (768, 3072): 1, (3072, 768): 4, (64, 64): 1}
-    assert {shape: ops.split_depth(64, *shape) for shape in shapes} == shapes
-    assert ops.split_depth(512, 768, 768) == 1
+    assert {shape: _gpu.split_depth(64, *shape) for shape in shapes} == shapes
+    assert _gpu.split_depth(512, 768, 768) == 1
 
 
 def test_decode_attention_sums_the_parts_of_a_product():
     qkv, keys, values, bias = normal(0, 3, 96), *normal(1, 2, 3, 2, 64, 16), normal(2, 96)
-    attend = functools.partial(ops.decode_attention, heads=2, scale=0.25, interpret=True)
+    attend = functools.partial(_gpu.decode_attention, heads=2, scale=0.25, interpret=True)
     count = jnp.array([5, 0, 63], "int32")
     partial = jnp.stack([qkv.astype(jnp.float32) / 4, qkv.astype(jnp.float32) * 3 / 4])
     for result, reference in zip(
@@ -103,7 +103,7 @@ def test_decode_attention_is_attention_to_the_filled_slots(heads, groups, count)
     b, slots, width = 3, 128, 16
     qkv, keys, values = normal(0, b, (heads + 2 * groups) * width), *normal(1, 2, b, groups, slots, width)
     counts = jnp.array(count, "int32")
-    attend = functools.partial(ops.decode_attention, heads=heads, scale=0.25, interpret=True)
+    attend = functools.partial(_gpu.decode_attention, heads=heads, scale=0.25, interpret=True)
     y, new_keys, new_values = attend(qkv, keys, values, counts)
     q, k, v = jnp.split(qkv.reshape(b, -1, width), [heads, heads + groups], axis=1)
     counts = jnp.broadcast_to(counts, b)
@@ -119,7 +119,7 @@ def test_decode_attention_is_attention_to_the_filled_slots(heads, groups, count)
 
 def test_a_token_without_a_slot_gives_nan():
     keys = normal(0, 2, 1, 64, 16)
-    y, _, values = ops.decode_attention(
+    y, _, values = _gpu.decode_attention(
         normal(1, 2, 48), keys, keys, jnp.array([64, 63], "int32"), heads=1, scale=1.0, interpret=True
     )
     assert jnp.isnan(y[0]).all()
@@ -240,14 +240,14 @@ def test_kernels_are_for_weights_on_one_gpu_of_hopper():
         ("gpu", "10.0", False),
         ("cpu", "", False),
     ):
-        assert ops.is_hopper(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
-    assert not ops.is_hopper("cpu")
+        assert _gpu.is_hopper(types.SimpleNamespace(platform=platform, compute_capability=capability)) is wanted
+    assert not _gpu.is_hopper("cpu")
     assert choose_fusion({"kernel": jnp.ones(2)}) == "projections"
     assert jax.jit(lambda x: choose_fusion(x) == "nothing")(jnp.ones(2))
 
 
 def test_kernels_are_chosen_for_one_row_and_for_many(monkeypatch):
-    monkeypatch.setattr(ops, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_gpu, "is_hopper", lambda device: True)
     trainables = trainables_of(MODEL)
     assert choose_fusion(trainables) == "kernels"
     assert "one row, or for a multiple of 16 up to 256, not 2" in zoo.decoding_backend(MODEL, trainables, batch=2)
@@ -261,22 +261,22 @@ D = 192  # a width that is not a power of two, as that of GPT-2
 CACHE = describe(3, 3, 96, 64)
 KERNELS = {
     "fused_linear": (
-        functools.partial(ops.fused_linear, gelu=True),
+        functools.partial(_gpu.fused_linear, gelu=True),
         (describe(1, D), describe(64, D), describe(64)),
         {"norm": (describe(D), describe(D)), "residual": describe(1, 64)},
     ),
     "rows_linear": (
-        functools.partial(ops.rows_linear, gelu=True),
+        functools.partial(_gpu.rows_linear, gelu=True),
         (describe(16, D), describe(D, 64), describe(64)),
         {},
     ),
     "sum_and_norm": (
-        ops.sum_and_norm,
+        _gpu.sum_and_norm,
         (describe(3, D), describe(D), describe(D), describe(2, 3, D, dtype="float32"), describe(D)),
         {},
     ),
     "decode_attention": (
-        functools.partial(ops.decode_attention, heads=3, scale=0.1),
+        functools.partial(_gpu.decode_attention, heads=3, scale=0.1),
         (describe(2, 3, 3 * D, dtype="float32"), CACHE, CACHE, describe(3, dtype="int32"), describe(3 * D)),
         {},
     ),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlax import ops, zoo
+from mlax import _gpu, zoo
 from tests.asserts import assert_close_to_scale
 from tests.references.zoo_weights import draw
 from tests.zoo.reference import Reference
@@ -115,7 +115,7 @@ def test_an_odd_number_of_tokens_is_padded_once_on_a_gpu(monkeypatch):
         return jnp.sin(logits).sum(), logits
 
     plain = jax.grad(loss, has_aux=True)(trainables)
-    monkeypatch.setattr(ops, "prefers_kernels", lambda x: True)
+    monkeypatch.setattr(_gpu, "prefers_kernels", lambda x: True)
     image_shapes = jax.ShapeDtypeStruct((5, 16, 16, 3), np.float32)  # other ones, since shapes of variables are cached
     shapes = jax.eval_shape(model.init, jax.random.key(1), image_shapes)[0]
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, trainables)

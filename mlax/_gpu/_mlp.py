@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._exported_kernels import exported
-from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
-from mlax.ops._gpu_rows import gelu_of, gelu_slope_of
+from mlax._gpu._backend import is_hopper, multiprocessors, pallas, prefers_kernels
+from mlax._gpu._export import exported
+from mlax._gpu._rows import gelu_of, gelu_slope_of
 
 TILE, TILE_K = 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
 PATCH = 64  # rows that are written at a time

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax.ops._exported_kernels import exported
-from mlax.ops._gpu import THREADS, kernel_obstacle, multiprocessors, pallas, prefers_kernels
+from mlax._gpu._backend import THREADS, kernel_obstacle, multiprocessors, pallas, prefers_kernels
+from mlax._gpu._export import exported
 
 MAX_WIDTH = 4096  # elements of a row that fit in the registers of a warpgroup
 MAX_RESIDUAL_WIDTH = 3072  # of the gradient of a residual norm, which holds more rows

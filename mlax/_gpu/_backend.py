@@ -1,7 +1,7 @@
 """When kernels in Pallas (Mosaic GPU) compute an operation on an NVIDIA GPU, and what all of them share.
 
 Each kernel has a plain form in the file that calls it, which it is tested against, and which computes what
-`kernel_obstacle` refuses. The backend is read while tracing, as in _cpu.py.
+`kernel_obstacle` refuses. The backend is read while tracing, as by `ops`.
 """
 
 import re
@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mlax._jax import cuda_branch
+from mlax._jax import cuda_branch, is_static
 from mlax.core import check_is_dtype
-from mlax.ops._checks import is_static
 
 THREADS = 128  # of a warpgroup
 MIN_ROWS = 1024  # below which XLA is as fast

@@ -14,12 +14,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._attention_scores import ScoreSpec
-from mlax.ops._checks import known_values
-from mlax.ops._exported_kernels import exported
-from mlax.ops._gpu import device_obstacle, is_hopper, pallas
+from mlax._gpu._backend import device_obstacle, is_hopper, pallas
+from mlax._gpu._export import exported
 
-WIDTH = 64  # of a head
+MEASURED_WIDTH = 64  # of a head
 ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 SWIZZLE = 128  # bytes: a row of 64 elements
@@ -29,6 +27,19 @@ KEYS = 64  # of a tile
 STAGES = 4  # tiles of keys and of values that are held at once
 REGISTERS = (112, 24)  # of a thread that computes, and of one that copies
 GROUP = 48  # heads of all batch elements whose keys and values are read together
+
+
+def prefers_attention_kernel(q: Any, k: Any, v: Any) -> bool:
+    """Whether the kernel takes these arrays: heads of the measured width, and as many queries as keys."""
+    (_, t, _, width), s = q.shape, k.shape[1]
+    return (
+        is_hopper()
+        and device_obstacle(q, k, v) is None
+        and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
+        and width == v.shape[-1] == MEASURED_WIDTH
+        and t == s
+        and t % 2 == 0  # or cuDNN's backward pass takes padded arrays
+    )
 
 
 @exported
@@ -220,31 +231,6 @@ def attention_kernel(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
     )(q, k, v)
     return o, lse[:, :, :t]
-
-
-def find_kernel_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any, spec: ScoreSpec) -> int | None:
-    """The number of keys, without padding, if the kernel computes this attention, which cuDNN does, in a `layer_scan`.
-
-    None if it does not: it is for self-attention of the kinds that it was measured for, in programs of one Hopper GPU
-    or a later one, with lengths, if any, that are equal and known while tracing.
-    """
-    (_, t, _, width), s = q.shape, k.shape[1]
-    known = None if lengths is None else known_values(lengths)
-    is_supported = (
-        is_hopper()
-        and device_obstacle(q, k, v) is None
-        and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
-        and width == v.shape[-1] == WIDTH
-        and t == s
-        and t % 2 == 0  # or cuDNN's backward pass takes padded arrays
-        and spec.scale > 0.0
-        and spec.window is None
-        and bias is None
-        and (lengths is None or (known is not None and bool(np.all(known == known[0])) and 1 <= known[0] <= s))
-    )
-    if not is_supported:
-        return None
-    return s if known is None else int(known[0])
 
 
 def _buffer(rows: tuple[int, ...], width: int, dtype: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlax.ops._exported_kernels import KernelCall, read_or_export
+from mlax._gpu._export import KernelCall, read_or_export
 
 # What is tuned here was measured on an H200 (docs/design/zoo.md).
 COLUMNS = 8  # of the product of one row that a program computes

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from mlax.ops._exported_kernels import exported
-from mlax.ops._gpu import is_hopper, multiprocessors, pallas, prefers_kernels
+from mlax._gpu._backend import is_hopper, multiprocessors, pallas, prefers_kernels
+from mlax._gpu._export import exported
 
 TILE_M, TILE_N, TILE_K = 256, 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
 HALF = TILE_M // 2  # rows of a warpgroup

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from mlax.ops._records import Record, find_record, hash_files
+from mlax._gpu._records import Record, find_record, hash_files
 
 PLATFORM = "cuda"
 PLAIN = (bool, int, float, str, type(None))  # types of options whose text tells all of them
