@@ -6,8 +6,8 @@
     python -m benchmarks.form_times --tiny                               # on a CPU: that it runs; no kernels there
 
 Steps of GPT-2 124M or ViT-B/16 of the sizes of `python -m benchmarks gpu`, with `train.step`. They are compiled one at
-a time, since XLA times kernels to choose among them, and measured in turn, so that all have the same clock: in a long
-run a GPU is at the limit of its power. A time is the median of the rounds, ten steps each.
+a time, since XLA times kernels to choose among them, and measured interleaved, so that all have the same clock: in a
+long run a GPU is at its power limit. A time is the median of the rounds, ten steps each.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Case(NamedTuple):
     limit: float  # of its time, relative to that without kernels
     amount: float  # of bytes or operations
     unit: str = "B/s"
-    is_large: bool = False  # too large for float32: the gradient by x is compared, over its first rows
+    is_large: bool = False  # too large for float32: the gradient with respect to x is compared, over its first rows
 
 
 def cases() -> dict[str, Case]:

@@ -2,7 +2,7 @@
 
 from mlax._gpu._attention import attention_kernel, prefers_attention_kernel
 from mlax._gpu._backend import compute_capability, is_hopper, kernel_backend, on_gpu, prefers_kernels
-from mlax._gpu._decode import decode_attention, fused_linear, rows_linear, split_depth, sum_and_norm
+from mlax._gpu._decode import decode_attention, fastest_split, fused_linear, rows_linear, sum_and_norm
 from mlax._gpu._mlp import (
     biased_product_kernel,
     gelu_product_gradient_kernel,
@@ -16,13 +16,13 @@ from mlax._gpu._rows import (
     gelu_kernel,
     norm_gradient_kernel,
     norm_kernel,
-    other_powers_kernel,
     prefers_gelu_kernel,
     prefers_loss_kernel,
     prefers_norm_kernel,
     prefers_residual_norm_kernel,
     residual_norm_kernel,
     softmax_gradient_kernel,
+    softmax_statistics_kernel,
 )
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "biased_product_kernel",
     "compute_capability",
     "decode_attention",
+    "fastest_split",
     "find_record",
     "fused_linear",
     "gelu_gradient_kernel",
@@ -44,7 +45,6 @@ __all__ = [
     "norm_gradient_kernel",
     "norm_kernel",
     "on_gpu",
-    "other_powers_kernel",
     "prefers_attention_kernel",
     "prefers_gelu_kernel",
     "prefers_kernels",
@@ -56,7 +56,7 @@ __all__ = [
     "residual_norm_kernel",
     "rows_linear",
     "softmax_gradient_kernel",
-    "split_depth",
+    "softmax_statistics_kernel",
     "sum_and_norm",
     "sum_of_products",
 ]

@@ -1,8 +1,8 @@
 """Attention on Hopper GPUs in Pallas (Mosaic GPU): the forward pass, with the residual of cuDNN's backward pass.
 
-A block has several warpgroups that compute, each for 64 queries, and one that copies tiles of keys and values into
-shared memory. Scores never leave the registers (Algorithm 1 of https://arxiv.org/abs/2407.08608). Unlike cuDNN's call,
-this one reads and writes slices of stacks in place.
+The kernel is warp-specialized: a producer warpgroup copies tiles of keys and values into a pipeline in shared memory,
+and each of several consumer warpgroups computes 64 queries. Scores never leave the registers (Algorithm 1 of
+https://arxiv.org/abs/2407.08608). Unlike cuDNN's call, this one reads and writes slices of stacks in place.
 """
 
 import math
@@ -18,14 +18,14 @@ from mlax._gpu._backend import device_obstacle, is_hopper, pallas
 from mlax._gpu._export import exported
 
 MEASURED_WIDTH = 64  # of a head
-ROWS = 64  # queries of a warpgroup, as many as a tensor core multiplies at once
+ROWS = 64  # queries of a consumer warpgroup: the rows of a wgmma
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
 SWIZZLE = 128  # bytes: a row of 64 elements
 # the fastest of what was measured on an H200, for 1,024 tokens, causal, and for 197
-WARPGROUPS = 4  # that compute
+WARPGROUPS = 4  # consumers
 KEYS = 64  # of a tile
-STAGES = 4  # tiles of keys and of values that are held at once
-REGISTERS = (112, 24)  # of a thread that computes, and of one that copies
+STAGES = 4  # of the pipeline: tiles of keys and of values
+REGISTERS = (112, 24)  # of a thread of a consumer, and of the producer
 GROUP = 48  # heads of all batch elements whose keys and values are read together
 
 
@@ -52,7 +52,7 @@ def attention_kernel(
     causal: bool,
     length: int | None = None,
 ) -> tuple[Float[Array, "b t h k"], Float[Array, "b h t"]]:
-    """The attention of q to k and v, and in float32 the logarithm of the sum of exponentials of each row of scores.
+    """The attention of q to k and v, and the logsumexp of each row of scores in float32.
 
     Keys from the index `length` on, if it is given, are padding in all batch elements.
     """
@@ -62,7 +62,7 @@ def attention_kernel(
     tile_rows, dtype = ROWS * WARPGROUPS, q.dtype
     tiles, group = -(-t // tile_rows), math.gcd(GROUP, b * h)
     has_mask = causal or s % KEYS != 0
-    factor = scale * math.log2(math.e)  # of scores as powers of two
+    factor = scale * math.log2(math.e)  # of scores, as exponents of two
 
     def attend(q_ref: Any, k_ref: Any, v_ref: Any, o_ref: Any, lse_ref: Any) -> None:
         buffers = [_buffer((WARPGROUPS, ROWS), width, dtype), *[_buffer((STAGES, KEYS), width, dtype)] * 2]

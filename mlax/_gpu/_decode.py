@@ -1,9 +1,9 @@
 """Kernels for one token of a transformer, in Pallas: what is around the products, and attention to a KV cache.
 
 A token is a chain of short kernels, whose starts cost more than their work. XLA takes two kernels for a norm, six for
-attention to a cache, and another to sum the parts of a product that it divides. `sum_and_norm`, `decode_attention` and
-`rows_linear` do all of that in one kernel each, for any number of rows, and attention reads only the slots that are
-filled. For one row there is `fused_linear`, a product with the norm before it and the residual after it.
+attention to a cache, and another to sum a split-K product. `sum_and_norm`, `decode_attention` and `rows_linear` do all
+of that in one kernel each, for any number of rows, and attention reads only the slots that are filled. For one row
+there is `fused_linear`, a product with the norm before it and the residual after it.
 
 JAX deprecates the Triton backend of Pallas, and warns whenever it lowers a kernel. So each kernel is lowered once for
 its shapes, without the warning, and called as an exported program; what it raises then is its refusal.
@@ -28,7 +28,7 @@ ROW_TILE = {"slots": 128, "num_warps": 4, "num_stages": 3}  # of the cache that 
 TILE = {"slots": 64, "num_warps": 2, "num_stages": 2}  # with many
 QUERIES = 16  # rows of a tensor core: all are the one query
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 32, 128  # of a product of many rows
-TILES = 96  # that such a product is divided into, at least, if its depth allows: for most of the multiprocessors
+TILES = 96  # of such a product, at least, by split-K if its depth allows: for most of the multiprocessors
 LOW = -1e30  # the score of an empty slot
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -54,24 +54,26 @@ def fused_linear(
 
 
 def rows_linear(
-    x: Any, kernel: Any, bias: Any = None, *, parts: int = 1, gelu: bool = False, interpret: bool = False
+    x: Any, kernel: Any, bias: Any = None, *, splits: int = 1, gelu: bool = False, interpret: bool = False
 ) -> Any:
     """`gelu(x @ kernel + bias)` in one kernel, of x (b, d) and the kernel (d, f), in the dtype of x.
 
-    Divided into several `parts` of d, it gives their sums (parts, b, f) in float32, without bias and GELU, and
-    `split_depth` is how many parts are fastest. b is a multiple of 16, f of 32, and d of 16 in each part.
+    With several `splits` of d (split-K), it gives their partial sums (splits, b, f) in float32, without bias and GELU;
+    `fastest_split` is how many are fastest. b is a multiple of 16, f of 32, and d of 16 in each split.
     """
-    if parts > 1 and (bias is not None or gelu):
-        raise ValueError(f"rows_linear: with parts={parts} whatever sums the parts adds the bias and applies GELU.")
-    return _call(_rows_linear, (x, kernel, bias), parts=parts, gelu=gelu, interpret=interpret)
+    if splits > 1 and (bias is not None or gelu):
+        raise ValueError(
+            f"rows_linear: with splits={splits} whatever reduces the partial sums adds the bias and applies GELU."
+        )
+    return _call(_rows_linear, (x, kernel, bias), splits=splits, gelu=gelu, interpret=interpret)
 
 
-def split_depth(rows: int, d: int, f: int) -> int:
-    """The parts of d into which to divide a product of few rows, so that it has work for a whole GPU."""
-    tiles, parts = -(-rows // TILE_ROWS) * (f // TILE_COLUMNS), 1
-    while parts * tiles < TILES and d % (2 * parts * 64) == 0:
-        parts *= 2
-    return parts
+def fastest_split(rows: int, d: int, f: int) -> int:
+    """The splits of d for a product of few rows (split-K), so that it has tiles for a whole GPU."""
+    tiles, splits = -(-rows // TILE_ROWS) * (f // TILE_COLUMNS), 1
+    while splits * tiles < TILES and d % (2 * splits * 64) == 0:
+        splits *= 2
+    return splits
 
 
 def sum_and_norm(
@@ -147,33 +149,33 @@ def _with_optional(body: Callable[..., None], arrays: Any) -> Callable[..., None
     return lambda *refs: body(jax.tree.unflatten(tree, refs[: len(leaves)]), *refs[len(leaves) :])
 
 
-def _rows_linear(arrays: Any, *, parts: int, gelu: bool, interpret: bool) -> Any:
+def _rows_linear(arrays: Any, *, splits: int, gelu: bool, interpret: bool) -> Any:
     x, kernel, _ = arrays
     (b, d), f = x.shape, kernel.shape[1]
-    rows, depth = _largest_power(b, TILE_ROWS), _largest_power(d // parts, TILE_DEPTH)
-    shape = jax.ShapeDtypeStruct((b, f), x.dtype) if parts == 1 else jax.ShapeDtypeStruct((parts, b, f), np.float32)
-    body = functools.partial(_product_body, parts=parts, rows=rows, depth=depth, gelu=gelu)
-    grid = (b // rows, f // TILE_COLUMNS, parts)
+    rows, depth = _largest_power(b, TILE_ROWS), _largest_power(d // splits, TILE_DEPTH)
+    shape = jax.ShapeDtypeStruct((b, f), x.dtype) if splits == 1 else jax.ShapeDtypeStruct((splits, b, f), np.float32)
+    body = functools.partial(_product_body, splits=splits, rows=rows, depth=depth, gelu=gelu)
+    grid = (b // rows, f // TILE_COLUMNS, splits)
     call = _pallas_call("rows_linear", _with_optional(body, arrays), shape, grid, interpret, num_stages=4)
     return call(*jax.tree.leaves(arrays))
 
 
-def _product_body(refs: Any, y_ref: Any, *, parts: int, rows: int, depth: int, gelu: bool) -> None:
-    """A tile of a product, or of one of its parts, by tensor cores."""
+def _product_body(refs: Any, y_ref: Any, *, splits: int, rows: int, depth: int, gelu: bool) -> None:
+    """A tile of a product, or of one of its splits, by tensor cores."""
     from jax.experimental import pallas as pl
 
     x_ref, kernel_ref, bias_ref = refs
-    part, size = pl.program_id(2), x_ref.shape[1] // parts
+    split, size = pl.program_id(2), x_ref.shape[1] // splits
     own, columns = pl.ds(pl.program_id(0) * rows, rows), pl.ds(pl.program_id(1) * TILE_COLUMNS, TILE_COLUMNS)
 
     def add(index: Any, y: Any) -> Any:
-        inner = pl.ds(part * size + index * depth, depth)
+        inner = pl.ds(split * size + index * depth, depth)
         return y + jnp.dot(x_ref[own, inner], kernel_ref[inner, columns], preferred_element_type=np.float32)
 
     y = lax.fori_loop(0, size // depth, add, jnp.zeros((rows, TILE_COLUMNS), np.float32))
     y = y if bias_ref is None else y + bias_ref[columns].astype(np.float32)[None]
     y = _gelu(y) if gelu else y
-    y_ref[(own, columns) if parts == 1 else (part, own, columns)] = y.astype(y_ref.dtype)
+    y_ref[(own, columns) if splits == 1 else (split, own, columns)] = y.astype(y_ref.dtype)
 
 
 def _fused_linear(arrays: Any, *, eps: float, gelu: bool, interpret: bool) -> Any:
@@ -290,7 +292,7 @@ def _attention_body(
         columns = pl.ds(at * width, width)
         if bias_ref is None:
             return qkv_ref[row, columns]
-        partial = sum(qkv_ref[part, row, columns] for part in range(qkv_ref.shape[0]))
+        partial = sum(qkv_ref[split, row, columns] for split in range(qkv_ref.shape[0]))
         return (partial + bias_ref[columns].astype(np.float32)).astype(keys_ref.dtype)
 
     query, key, value = (project(at) for at in (head, heads + group, heads + groups + group))

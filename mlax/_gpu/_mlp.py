@@ -1,7 +1,8 @@
-"""Matrix products together with what follows them, as kernels in Pallas (Mosaic GPU): a bias and GELU, or its gradient.
+"""Matrix products with an epilogue, as kernels in Pallas (Mosaic GPU): a bias and GELU, or the gradient of GELU.
 
-A block is three warpgroups: one copies tiles of both operands into a ring in shared memory, and two take turns: one
-multiplies the operands of a tile of the result while the other computes what follows for its own, and writes it.
+The kernels are warp-specialized, with the ping-pong schedule of CUTLASS: a producer warpgroup copies tiles of both
+operands into a pipeline in shared memory, and of two consumer warpgroups one multiplies while the other computes the
+epilogue of its own tile of the result.
 """
 
 import functools
@@ -18,10 +19,10 @@ from mlax._gpu._backend import is_hopper, multiprocessors, pallas, prefers_kerne
 from mlax._gpu._export import exported
 from mlax._gpu._rows import gelu_of, gelu_slope_of
 
-TILE, TILE_K = 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
-PATCH = 64  # rows that are written at a time
+TILE, TILE_K = 128, 64  # rows and columns of a tile of the result, and of k that one step multiplies
+PATCH = 64  # rows that an epilogue writes at a time
 PATCHES = TILE // PATCH
-STAGES = 5  # steps whose operands are in shared memory
+STAGES = 5  # of the pipeline
 SWIZZLE = 128  # bytes
 MEASURED_SHAPE, MIN_ROWS = (768, 3072), 1 << 15  # what cuBLAS and kernels over rows were measured to be slower for
 
@@ -63,7 +64,7 @@ def _biased_product(
     def prefetch(refs: Any, tile: _Tile, buffers: Any, loaded: Any) -> None:
         plgpu.copy_gmem_to_smem(refs[2].at[tile.columns], buffers[0], loaded)
 
-    def finish(refs: Any, tile: _Tile, total: Any, buffers: Any) -> None:
+    def epilogue(refs: Any, tile: _Tile, total: Any, buffers: Any) -> None:
         bias_buffer, *patches = buffers
         layout = plgpu.Layout.WGMMA.reduce(0)
         bias = plgpu.load(bias_buffer, layout=layout, optimized=False).astype(np.float32)
@@ -78,15 +79,15 @@ def _biased_product(
                 plgpu.copy_smem_to_gmem(patch, ref.at[pl.ds(tile.row + start, PATCH), tile.columns])
 
     results = [jax.ShapeDtypeStruct((rows, features), x.dtype)] * len(functions)
-    ring = _Ring(name, (rows, features), width // TILE_K, False, prefetch, finish, copies=1)
-    return _multiply_in_turn([x, kernel, bias], results, ring, [_columns(), *[_patch()] * len(functions)])
+    gemm = _Gemm(name, (rows, features), width // TILE_K, False, prefetch, epilogue, copies=1)
+    return _ping_pong_gemm([x, kernel, bias], results, gemm, [_columns(), *[_patch()] * len(functions)])
 
 
 @exported
 def gelu_product_gradient_kernel(
     grad: Float[Array, "r d"], kernel: Float[Array, "f d"], h: Float[Array, "r f"], *, approximate: bool
 ) -> tuple[Float[Array, "r f"], Float[Array, " f"]]:
-    """The gradient of `gelu(h) @ kernel` by h, `(grad @ kernel.T) * slope(h)`, and in float32 its sum over rows."""
+    """The gradient of `gelu(h) @ kernel` with respect to h, and its sum over rows, the bias gradient, in float32."""
     pl, plgpu = pallas()
     (rows, features), width = h.shape, grad.shape[1]
 
@@ -95,7 +96,7 @@ def gelu_product_gradient_kernel(
         for index, patch in enumerate(buffers):
             plgpu.copy_gmem_to_smem(refs[2].at[pl.ds(tile.row + index * PATCH, PATCH), tile.columns], patch, loaded)
 
-    def finish(refs: Any, tile: _Tile, total: Any, patches: Any) -> None:
+    def epilogue(refs: Any, tile: _Tile, total: Any, patches: Any) -> None:
         half = TILE // 2  # of the columns at a time: all of them take more registers than there are
         for start in range(0, TILE, half):
             terms = []
@@ -117,8 +118,8 @@ def gelu_product_gradient_kernel(
 
     sums = jax.ShapeDtypeStruct((rows // TILE, features), np.float32)
     name, steps = "product_gelu_gradient", width // TILE_K
-    ring = _Ring(name, (rows, features), steps, True, prefetch, finish, copies=PATCHES, has_turns=True)
-    dh, sums = _multiply_in_turn([grad, kernel, h], [h, sums], ring, [_patch()] * PATCHES)
+    gemm = _Gemm(name, (rows, features), steps, True, prefetch, epilogue, copies=PATCHES, has_turns=True)
+    dh, sums = _ping_pong_gemm([grad, kernel, h], [h, sums], gemm, [_patch()] * PATCHES)
     return dh, sums.sum(0)
 
 
@@ -132,25 +133,25 @@ class _Tile(NamedTuple):
     end_turn: Callable[[], None]
 
 
-class _Ring(NamedTuple):
-    """What a kernel does besides the product of its first two arrays; `refs` are those of all arrays and results."""
+class _Gemm(NamedTuple):
+    """The product of the first two arrays of a kernel, and its epilogue; `refs` are those of all arrays and results."""
 
     name: str  # in a profile
     shape: tuple[int, int]  # of the product
-    steps: int  # of the sum of a tile
+    steps: int  # along k, for each tile
     is_transposed: bool  # whether the second array is (columns, k), not (k, columns)
-    prefetch: Callable[..., None]  # (refs, tile, buffers, loaded): copies what `finish` reads, while a tile is computed
-    finish: Callable[..., None]  # (refs, tile, total, buffers)
+    prefetch: Callable[..., None]  # (refs, tile, buffers, loaded): copies what `epilogue` reads, during the main loop
+    epilogue: Callable[..., None]  # (refs, tile, total, buffers)
     copies: int  # that `prefetch` starts
-    has_turns: bool = False  # whether `finish` waits for the turn of its warpgroup, once for each tile
+    has_turns: bool = False  # whether `epilogue` waits for the turn of its warpgroup, once for each tile
 
 
-def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffers: list[Any]) -> list[Array]:
-    """Run a kernel of one block for each multiprocessor, whose warpgroups compute its tiles one by one."""
+def _ping_pong_gemm(arrays: list[Any], results: list[Any], gemm: _Gemm, buffers: list[Any]) -> list[Array]:
+    """Run a persistent kernel: one block per multiprocessor, whose consumer warpgroups take its tiles in turn."""
     pl, plgpu = pallas()
-    rows, columns = (size // TILE for size in ring.shape)
+    rows, columns = (size // TILE for size in gemm.shape)
     blocks = multiprocessors()
-    right_tile = (TILE, TILE_K) if ring.is_transposed else (TILE_K, TILE)
+    right_tile = (TILE, TILE_K) if gemm.is_transposed else (TILE_K, TILE)
 
     def next_slot(slot: Any) -> Any:
         return jnp.where(slot == STAGES - 1, 0, slot + 1)
@@ -169,16 +170,16 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
             @pl.when(warpgroup == 2)
             def _() -> None:
                 plgpu.set_max_registers(40, action="decrease")
-                copy_operands(left, right, is_full, is_empty)
+                produce(left, right, is_full, is_empty)
 
             @pl.when(warpgroup < 2)
             def _() -> None:
                 plgpu.set_max_registers(232, action="increase")
                 own = [buffer.at[warpgroup] for buffer in buffers]
-                compute_tiles(warpgroup, left, right, own, is_full, is_empty, loaded.at[warpgroup], turns)
+                consume(warpgroup, left, right, own, is_full, is_empty, loaded.at[warpgroup], turns)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-        def copy_operands(left: Any, right: Any, is_full: Any, is_empty: Any) -> None:
+        def produce(left: Any, right: Any, is_full: Any, is_empty: Any) -> None:
             def copy_item(item: Any, slot: Any) -> Any:
                 row, column = locate(item)
 
@@ -186,27 +187,27 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
                     # a barrier for each warpgroup, which waits for every phase of its own
                     is_copied = is_full.at[lax.rem(item, 2) * STAGES + slot]
 
-                    @pl.when(item * ring.steps + step >= STAGES)
+                    @pl.when(item * gemm.steps + step >= STAGES)
                     def _() -> None:
                         plgpu.barrier_wait(is_empty.at[slot])
 
                     summed, across = pl.ds(step * TILE_K, TILE_K), pl.ds(column, TILE)
-                    source = refs[1].at[across, summed] if ring.is_transposed else refs[1].at[summed, across]
+                    source = refs[1].at[across, summed] if gemm.is_transposed else refs[1].at[summed, across]
                     plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(row, TILE), summed], left.at[slot], is_copied)
                     plgpu.copy_gmem_to_smem(source, right.at[slot], is_copied)
                     return next_slot(slot)
 
-                return lax.fori_loop(0, ring.steps, copy_step, slot)
+                return lax.fori_loop(0, gemm.steps, copy_step, slot)
 
             lax.fori_loop(0, count, copy_item, jnp.int32(0))
 
             def drain(number: Any, _: None) -> None:  # each barrier is waited for as often as it is reached
                 plgpu.barrier_wait(is_empty.at[lax.rem(number, STAGES)])
 
-            total = count * ring.steps
+            total = count * gemm.steps
             lax.fori_loop(jnp.maximum(total - STAGES, 0), total, drain, None)
 
-        def compute_tiles(
+        def consume(
             warpgroup: Any, left: Any, right: Any, own: Any, is_full: Any, is_empty: Any, loaded: Any, turns: Any
         ) -> None:
             def compute_item(index: Any, _: None) -> None:
@@ -219,13 +220,13 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
                     lambda: plgpu.barrier_wait(turns.at[warpgroup]),
                     lambda: plgpu.barrier_arrive(turns.at[1 - warpgroup]),
                 )
-                ring.prefetch(refs, tile, own, loaded)
+                gemm.prefetch(refs, tile, own, loaded)
 
                 def accumulate(total_ref: Any) -> Any:
                     def multiply_step(step: Any, slots: Any) -> Any:
                         slot, before = slots
                         plgpu.barrier_wait(is_full.at[warpgroup * STAGES + slot])
-                        operand = right.at[slot].transpose((1, 0)) if ring.is_transposed else right.at[slot]
+                        operand = right.at[slot].transpose((1, 0)) if gemm.is_transposed else right.at[slot]
                         plgpu.wgmma(total_ref, left.at[slot], operand)
                         plgpu.wgmma_wait(1)  # so that the step before this one has been read
 
@@ -235,23 +236,23 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
 
                         return next_slot(slot), slot
 
-                    first = lax.rem(item * ring.steps, STAGES)
-                    _, last = lax.fori_loop(0, ring.steps, multiply_step, (first, first))
+                    first = lax.rem(item * gemm.steps, STAGES)
+                    _, last = lax.fori_loop(0, gemm.steps, multiply_step, (first, first))
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(is_empty.at[last])
                     return total_ref[...]
 
                 total = pl.run_scoped(accumulate, plgpu.ACC((TILE, TILE), np.float32))
                 plgpu.barrier_wait(loaded)
-                ring.finish(refs, tile, total, own)
+                gemm.epilogue(refs, tile, total, own)
 
-            @pl.when(ring.has_turns & (warpgroup == 1))
+            @pl.when(gemm.has_turns & (warpgroup == 1))
             def _() -> None:
                 plgpu.barrier_arrive(turns.at[0])
 
             lax.fori_loop(0, lax.div(count - warpgroup + 1, 2), compute_item, None)
 
-            @pl.when(ring.has_turns & (lax.rem(count, 2) == warpgroup))  # a turn that no tile is left for
+            @pl.when(gemm.has_turns & (lax.rem(count, 2) == warpgroup))  # a turn that no tile is left for
             def _() -> None:
                 plgpu.barrier_wait(turns.at[warpgroup])
 
@@ -262,12 +263,12 @@ def _multiply_in_turn(arrays: list[Any], results: list[Any], ring: _Ring, buffer
             buffers=buffers,
             is_full=plgpu.Barrier(num_arrivals=2, num_barriers=2 * STAGES),  # by the copies of both operands
             is_empty=plgpu.Barrier(num_barriers=STAGES),
-            loaded=plgpu.Barrier(num_arrivals=ring.copies, num_barriers=2),
+            loaded=plgpu.Barrier(num_arrivals=gemm.copies, num_barriers=2),
             turns=plgpu.Barrier(num_barriers=2),
             collective_axes="warpgroup",
         )
 
-    body.__name__ = ring.name
+    body.__name__ = gemm.name
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results],
@@ -285,12 +286,12 @@ def _transforms() -> tuple[Any, Any]:
 
 
 def _patch() -> Any:
-    """Shared memory for some rows of a tile of the result, for each warpgroup that computes."""
+    """Shared memory for some rows of a tile of the result, for each consumer warpgroup."""
     _, plgpu = pallas()
     return plgpu.SMEM((2, PATCH, TILE), jnp.bfloat16, transforms=_transforms())
 
 
 def _columns() -> Any:
-    """Shared memory for one row of a tile, for each warpgroup that computes."""
+    """Shared memory for one row of a tile, for each consumer warpgroup."""
     _, plgpu = pallas()
     return plgpu.SMEM((2, TILE), jnp.bfloat16)

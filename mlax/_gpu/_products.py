@@ -3,8 +3,9 @@
 Products with kernels of 768 x 768, as the queries, keys and values of attention have, are too short for cuBLAS. To
 concatenate their operands would cost more than one long product saves, so these kernels read each array where it is.
 
-A block is three warpgroups: one copies tiles of both operands into a ring in shared memory, two multiply them, each the
-upper or lower half of a tile of the result. The ring goes on to the next tile while the result of one is written.
+The kernels are warp-specialized, with the cooperative schedule of CUTLASS: a producer warpgroup copies tiles of both
+operands into a pipeline in shared memory, and two consumer warpgroups multiply them, each the upper or lower half of a
+tile of the result. The producer goes on with the next tile while the consumers write one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +20,10 @@ from jaxtyping import Array, Float
 from mlax._gpu._backend import is_hopper, multiprocessors, pallas, prefers_kernels
 from mlax._gpu._export import exported
 
-TILE_M, TILE_N, TILE_K = 256, 128, 64  # rows and columns of a tile of the result, and elements of a step of its sum
-HALF = TILE_M // 2  # rows of a warpgroup
+TILE_M, TILE_N, TILE_K = 256, 128, 64  # rows and columns of a tile of the result, and of k that one step multiplies
+HALF = TILE_M // 2  # rows of a consumer warpgroup
 PATCH = 64  # rows and columns that are written at a time
-STAGES = 4  # steps whose operands are in shared memory
+STAGES = 4  # of the pipeline
 PATCHES = 2  # in shared memory, for each warpgroup
 SWIZZLE = 128  # bytes
 MEASURED_WIDTH, MIN_ROWS = 768, 1 << 15  # what cuBLAS was measured to be slower for
@@ -70,10 +71,10 @@ def sum_of_products(
         row, column = locate(block, item)
         _write_patches(total.astype(jnp.bfloat16), refs[-1], row + warpgroup * HALF, column, patches.at[warpgroup])
 
-    (y,) = _multiply_tiles(
+    (y,) = _cooperative_gemm(
         [*grads, *kernels],
         jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
-        _Ring("sum_of_products", load, multiply, store, (TILE_M, TILE_K), (TILE_N, TILE_K)),
+        _Gemm("sum_of_products", load, multiply, store, (TILE_M, TILE_K), (TILE_N, TILE_K)),
         lambda block: lax.div(tiles - block + blocks - 1, blocks),
         lambda block, item: number * steps,
     )
@@ -82,14 +83,14 @@ def sum_of_products(
 
 @exported
 def kernel_gradients(x: Float[Array, "r d"], grads: Sequence[Float[Array, "r n"]]) -> list[Float[Array, "d n"]]:
-    """`x.T @ grad` for each of the gradients, whose sums over rows are divided among blocks."""
+    """`x.T @ grad` for each of the gradients, split over the rows that are summed."""
     pl, _ = pallas()
     (rows, width), n, number = x.shape, grads[0].shape[1], len(grads)
     per_grad, down = n // TILE_N, width // TILE_M
-    division = Division.divide(down * per_grad * number, rows // TILE_K, multiprocessors())
+    split = SplitK.over(down * per_grad * number, rows // TILE_K, multiprocessors())
 
     def load(refs: Any, block: Any, item: Any, step: Any, copy: Callable[[Any, Any], None]) -> None:
-        tile, first, _, _ = division.segment(block, item)
+        tile, first, _, _ = split.segment(block, item)
         column = lax.rem(tile, per_grad * number)
         summed = pl.ds((first + step) * TILE_K, TILE_K)
         left = refs[0].at[summed, pl.ds(lax.div(tile, per_grad * number) * TILE_M, TILE_M)]
@@ -104,25 +105,26 @@ def kernel_gradients(x: Float[Array, "r d"], grads: Sequence[Float[Array, "r n"]
         plgpu.wgmma(total_ref, left.at[:, half].transpose((1, 0)), right)
 
     def store(refs: Any, block: Any, item: Any, warpgroup: Any, total: Any, patches: Any) -> None:
-        _, _, _, place = division.segment(block, item)
+        _, _, _, place = split.segment(block, item)
         refs[-1].at[place, pl.ds(warpgroup * HALF, HALF)][...] = total
 
-    (partial,) = _multiply_tiles(
+    (partial,) = _cooperative_gemm(
         [x, *grads],
-        jax.ShapeDtypeStruct((division.sums, TILE_M, TILE_N), np.float32),
-        _Ring("kernel_gradients", load, multiply, store, (TILE_K, TILE_M), (TILE_K, TILE_N)),
-        division.items,
-        lambda block, item: division.segment(block, item)[2],
+        jax.ShapeDtypeStruct((split.sums, TILE_M, TILE_N), np.float32),
+        _Gemm("kernel_gradients", load, multiply, store, (TILE_K, TILE_M), (TILE_K, TILE_N)),
+        split.items,
+        lambda block, item: split.segment(block, item)[2],
     )
-    tiles = division.add(partial).astype(jnp.bfloat16).reshape(down, number, per_grad, TILE_M, TILE_N)
+    tiles = split.reduce(partial).astype(jnp.bfloat16).reshape(down, number, per_grad, TILE_M, TILE_N)
     return list(tiles.transpose(1, 0, 3, 2, 4).reshape(number, width, n))
 
 
-class Division(NamedTuple):
-    """How the sums of tiles, `depth` steps each, are divided among blocks.
+class SplitK(NamedTuple):
+    """How the main loops of tiles, `depth` steps each, are split over blocks: split-K, with a remainder by Stream-K.
 
     The first `splits * tiles` blocks have one tile each, and `length` of its steps, so that most read the same rows at
-    a time. The others, `rest` of them, divide the steps that remain, in the order of the tiles.
+    a time. The others, `rest` of them, divide the steps that remain evenly, in the order of the tiles
+    (https://arxiv.org/abs/2301.03598).
     """
 
     tiles: int
@@ -132,7 +134,7 @@ class Division(NamedTuple):
     rest: int
 
     @classmethod
-    def divide(cls, tiles: int, depth: int, blocks: int) -> "Division":
+    def over(cls, tiles: int, depth: int, blocks: int) -> "SplitK":
         splits = blocks // tiles
         rest = blocks - splits * tiles
         length = min(-(-tiles * depth // blocks), depth // splits) if splits else 0
@@ -184,7 +186,7 @@ class Division(NamedTuple):
             jnp.where(is_dedicated, block, self.dedicated + index + other),
         )
 
-    def add(self, partial: Float[Array, "sums m n"]) -> Float[Array, "tiles m n"]:
+    def reduce(self, partial: Float[Array, "sums m n"]) -> Float[Array, "tiles m n"]:
         """The sum of each tile, always in the same order."""
         members = [[split * self.tiles + tile for split in range(self.splits)] for tile in range(self.tiles)]
         for index in range(self.rest if self.remaining else 0):
@@ -197,8 +199,8 @@ class Division(NamedTuple):
         return sum(terms, start=jnp.zeros((), np.float32))
 
 
-class _Ring(NamedTuple):
-    """What a kernel does at each step and with each tile; `refs` are those of the arrays and of the result."""
+class _Gemm(NamedTuple):
+    """What a product does at each step of k and with each tile; `refs` are those of the arrays and of the result."""
 
     name: str  # in a profile
     load: Callable[..., None]  # (refs, block, item, step, copy): calls copy(left, right)
@@ -208,14 +210,14 @@ class _Ring(NamedTuple):
     right: tuple[int, int]
 
 
-def _multiply_tiles(
+def _cooperative_gemm(
     arrays: list[Any],
     out_type: Any,
-    ring: _Ring,
+    gemm: _Gemm,
     count_items: Callable[[Any], Any],  # of a block
     count_steps: Callable[[Any, Any], Any],  # of a block and one of its items
 ) -> list[Array]:
-    """Run a kernel of one block for each multiprocessor, which computes its items, tiles of the result, one by one."""
+    """Run a persistent kernel: one block per multiprocessor, which computes its items, tiles or parts of them."""
     pl, plgpu = pallas()
     transforms = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
 
@@ -226,15 +228,15 @@ def _multiply_tiles(
             @pl.when(warpgroup == 2)
             def _() -> None:
                 plgpu.set_max_registers(40, action="decrease")
-                copy_operands(block, left, right, is_full, is_empty)
+                produce(block, left, right, is_full, is_empty)
 
             @pl.when(warpgroup < 2)
             def _() -> None:
                 plgpu.set_max_registers(232, action="increase")
-                compute_tiles(block, warpgroup, left, right, patches, is_full, is_empty)
+                consume(block, warpgroup, left, right, patches, is_full, is_empty)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-        def copy_operands(block: Any, left: Any, right: Any, is_full: Any, is_empty: Any) -> None:
+        def produce(block: Any, left: Any, right: Any, is_full: Any, is_empty: Any) -> None:
             def copy_item(item: Any, start: Any) -> Any:
                 def copy_step(step: Any, number: Any) -> Any:
                     slot = lax.rem(number, STAGES)
@@ -247,7 +249,7 @@ def _multiply_tiles(
                         plgpu.copy_gmem_to_smem(left_ref, left.at[slot], is_full.at[slot])
                         plgpu.copy_gmem_to_smem(right_ref, right.at[slot], is_full.at[slot])
 
-                    ring.load(refs, block, item, step, copy)
+                    gemm.load(refs, block, item, step, copy)
                     return number + 1
 
                 return lax.fori_loop(0, count_steps(block, item), copy_step, start)
@@ -259,7 +261,7 @@ def _multiply_tiles(
 
             lax.fori_loop(jnp.maximum(total - STAGES, 0), total, drain, None)
 
-        def compute_tiles(
+        def consume(
             block: Any, warpgroup: Any, left: Any, right: Any, patches: Any, is_full: Any, is_empty: Any
         ) -> None:
             half = pl.ds(warpgroup * HALF, HALF)
@@ -271,7 +273,7 @@ def _multiply_tiles(
                     def multiply_step(step: Any, _: None) -> None:
                         slot = lax.rem(start + step, STAGES)
                         plgpu.barrier_wait(is_full.at[slot])
-                        ring.multiply(total_ref, left.at[slot], right.at[slot], half)
+                        gemm.multiply(total_ref, left.at[slot], right.at[slot], half)
                         plgpu.wgmma_wait(1)  # so that the step before this one has been read
 
                         @pl.when(step >= 1)
@@ -284,22 +286,22 @@ def _multiply_tiles(
                     return total_ref[...]
 
                 total = pl.run_scoped(accumulate, plgpu.ACC((HALF, TILE_N), np.float32))
-                ring.store(refs, block, item, warpgroup, total, patches)
+                gemm.store(refs, block, item, warpgroup, total, patches)
                 return start + steps
 
             lax.fori_loop(0, count_items(block), compute_item, jnp.int32(0))
 
         pl.run_scoped(
             run,
-            left=plgpu.SMEM((STAGES, *ring.left), jnp.bfloat16, transforms=transforms),
-            right=plgpu.SMEM((STAGES, *ring.right), jnp.bfloat16, transforms=transforms),
+            left=plgpu.SMEM((STAGES, *gemm.left), jnp.bfloat16, transforms=transforms),
+            right=plgpu.SMEM((STAGES, *gemm.right), jnp.bfloat16, transforms=transforms),
             patches=plgpu.SMEM((2, PATCHES, PATCH, PATCH), jnp.bfloat16, transforms=transforms),
             is_full=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # by the copies of both operands
-            is_empty=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # by both warpgroups
+            is_empty=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # by both consumers
             collective_axes="warpgroup",
         )
 
-    body.__name__ = ring.name
+    body.__name__ = gemm.name
     return plgpu.kernel(
         body,
         out_type=[out_type],

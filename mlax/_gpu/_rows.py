@@ -27,7 +27,7 @@ GELU_SCALE, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of x + cube * x 
 ERFC_SCALE, HALF_ERFC = 0.3275911, (0.5307027145, -0.7265760135, 0.7107068705, -0.142248368, 0.127414796)
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # in place of minus infinity, whose differences are NaN
-FAR = 60.0  # difference of logits up to which sums of powers are in the range of float32
+FAR = 60.0  # difference of logits up to which sums of exponentials are in the range of float32
 
 
 def prefers_norm_kernel(x: Any, scale: Any, axes: tuple[int, ...], accum_dtype: Any) -> bool:
@@ -120,7 +120,7 @@ def norm_gradient_kernel(
     *,
     has_shift: bool,
 ) -> tuple[Float[Array, "*n d"], Float[Array, "k d"]]:
-    """The gradient of `norm_kernel` by x, and, in float32, those by scale and by shift, if it has one, as rows.
+    """The gradient of `norm_kernel` with respect to x, and, in float32, to scale and to shift, if it has one, as rows.
 
     With the cotangent of x that goes around the norm, the first includes it, and its sum over tokens is the last row.
     An RMS norm has no mean.
@@ -186,7 +186,7 @@ def gelu_kernel(x: Float[Array, "*n d"], bias: Float[Array, " d"], *, approximat
 def gelu_gradient_kernel(
     x: Float[Array, "*n d"], bias: Float[Array, " d"], dy: Float[Array, "*n d"], *, approximate: bool
 ) -> tuple[Float[Array, "*n d"], Float[Array, " d"]]:
-    """The gradients of `gelu_kernel` by x, and by the bias in float32."""
+    """The gradients of `gelu_kernel` with respect to x, and to the bias in float32."""
     rows, width, blocks, size = x.size // x.shape[-1], x.shape[-1], GELU_BLOCKS * multiprocessors(), _chunk_size(x)
     pl, plgpu = pallas()
     load = _row_loader(size)
@@ -218,11 +218,11 @@ def gelu_of(x: Any, approximate: bool) -> Any:
 
 def gelu_slope_of(x: Any, approximate: bool) -> Any:
     """The derivative of GELU of float32, in a kernel."""
-    cdf, power = _gelu_cdf(x, approximate)
+    cdf, exponential = _gelu_cdf(x, approximate)
     if approximate:
         slope = GELU_SCALE * (3 * GELU_CUBE) * (x * x) + GELU_SCALE
         return x * (cdf - cdf * cdf) * slope + cdf  # in this order, or it is infinity times 0 for large x
-    return (x * (1 / math.sqrt(2 * math.pi))) * power + cdf
+    return (x * (1 / math.sqrt(2 * math.pi))) * exponential + cdf
 
 
 def _gelu_cdf(x: Any, approximate: bool) -> tuple[Any, Any]:
@@ -232,17 +232,18 @@ def _gelu_cdf(x: Any, approximate: bool) -> tuple[Any, Any]:
     of Mathematical Functions, whose absolute error is 1e-7; the exponential is that of its density.
     """
     if approximate:
-        power = jnp.exp2(x * ((x * x) * (-LOG2_E * GELU_SCALE * GELU_CUBE) + (-LOG2_E * GELU_SCALE)))
-        root = lax.rsqrt(1.0 + power)
-        return root * root, power
-    power, root = jnp.exp2((x * x) * (-0.5 * LOG2_E)), lax.rsqrt(jnp.abs(x) * (ERFC_SCALE * math.sqrt(0.5)) + 1.0)
+        exponential = jnp.exp2(x * ((x * x) * (-LOG2_E * GELU_SCALE * GELU_CUBE) + (-LOG2_E * GELU_SCALE)))
+        root = lax.rsqrt(1.0 + exponential)
+        return root * root, exponential
+    exponential = jnp.exp2((x * x) * (-0.5 * LOG2_E))
+    root = lax.rsqrt(jnp.abs(x) * (ERFC_SCALE * math.sqrt(0.5)) + 1.0)
     t = root * root
-    tail = functools.reduce(lambda total, factor: total * t + factor, HALF_ERFC) * t * power
-    return jnp.where(x >= 0.0, 1.0 - tail, tail), power
+    tail = functools.reduce(lambda total, factor: total * t + factor, HALF_ERFC) * t * exponential
+    return jnp.where(x >= 0.0, 1.0 - tail, tail), exponential
 
 
 @exported
-def other_powers_kernel(
+def softmax_statistics_kernel(
     logits: Float[Array, "n v"], labels: Integer[Array, " n"], *, classes: int
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
     """The largest logit of each row, and the sum of `exp(logit - largest)` but for the label's, in float32.
@@ -265,7 +266,7 @@ def other_powers_kernel(
             return jnp.where(is_class, jnp.maximum(x, LOWEST), LOWEST), jnp.where(is_class & is_other, 1.0, 0.0)
 
         def add_chunk(index: Any, sums: Any, reference: Any) -> Any:
-            """The largest logit and the sum of powers of each column of the chunks so far."""
+            """The largest logit and the sum of exponentials of each column of the chunks so far."""
             x, is_other = read(index * CHUNK, CHUNK)
             return jnp.maximum(sums[0], x), sums[1] + is_other * jnp.exp(x - reference)
 
@@ -280,7 +281,7 @@ def other_powers_kernel(
             tops, sums = lax.fori_loop(0, count, lambda index, sums: add_chunk(index, sums, reference), start)
             return add_rest(jnp.max(tops), jnp.sum(sums), reference)
 
-        # powers relative to the first chunk's largest logit, not to one that rises: half as many exponentials
+        # exponentials relative to the first chunk's largest logit, not to a running maximum: half as many of them
         reference = jnp.max(read(0, CHUNK)[0])
         top, others = add_all(chunks, reference)
         is_far = top - reference > FAR  # then the sum may have overflowed, and is computed again

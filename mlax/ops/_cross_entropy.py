@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from mlax._gpu import on_gpu, other_powers_kernel, prefers_loss_kernel, softmax_gradient_kernel
+from mlax._gpu import on_gpu, prefers_loss_kernel, softmax_gradient_kernel, softmax_statistics_kernel
 from mlax._jax import broadcast_like, explicit_sharding, narrow_indices, reduce_mean, reduce_sum, with_jvps, with_vjp
 from mlax.core import check_is_dtype
 from mlax.ops._activations import soft_cap
@@ -189,10 +189,10 @@ def _max_and_sum(logits: Array, labels: Array, spec: LossSpec) -> tuple[Array, A
     """
     x, top = _read(logits, spec), lax.reduce_max(_mask_columns(logits, spec, -jnp.inf), (logits.ndim - 1,))
     top = lax.stop_gradient(_read(top[..., None], spec))
-    powers = _mask_columns(lax.exp(x - broadcast_like(top, x)), spec)
+    exponentials = _mask_columns(lax.exp(x - broadcast_like(top, x)), spec)
     if _are_classes(labels):
-        powers = jnp.where(_is_label(x, labels), jnp.zeros_like(powers), powers)
-    return top, reduce_sum(powers, (-1,))
+        exponentials = jnp.where(_is_label(x, labels), jnp.zeros_like(exponentials), exponentials)
+    return top, reduce_sum(exponentials, (-1,))
 
 
 def _max_and_sum_by_kernel(logits: Array, labels: Array, spec: LossSpec) -> tuple[Array, Array]:
@@ -200,7 +200,7 @@ def _max_and_sum_by_kernel(logits: Array, labels: Array, spec: LossSpec) -> tupl
 
     def kernel(logits: Array, labels: Array) -> tuple[Array, Array]:
         rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(np.int32)
-        top, total = other_powers_kernel(*rows, classes=_classes(logits, spec))
+        top, total = softmax_statistics_kernel(*rows, classes=_classes(logits, spec))
         return top.reshape(*labels.shape, 1), total.reshape(labels.shape)
 
     return on_gpu(kernel, functools.partial(_max_and_sum, spec=spec), logits, labels)

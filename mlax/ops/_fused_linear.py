@@ -30,7 +30,7 @@ def linears(
 ) -> list[Float[Array, "... f"]]:
     """`linear(x, kernel, bias)` for each pair.
 
-    Where `prefers_product_kernels`, the gradients by x and by the kernels are two kernels on a GPU.
+    Where `prefers_product_kernels`, the gradients with respect to x and to the kernels are two kernels on a GPU.
     """
     check_same_dtype("linears", x=x, **{f"kernel {index}": kernel for index, kernel in enumerate(kernels)})
     if not prefers_product_kernels(x, kernels):

@@ -47,7 +47,7 @@ def prefers_fused_max(x: Array) -> bool:
 
 
 def gather_pool_grad(argmax: Array, y_grad: Array, shape: tuple[int, ...], axes: Layout, windows: Windows) -> Array:
-    """The gradient of a max pooling by an input of `shape`, by the index of the maximum in each window.
+    """The gradient of a max pooling with respect to an input of `shape`, from the index of the maximum in each window.
 
     Each element of the input reads the few windows that it is in. By the transpose of slices it would be the sum of as
     many arrays, with zeros between their elements, as a window has elements.

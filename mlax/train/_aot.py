@@ -151,7 +151,7 @@ class CompiledFunction:
     def start(self, *args: Any) -> None:
         """Trace for these arguments, and compile in the background: `compile`, or a call, waits for the executable.
 
-        XLA compiles without Python's lock, so that other work goes on meanwhile. Of several processes none may be
+        XLA compiles without the GIL, so that other work goes on meanwhile. Of several processes none may be
         ahead of the others, so they compile in the foreground.
         """
         key = self._signature(args)

@@ -72,8 +72,8 @@ class DecoderStack(Wrapper):
     """A Chain of GPT2Blocks that computes a token of many rows with seven kernels a block.
 
     Residual and norm; queries, keys and values; attention; output; residual and norm; hidden layer; output. Products
-    are divided into parts, to use the whole GPU, which are summed by the kernel that comes next, also if that is in the
-    next block.
+    are split along k (split-K) to use the whole GPU, and their partial sums are reduced by the kernel that comes next,
+    also if that is in the next block.
     """
 
     layer: Any  # the Chain
@@ -111,9 +111,9 @@ class DecoderStack(Wrapper):
         return (x, self.multiply(hidden, weights["down"]["kernel"]), weights["down"]["bias"]), state
 
     def multiply(self, x: Any, kernel: Any) -> Any:
-        """The sums (p, b, f), in float32, of the parts of a product of x (b, d) with a kernel (d, f)."""
-        parts = max(2, _gpu.split_depth(x.shape[0], *kernel.shape))  # one would be rounded to the dtype of x
-        return _gpu.rows_linear(x, kernel, parts=parts, interpret=self.interpret)
+        """The partial sums (p, b, f), in float32, of a split-K product of x (b, d) with a kernel (d, f)."""
+        splits = max(2, _gpu.fastest_split(x.shape[0], *kernel.shape))  # one would be rounded to the dtype of x
+        return _gpu.rows_linear(x, kernel, splits=splits, interpret=self.interpret)
 
     def find_refusal(self, x: Any, trainables: Any, non_trainables: Any) -> str | None:
         """Why the kernels do not compute arrays of these shapes and dtypes; None if they do."""

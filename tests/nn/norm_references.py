@@ -16,7 +16,7 @@ def torch(case):
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames="inference_mode")
 def differentiated(layer, x, trainables, non_trainables, g, *, inference_mode=False):
-    """The output and the new state, and the gradients of sum(output * g) by the trainables and the input."""
+    """The output, the new state, and the gradients of sum(output * g) with respect to trainables and input."""
 
     def loss(trainables, x):
         y, new = layer.fwd(x, trainables, non_trainables, inference_mode=inference_mode)

@@ -173,7 +173,7 @@ KERNELS = {  # their modules, arrays and options
     "norm_gradient_kernel": (ROWS, [X, STATISTIC, STATISTIC, ROW, X], {"has_shift": True}),
     "gelu_kernel": (ROWS, [X, ROW], {"approximate": True}),
     "gelu_gradient_kernel": (ROWS, [X, ROW, X], {"approximate": False}),
-    "other_powers_kernel": (ROWS, [LOGITS, LABELS], {"classes": 2000}),
+    "softmax_statistics_kernel": (ROWS, [LOGITS, LABELS], {"classes": 2000}),
     "softmax_gradient_kernel": (ROWS, [LOGITS, LABELS, None, TERM, TERM, (TERM, TERM, TERM)], {"classes": 2048}),
     "gelu_product_kernel": (MLP, [X, UP, HIDDEN], {"approximate": True}),
     "biased_product_kernel": (MLP, [X, UP, HIDDEN], {}),

@@ -156,7 +156,7 @@ def test_a_block_of_gpt2_has_one_kernel_for_each_norm_and_its_gradient_and_sums_
 def test_the_loss_kernel_leaves_the_label_and_the_padding_out_of_the_sum(monkeypatch, classes):
     interpret_kernels(monkeypatch)
     logits, labels = 8 * draw(0, 4, -(-classes // 128) * 128), jnp.asarray([0, 7, classes - 1, classes])
-    top, others = ROWS.other_powers_kernel(logits, labels, classes=classes)
+    top, others = ROWS.softmax_statistics_kernel(logits, labels, classes=classes)
     valid = np.asarray(logits[:, :classes], np.float64)
     np.testing.assert_array_equal(top, valid.max(1))
     is_other = np.arange(classes) != np.asarray(labels)[:, None]
@@ -170,7 +170,7 @@ def test_the_loss_kernel_takes_logits_of_any_range(monkeypatch):
     logits = 8 * draw(0, 5, 2304)
     logits = logits.at[0, 1500].set(1000).at[1, 2200].set(3e38)  # far above the first chunk, in the second and the last
     logits = logits.at[2, :1024].set(-jnp.inf).at[3, 5].set(500).at[4, 1300].set(jnp.nan)
-    top, others = ROWS.other_powers_kernel(logits, labels, classes=classes)
+    top, others = ROWS.softmax_statistics_kernel(logits, labels, classes=classes)
     valid = np.asarray(logits[:4, :classes], np.float64)
     np.testing.assert_array_equal(top[:4], valid.max(1))
     reference = np.exp(valid[:, 1:] - valid.max(1, keepdims=True)).sum(1)

@@ -53,15 +53,15 @@ def test_the_gradients_of_several_products_are_those_of_each(monkeypatch, rows, 
     [(54, 512, 132), (54, 788, 132), (54, 64, 16), (3, 4, 7), (4, 8, 8), (5, 3, 5), (5, 3, 2)],  # 16: a part of a GPU
 )
 def test_each_step_of_each_tile_is_in_one_partial_sum(tiles, depth, blocks):
-    division, seen = PRODUCTS.Division.divide(tiles, depth, blocks), np.zeros((tiles, depth), int)
-    partial = np.zeros((division.sums, 1, 1), np.float32)
+    split, seen = PRODUCTS.SplitK.over(tiles, depth, blocks), np.zeros((tiles, depth), int)
+    partial = np.zeros((split.sums, 1, 1), np.float32)
     for block in range(blocks):
-        for item in range(int(division.items(jnp.int32(block)))):
-            tile, first, steps, place = map(int, division.segment(jnp.int32(block), jnp.int32(item)))
+        for item in range(int(split.items(jnp.int32(block)))):
+            tile, first, steps, place = map(int, split.segment(jnp.int32(block), jnp.int32(item)))
             seen[tile, first : first + steps] += 1
             partial[place] += steps
     np.testing.assert_array_equal(seen, 1)
-    np.testing.assert_array_equal(division.add(jnp.asarray(partial)), np.full((tiles, 1, 1), depth))
+    np.testing.assert_array_equal(split.reduce(jnp.asarray(partial)), np.full((tiles, 1, 1), depth))
 
 
 @needs_mosaic

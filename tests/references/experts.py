@@ -1,4 +1,4 @@
-"""Compare a layer with a case of experts.npz: the output, and the gradients by the input and by every weight."""
+"""Compare a layer with a case of experts.npz: the output, and its gradients with respect to input and weights."""
 
 import functools
 from pathlib import Path

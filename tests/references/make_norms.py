@@ -27,7 +27,7 @@ def set_weights(module):
 
 
 def gradients(module, x, name, case):
-    """The output, and the gradients of sum(output * g) by the input and by each weight."""
+    """The output, and the gradients of sum(output * g) with respect to the input and to each weight."""
     x = x.requires_grad_()
     module.zero_grad()
     y = module(x)

@@ -66,28 +66,28 @@ def test_sum_and_norm_adds_partial_sums_and_a_bias_and_normalizes(width):
     np.testing.assert_allclose(y.astype(jnp.float32), normed, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(64, 1), (64, 3), (48, 1), (16, 2)])
-def test_a_product_of_rows_has_a_bias_and_gelu_or_is_divided_into_parts(rows, parts):
+@pytest.mark.parametrize(("rows", "splits"), [(64, 1), (64, 3), (48, 1), (16, 2)])
+def test_a_product_of_rows_has_a_bias_and_gelu_or_is_split_along_k(rows, splits):
     x, kernel, bias = normal(0, rows, 192), normal(1, 192, 96) / 16, normal(2, 96)
-    y = _gpu.rows_linear(x, kernel, bias if parts == 1 else None, parts=parts, gelu=parts == 1, interpret=True)
+    y = _gpu.rows_linear(x, kernel, bias if splits == 1 else None, splits=splits, gelu=splits == 1, interpret=True)
     product = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
-    if parts == 1:
+    if splits == 1:
         reference = jax.nn.gelu(product + bias.astype(jnp.float32))
         np.testing.assert_allclose(y.astype(jnp.float32), reference, rtol=0.01, atol=0.01)
     else:
-        assert y.shape == (parts, rows, 96) and y.dtype == jnp.float32
+        assert y.shape == (splits, rows, 96) and y.dtype == jnp.float32
         np.testing.assert_allclose(y.sum(0), product, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match="adds the bias and applies GELU"):
-            _gpu.rows_linear(x, kernel, bias, parts=parts)
+            _gpu.rows_linear(x, kernel, bias, splits=splits)
 
 
-def test_products_of_few_rows_are_divided_to_fill_a_gpu():
+def test_products_of_few_rows_are_split_along_k_to_fill_a_gpu():
     shapes = {(768, 2304): 2, (768, 768): 4, (768, 3072): 1, (3072, 768): 4, (64, 64): 1}
-    assert {shape: _gpu.split_depth(64, *shape) for shape in shapes} == shapes
-    assert _gpu.split_depth(512, 768, 768) == 1
+    assert {shape: _gpu.fastest_split(64, *shape) for shape in shapes} == shapes
+    assert _gpu.fastest_split(512, 768, 768) == 1
 
 
-def test_decode_attention_sums_the_parts_of_a_product():
+def test_decode_attention_reduces_the_partial_sums_of_a_product():
     qkv, keys, values, bias = normal(0, 3, 96), *normal(1, 2, 3, 2, 64, 16), normal(2, 96)
     attend = functools.partial(_gpu.decode_attention, heads=2, scale=0.25, interpret=True)
     count = jnp.array([5, 0, 63], "int32")
