@@ -32,6 +32,8 @@ from mlax import train  # noqa: E402  # as the next
 from tests.catalogue.row import FLOATS, Row  # noqa: E402  # after `ops` has been imported under the hook
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell ignores
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup does; a process inherits this, but no handler
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 LONG = ("test_processes", "tests/faults/", "tests/examples/", "test_pages", "test_supervisor")  # files of long tests
 
