@@ -67,8 +67,8 @@ def test_cross_entropy_of_few_classes_is_the_same_on_a_gpu(dtype, options, monke
     for found in (by_gather, by_sum):
         found.extend(pull_back(lambda x: ops.softmax_cross_entropy(x, labels, **options), x, g))
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for a, b in zip(by_gather, by_sum, strict=True):
-        np.testing.assert_array_equal(a, b)
+    # not bitwise: where a CPU has instructions for float16, LLVM contracts other products and sums in each program
+    assert_close(by_sum, by_gather, 2 * float(jnp.finfo(dtype).eps))
     if "mask" not in options:
         assert np.isnan(by_sum[0][4:]).all()
 
