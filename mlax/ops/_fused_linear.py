@@ -102,7 +102,7 @@ def gelu_mlp(
     Where `prefers_mlp_kernels`, one kernel computes the first product and GELU on a GPU, another one its gradient.
     """
     check_same_dtype("gelu_mlp", x=x, kernel=kernel, bias=bias, down=down)
-    if not prefers_mlp_kernels(x, kernel, down):
+    if activation not in (gelu, exact_gelu) or not prefers_mlp_kernels(x, kernel, down):
         return linear(linear(x, kernel, bias, activation=activation), down)
     return _gelu_mlp(activation is gelu)((x, kernel, bias, down))
 
