@@ -23,6 +23,7 @@ BELOW = {
     "place": {"_jax", "_objective", "core", "inspect", "optim"},
     "train": {
         "_compilation_cache",
+        "_garbage",
         "_jax",
         "_malloc",
         "_metric",

@@ -1,16 +1,16 @@
 """Ahead-of-time compilation of a function for a fixed number of signatures."""
 
 import contextlib
-import gc
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mlax._garbage import pause_garbage_collection
 from mlax._jax import key_data, leaves_with_paths, wrap_key_data
 from mlax.core import Documented, check_not_donated, signature
 from mlax.inspect import flops, format_bytes, free_bytes
@@ -302,18 +302,6 @@ class CompiledFunction:
             f"{'; '.join(changed[:4])}{more}. This would recompile, beyond compilations={self.compilations}: keep "
             f"shapes and dtypes fixed (train.Feed pads the last batch), or raise compilations.{other_model}"
         )
-
-
-@contextlib.contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which looks through all that tracing creates and finds nothing to free."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def compiler_options(args: Any, *, is_loop: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jax import lax, random
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlax._garbage import pause_garbage_collection
 from mlax._jax import all_stay_finite, global_norm, leaves_with_paths, named_key
 from mlax._metric import scalar_metrics
 from mlax._objective import (
@@ -38,7 +39,7 @@ from mlax.core import (
 from mlax.inspect import NonFinite, nonfinite
 from mlax.optim import Optimizer, OptimizerState, UpdateContext, train_only
 from mlax.place import Plan
-from mlax.train._aot import CompiledFunction, is_small, pause_garbage_collection
+from mlax.train._aot import CompiledFunction, is_small
 from mlax.train._evaluation import Evaluation
 from mlax.train._loss_scale import LossScale
 from mlax.train._metrics import Metrics

@@ -13,6 +13,7 @@ from jax import stages
 import mlax
 from mlax import nn, optim, place, train
 from tests import asserts
+from tests.processes import outputs_of, start_python
 
 X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
 BATCH = {"x": X, "y": X[:, :2]}
@@ -112,6 +113,16 @@ def test_an_option_that_xla_does_not_have_is_left_out(options, monkeypatch):
     monkeypatch.undo()
     step(state, BATCH)
     assert len(step.aot.compiled) == 1
+
+
+def test_the_garbage_collector_pauses_while_mlax_is_imported():
+    code = (
+        "import gc, jax; runs = []; gc.callbacks.append(lambda phase, info: runs.append(phase)); "
+        "from mlax import nn, optim, train; "
+        "assert runs.count('start') <= 3 and gc.isenabled(); "  # once after each import, instead of a hundred times
+        "gc.disable(); from mlax import zoo; assert not gc.isenabled()"
+    )
+    outputs_of(start_python("-c", code))
 
 
 def test_the_garbage_collector_pauses_while_a_step_is_traced():
