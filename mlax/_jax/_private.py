@@ -1,8 +1,5 @@
 """Private JAX API that mlax uses, and why; no other file imports any.
 
-`define_prng_impl` and `threefry_2x32` are public as `jax.extend.random`, but that path imports all of `jax.extend`
-and Pallas, 0.1 s at the first use of a layer. So they are imported from the private module while it exists.
-
 No public function makes an array weakly typed. An optimizer must keep the weak type of its weights, or the functions
 that take them would recompile.
 
@@ -16,13 +13,7 @@ import jax
 from jax._src import lib
 from jax._src.lax.lax import _convert_element_type
 
-try:
-    from jax._src.extend.random import define_prng_impl
-    from jax._src.random.threefry2x32 import threefry_2x32
-except ImportError:
-    from jax.extend.random import define_prng_impl, threefry_2x32
-
-__all__ = ["cuda_versions", "define_prng_impl", "threefry_2x32", "with_weak_type"]
+__all__ = ["cuda_versions", "with_weak_type"]
 
 
 def with_weak_type(x: jax.Array) -> jax.Array:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-
-from mlax._jax._private import define_prng_impl, threefry_2x32
+from jax.extend.random import define_prng_impl, threefry_2x32
 
 Sampler = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of a key, a shape and a dtype
 

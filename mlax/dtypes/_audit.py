@@ -1,13 +1,13 @@
 """audit: find the operations in a function's jaxpr that leave its declared dtype."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mlax._jax import layer_path, source_line
 from mlax.core import Documented, Layer, check_is_dtype, short_repr
@@ -153,7 +153,7 @@ _ALGORITHM_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F6
 
 def _sub_jaxprs(holder) -> Iterator[Any]:
     """The jaxprs in an equation's params: plain, traced, in a tuple, or in an object with params."""
-    if isinstance(holder, _jaxpr_types()):
+    if isinstance(holder, (Jaxpr, ClosedJaxpr)):
         yield holder
     elif isinstance(holder, jax.stages.Traced):
         yield holder.jaxpr
@@ -163,13 +163,6 @@ def _sub_jaxprs(holder) -> Iterator[Any]:
     elif isinstance(holder, (tuple, list)):
         for item in holder:
             yield from _sub_jaxprs(item)
-
-
-@functools.cache
-def _jaxpr_types() -> tuple[type, ...]:
-    from jax.extend import core  # imports Pallas, so only when something is audited
-
-    return core.Jaxpr, core.ClosedJaxpr
 
 
 def _is_float(aval) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from mlax._jax import is_backward_pass, layer_path, source_line
 from mlax.core import STACKED, Documented, document_tuple, signature
@@ -119,8 +120,6 @@ class _Program(NamedTuple):
 
     def _evaluate(self, equation: Any, inputs: list[Any]) -> list[Any]:
         """The outputs of one equation, as those of a jaxpr that has no other; None for one that is not used."""
-        from jax.extend import core  # imports Pallas, so only when it is needed
-
         if any(equation.params.get("donated_invars", ())):  # they are needed again
             kept = {"donated_invars": (False,) * len(equation.invars)}
             equation = equation.replace(params={**equation.params, **kept})
@@ -214,7 +213,7 @@ def _enter_scan(program: _Program, equation: Any, inputs: list[Any], is_bad: IsB
     num_carry = len(equation.outvars) - count_stacked(equation.outvars, body.jaxpr.outvars)
     num_consts = len(inputs) - num_carry - num_xs
     consts, carry, xs = inputs[:num_consts], inputs[num_consts : len(inputs) - num_xs], inputs[len(inputs) - num_xs :]
-    run = jax.jit(_jaxpr_as_function(body))
+    run = jax.jit(core.jaxpr_as_fun(body))
     for i in reversed(range(length)) if equation.params["reverse"] else range(length):
         arguments = [*consts, *carry, *(x[i] for x in xs)]
         outputs = run(*arguments)
@@ -228,7 +227,7 @@ def _enter_while(program: _Program, equation: Any, inputs: list[Any], is_bad: Is
     params = equation.params
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, consts, carry = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
-    condition, run = (jax.jit(_jaxpr_as_function(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
+    condition, run = (jax.jit(core.jaxpr_as_fun(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
     body, i = params["body_jaxpr"], 0
     while condition(*cond_consts, *carry)[0]:
         outputs = run(*consts, *carry)
@@ -281,9 +280,3 @@ def _is_literal(variable: Any) -> bool:
 
 def _variables(variables: Sequence[Any]) -> list[Any]:
     return [each for each in variables if not _is_literal(each)]
-
-
-def _jaxpr_as_function(closed: Any) -> Callable[..., Any]:
-    from jax.extend import core  # imports Pallas, so only when it is needed
-
-    return core.jaxpr_as_fun(closed)
