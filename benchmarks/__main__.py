@@ -91,20 +91,29 @@ def check_gpu() -> None:
 
 
 def find_installed(jobs: list[Job], torch_python: str) -> list[Job]:
-    """The jobs whose libraries there are."""
-    return [job for job in jobs if is_installed(job.entry.library, torch_python)]
+    """The jobs whose packages are installed."""
+    return [job for job in jobs if is_installed(job.entry.library, torch_python, job.entry.packages)]
 
 
 @functools.cache
-def is_installed(library: str, torch_python: str) -> bool:
+def is_installed(library: str, torch_python: str, others: tuple[str, ...] = ()) -> bool:
+    """Whether a library and the other packages that its program imports are installed; if not, print which are not."""
+    if others and not is_installed(library, torch_python):
+        return False
     python = torch_python if library == TORCH else sys.executable
-    modules = ("torch",) if library == TORCH else PACKAGES[library]
-    code = f"import importlib.util, sys; sys.exit(None in map(importlib.util.find_spec, {modules}))"
-    found = subprocess.run([python, "-c", code], env=environment_for(python)).returncode == 0
-    if not found:
-        advice = "pass --torch" if library == TORCH else "pip install -e '.[bench]'"
-        print(f"{library} does not take part: {python} does not have {', '.join(modules)}; {advice}", flush=True)
-    return found
+    packages = others or (("torch",) if library == TORCH else PACKAGES[library])
+    code = f"import importlib.util as util; print(*[name for name in {packages} if util.find_spec(name) is None])"
+    try:
+        found = subprocess.run([python, "-c", code], env=environment_for(python), stdout=subprocess.PIPE, text=True)
+        missing = found.stdout.strip().replace(" ", ", ")
+    except OSError as error:
+        raise SystemExit(f"--torch: {python} cannot be run: {error.strerror}.") from None
+    if found.returncode or missing:
+        advice = "install it there, or pass --torch" if library == TORCH else "pip install -e '.[bench]'"
+        where = f" where its programs import {', '.join(others)}" if others else ""
+        lacking = f"does not have {missing}" if missing else "fails"
+        print(f"{library} does not take part{where}: {python} {lacking}; {advice}", flush=True)
+    return not found.returncode and not missing
 
 
 def select(only: list[str]) -> list[Job]:

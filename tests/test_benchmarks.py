@@ -1,6 +1,7 @@
 """Benchmarks: what can be checked without measuring anything."""
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(Pool, "measure", measure)
     monkeypatch.setattr(command, "check_gpu", lambda: None)
-    monkeypatch.setattr(command, "is_installed", lambda library, python: True)
+    monkeypatch.setattr(command, "is_installed", lambda library, python, packages: True)
     monkeypatch.setattr(sys, "argv", ["", "gpu", "--only", "gpt2", "--folder", str(tmp_path)])
     assert command.main() == int(slow)
     assert ("FAILS" in capsys.readouterr().out) == slow
@@ -94,6 +95,25 @@ def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys
     assert command.main() == int(slow)
     assert ran == [f"gpt2:{entry.name}" for entry in STEP.entries[2:]]
     assert file.read_text() == "".join(lines)
+
+
+def test_a_program_whose_packages_are_missing_does_not_take_part_and_is_named(capsys):
+    jobs = [Job(STEP, Entry(MLAX)), Job(STEP, Entry(MLAX, packages=("json", "no_such_package")))]
+    assert command.find_installed(jobs, sys.executable) == jobs[:1]
+    printed = capsys.readouterr().out
+    assert "where its programs import json, no_such_package" in printed and "does not have no_such_package;" in printed
+
+
+def test_each_import_of_a_peer_in_pytorch_is_of_the_packages_of_its_entries():
+    source = (ROOT / "benchmarks" / "suite" / "torch_programs.py").read_text()
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)) - set(sys.stdlib_module_names)
+    declared = {name for work in WORKS for entry in work.entries if entry.library == TORCH for name in entry.packages}
+    assert imported - {"torch", "numpy", "benchmarks"} == declared
+
+
+def test_a_python_that_cannot_be_run_is_named():
+    with pytest.raises(SystemExit, match="--torch: /no/such/python cannot be run: No such file"):
+        command.is_installed(TORCH, "/no/such/python")
 
 
 def test_claims_about_libraries_that_were_not_selected_are_not_judged():

@@ -65,6 +65,7 @@ class Entry(NamedTuple):
     variant: str = ""  # which follows the library in tables
     options: dict[str, Any] = {}  # of its program
     gib: float | None = None  # of device memory that it may take, if more than others
+    packages: tuple[str, ...] = ()  # that its program imports beside those of the library
 
     @property
     def name(self) -> str:
@@ -101,6 +102,7 @@ class Work:
 
 SCANNED = Entry(MLAX, "scanned", {"mode": "scan"})
 UNROLLED = Entry(MLAX, "", {"mode": "unroll"})
+TRANSFORMERS = Entry(TORCH, "static cache", packages=("transformers",))
 WORKS = (
     Work(
         "gpt2",
@@ -143,7 +145,7 @@ WORKS = (
         "ResNet-50, training step, B 256",
         "resnet",
         ResNet(),
-        (Entry(MLAX), Entry(TORCH, gib=20), Entry(FLAX)),
+        (Entry(MLAX), Entry(TORCH, gib=20, packages=("torchvision",)), Entry(FLAX)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 36.0)),
         gib=18,
     ),
@@ -152,7 +154,7 @@ WORKS = (
         "ViT-B/16, training step, B 256",
         "vit",
         ViT(),
-        (UNROLLED, SCANNED, Entry(TORCH), Entry(FLAX, gib=35)),
+        (UNROLLED, SCANNED, Entry(TORCH, packages=("torchvision",)), Entry(FLAX, gib=35)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 66.0), Claim(SCANNED.name, 1.05, MLAX)),
         gib=26,
         calls=5,
@@ -162,7 +164,7 @@ WORKS = (
         "GPT-2 124M, decoding of 512 tokens, B 1",
         "decode",
         GPT2(batch=1),
-        (Entry(MLAX), Entry(JAX), Entry(TORCH, "static cache")),
+        (Entry(MLAX), Entry(JAX), TRANSFORMERS),
         (Claim(MLAX, 1.0, PEERS, "rate"), Claim(MLAX, 2_500, metric="rate")),
         gib=3,
         calls=1,
@@ -172,7 +174,7 @@ WORKS = (
         "GPT-2 124M, decoding of 512 tokens, B 64",
         "decode",
         GPT2(batch=64),
-        (Entry(MLAX), Entry(JAX), Entry(TORCH, "static cache")),
+        (Entry(MLAX), Entry(JAX), TRANSFORMERS),
         (Claim(MLAX, 1.0, PEERS, "rate"), Claim(MLAX, 110_000, metric="rate")),
         gib=6,
         calls=1,
