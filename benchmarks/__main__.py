@@ -25,7 +25,7 @@ from benchmarks.suite.claims import Verdict, compare, is_selected, judge
 from benchmarks.suite.rows import PACKAGES, Row, append, merge, read, to_rows
 from benchmarks.suite.schedule import Job, Pool, device_gib, environment_for
 from benchmarks.suite.tables import page_tables, readme_tables, write_tables
-from benchmarks.suite.works import TORCH, WORKS, shrink
+from benchmarks.suite.works import TORCH, WORKS, Entry, shrink
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,7 +67,9 @@ def run_gpu(rows: Path, options: argparse.Namespace) -> int:
 
 def run_cpu(rows: Path, options: argparse.Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    torch = [options.torch] if is_installed(TORCH, options.torch) else []
+    if missing := missing_packages(Entry(TORCH), options.torch):
+        print_missing("PyTorch does not take part", TORCH, missing, options.torch)
+    torch = [] if missing else [options.torch]
     commands = {name: [f"benchmarks/{name}.py", *torch] for name in ("layers", "train")} | {"scaling": SCALING}
     if unknown := set(options.only) - set(commands):
         raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}, but: {', '.join(commands)}.")
@@ -91,29 +93,40 @@ def check_gpu() -> None:
 
 
 def find_installed(jobs: list[Job], torch_python: str) -> list[Job]:
-    """The jobs whose packages are installed."""
-    return [job for job in jobs if is_installed(job.entry.library, torch_python, job.entry.packages)]
+    """The jobs whose packages are installed; prints what the others do not take part in."""
+    found, left_out = [], {}
+    for job in jobs:
+        if missing := missing_packages(job.entry, torch_python):
+            left_out.setdefault((job.entry.library, missing), []).append(job.work.name)
+        else:
+            found.append(job)
+    for (library, missing), works in left_out.items():
+        print_missing(f"{library} does not take part in {', '.join(works)}", library, missing, torch_python)
+    return found
+
+
+def missing_packages(entry: Entry, torch_python: str) -> tuple[str, ...]:
+    """The packages of an entry's library and program that its Python does not have."""
+    own = ("torch",) if entry.library == TORCH else PACKAGES[entry.library]
+    return _missing((*own, *entry.packages), torch_python if entry.library == TORCH else sys.executable)
 
 
 @functools.cache
-def is_installed(library: str, torch_python: str, others: tuple[str, ...] = ()) -> bool:
-    """Whether a library and the other packages that its program imports are installed; if not, print which are not."""
-    if others and not is_installed(library, torch_python):
-        return False
-    python = torch_python if library == TORCH else sys.executable
-    packages = others or (("torch",) if library == TORCH else PACKAGES[library])
+def _missing(packages: tuple[str, ...], python: str) -> tuple[str, ...]:
     code = f"import importlib.util as util; print(*[name for name in {packages} if util.find_spec(name) is None])"
+    command = [python, "-c", code]
     try:
-        found = subprocess.run([python, "-c", code], env=environment_for(python), stdout=subprocess.PIPE, text=True)
-        missing = found.stdout.strip().replace(" ", ", ")
-    except OSError as error:
-        raise SystemExit(f"--torch: {python} cannot be run: {error.strerror}.") from None
-    if found.returncode or missing:
-        advice = "install it there, or pass --torch" if library == TORCH else "pip install -e '.[bench]'"
-        where = f" where its programs import {', '.join(others)}" if others else ""
-        lacking = f"does not have {missing}" if missing else "fails"
-        print(f"{library} does not take part{where}: {python} {lacking}; {advice}", flush=True)
-    return not found.returncode and not missing
+        found = subprocess.run(command, env=environment_for(python), stdout=subprocess.PIPE, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"--torch: {python} is not a Python that runs: {error}.") from None
+    return tuple(found.stdout.split())
+
+
+def print_missing(head: str, library: str, missing: tuple[str, ...], torch_python: str) -> None:
+    python, advice = sys.executable, "pip install -e '.[bench]'"
+    if library == TORCH:
+        python, advice = torch_python, "install it there, or pass --torch"
+    print(f"{head}: {python} does not have {', '.join(missing)}; {advice}", flush=True)
 
 
 def select(only: list[str]) -> list[Job]:

@@ -3,8 +3,8 @@ block and the training step of a small CNN are no slower than PyTorch's.
 
 Lists where mlax is slower. All compute the same thing in float32, except for Flax's norms, whose variance is by default
 the less accurate mean(x^2) - mean(x)^2. Libraries whose compiled programs are the same, but for names, are equally
-fast, whatever the noise of the machine: "=". Where mlax seems slower than Flax or Equinox, three times as many new
-rounds decide, alone.
+fast, whatever the noise of the machine: "=". Where mlax seems slower than Flax or Equinox, the layer
+is measured again, and three times as many new rounds decide, alone.
 
     python benchmarks/layers.py [python-with-torch] [names...] [--rounds N]    # 10 minutes; names as "Conv"
 
@@ -19,7 +19,9 @@ PyTorch runs in its own process, which idles while JAX computes, and vice versa.
 
 import argparse
 import importlib
+import itertools
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Callable
@@ -66,11 +68,12 @@ SHAPES = {  # of the inputs: channels last, and time first for LSTM and GRU
 }
 CLAIMS = {"GELU MLP": "a GELU MLP block", "CNN": "the training step of a CNN"}
 PEERS = {"PyTorch": "torch", "Flax": "flax", "Equinox": "equinox"}
+JAX_PEERS = ("Flax", "Equinox")
 TOLERANCE = 1.05
 RATE = 1e-3
 LEAST = 0.03  # seconds of each measurement
 KINDS = {"forward": "Forward", "training": "Training step"}
-Which = tuple[str, str]  # a kind and a library
+Run = tuple[str, str]  # a kind of step and a library
 
 
 def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str | None = None) -> None:
@@ -117,10 +120,10 @@ def main(names: list[str], torch_python: str | None, rounds: int, rows_path: str
             print(verdict(f"{title} is no slower than PyTorch's ({ratio:.2f})", ratio <= TOLERANCE))
 
 
-def measure_layer(name: str, torch: Process | None, rounds: int) -> tuple[dict[Which, float], dict[Which, str | None]]:
+def measure_layer(name: str, torch: Process | None, rounds: int) -> tuple[dict[Run, float], dict[Run, str | None]]:
     """The median seconds of each kind and library, interleaved, and the hashes of the programs."""
-    measurements: dict[Which, Callable[[], list[float]]] = {}
-    programs: dict[Which, str | None] = {}
+    measurements: dict[Run, Callable[[], list[float]]] = {}
+    programs: dict[Run, str | None] = {}
     for library, steps in {"mlax": jax_steps("mlax", name), **jax_peers(name)}.items():
         for kind, (step, program) in steps.items():
             measurements[kind, library], programs[kind, library] = partial(time_steps, step, least=LEAST), program
@@ -128,17 +131,20 @@ def measure_layer(name: str, torch: Process | None, rounds: int) -> tuple[dict[W
         measurements |= {(kind, "PyTorch"): partial(torch.ask, f"{kind} {name}") for kind in KINDS}
     interleave(measurements, rounds=1)  # compiles
     times = median_times(measurements, rounds)
-    if any(ratio_to(peer, kind, times, programs) > TOLERANCE for peer in PEERS if peer != "PyTorch" for kind in KINDS):
+    ratios = {each: ratio_to(*each, times, programs) for each in itertools.product(JAX_PEERS, KINDS)}
+    if slower := [f"{peer} ({kind}), {ratio:.2f}" for (peer, kind), ratio in ratios.items() if ratio > TOLERANCE]:
+        print(f"{name} is measured again, since it seems slower than that of {', '.join(slower)}", flush=True)
         times = median_times(measurements, 3 * rounds)
     return times, programs
 
 
-def median_times(measurements: dict[Which, Callable[[], list[float]]], rounds: int) -> dict[Which, float]:
+def median_times(measurements: dict[Run, Callable[[], list[float]]], rounds: int) -> dict[Run, float]:
+    """The median seconds of each, over interleaved rounds."""
     times = interleave(measurements, rounds=rounds)
-    return {which: statistics.median(map(statistics.median, repeats)) for which, repeats in times.items()}
+    return {run: statistics.median(map(statistics.median, repeats)) for run, repeats in times.items()}
 
 
-def ratio_to(peer: str, kind: str, times: dict[Which, float], programs: dict[Which, str | None]) -> float:
+def ratio_to(peer: str, kind: str, times: dict[Run, float], programs: dict[Run, str | None]) -> float:
     """The time of mlax relative to a peer's: 1 if their programs are the same, NaN if the peer has no such layer."""
     program = programs[kind, "mlax"]
     if program is not None and programs.get((kind, peer)) == program:
@@ -149,7 +155,7 @@ def ratio_to(peer: str, kind: str, times: dict[Which, float], programs: dict[Whi
 def jax_peers(name: str) -> dict[str, Any]:
     """The steps of each installed JAX peer that has such a layer."""
     steps = {}
-    for peer in ("Flax", "Equinox"):
+    for peer in JAX_PEERS:
         try:
             steps[peer] = jax_steps(PEERS[peer], name)
         except (ModuleNotFoundError, KeyError):
@@ -249,6 +255,8 @@ if __name__ == "__main__":
         arguments.add_argument("--rows", help="a file that rows are appended to")
         parsed = arguments.parse_args()
         names: list[str] = parsed.names
-        torch_python = names.pop(0) if names and names[0] not in SHAPES else None
+        torch_python = names.pop(0) if names and shutil.which(names[0]) else None
+        if unknown := set(names) - set(SHAPES):
+            arguments.error(f"there is no layer or Python {'; '.join(sorted(unknown))}. Layers: {'; '.join(SHAPES)}")
         main(names or list(SHAPES), torch_python, parsed.rounds, parsed.rows)
         sys.exit(1 if FAILED else 0)

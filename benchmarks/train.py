@@ -30,7 +30,7 @@ from harness import FAILED, Process, interleave, print_table, seconds, serve, ve
 
 RATE, DECAY, DEPTH, HEADS, CHANNELS = 1e-3, 0.01, 4, 4, 32
 STEPS = {"digits": 60, "characters": 8}  # per round
-FIT_EPOCHS = 5  # of these steps in a run of `train.fit`, whose beginning and end would count too much in one
+FIT_EPOCHS = 5  # of these steps in a run of `train.fit`: in one, its beginning and its end would count too much
 PEERS = {"Flax": "flax_training", "Equinox": "equinox_training"}
 PACE, LIMIT, STALL = 10e-3, 0.02, 5e-3
 
@@ -205,7 +205,7 @@ def make_batches(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class TimedFeed:
-    """A feed that records when each batch is requested, and when everything is computed after the last one."""
+    """A feed that records when each batch is requested, and when `fit` has computed and saved all."""
 
     def __init__(self, feed: Any):
         self.feed = feed
@@ -225,22 +225,22 @@ class TimedFeed:
         return self
 
     def __exit__(self, *error: object) -> None:
+        import jax
+
+        jax.block_until_ready(jax.live_arrays())  # the last state, too
+        self.times.append(time.perf_counter())
         self.batches.__exit__(*error)
 
     def __iter__(self) -> Any:
-        import jax
-
         for batch in self.batches:
             self.times.append(time.perf_counter())
             yield batch
-        jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
-        self.times.append(time.perf_counter())
 
     def position(self) -> Any:
         return self.batches.position()
 
     def seconds_per_step(self) -> float:
-        """The mean seconds of a step, from the first batch until everything is computed."""
+        """The mean seconds of a step, from the first batch until all is computed and saved."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 

@@ -1,9 +1,11 @@
 """Benchmarks: what can be checked without measuring anything."""
 
+import ast
+import collections
 import importlib
-import re
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
@@ -12,6 +14,7 @@ from benchmarks.suite.rows import merge
 from benchmarks.suite.schedule import Job, Measurement, Pool
 from benchmarks.suite.tables import MARKERS, failing, table, write_tables
 from benchmarks.suite.works import MLAX, PEERS, TORCH, WORKS, Claim, Entry
+from mlax import nn, train
 from tests.processes import ROOT
 
 STEP = next(work for work in WORKS if work.name == "gpt2")
@@ -29,7 +32,7 @@ def benchmark(monkeypatch):
     """A function that imports a benchmark by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module
-    for name in ("train", "harness"):
+    for name in ("train", "layers", "harness"):
         sys.modules.pop(name, None)
 
 
@@ -41,6 +44,16 @@ def test_the_benchmark_of_training_says_that_there_is_no_peer(benchmark, monkeyp
     train.main(None, 1)
     printed = capsys.readouterr().out
     assert "no peer to compare with" in printed and "no slower than the fastest peer" not in printed
+
+
+def test_the_time_of_fit_ends_when_its_last_step_is_computed(benchmark, tmp_path):
+    bench = benchmark("train")
+    rng = np.random.default_rng(0)
+    source = {"x": rng.standard_normal((8, 3), np.float32), "y": rng.integers(0, 2, 8, np.int32)}
+    feed = bench.TimedFeed(train.Feed(source, 4, seed=0))
+    step, state = bench.mlax_step(nn.Linear(2), feed.example["x"])
+    train.fit(step, state, feed, steps=3, run=tmp_path)
+    assert len(feed.times) == 3 + 1 and feed.seconds_per_step() == (feed.times[-1] - feed.times[0]) / 3
 
 
 def test_a_claim_is_about_the_best_peer_and_not_about_other_forms_of_mlax():
@@ -81,7 +94,7 @@ def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(Pool, "measure", measure)
     monkeypatch.setattr(command, "check_gpu", lambda: None)
-    monkeypatch.setattr(command, "is_installed", lambda library, python, packages: True)
+    monkeypatch.setattr(command, "missing_packages", lambda entry, python: ())
     monkeypatch.setattr(sys, "argv", ["", "gpu", "--only", "gpt2", "--folder", str(tmp_path)])
     assert command.main() == int(slow)
     assert ("FAILS" in capsys.readouterr().out) == slow
@@ -98,22 +111,44 @@ def test_the_exit_status_tells_whether_claims_hold(monkeypatch, tmp_path, capsys
 
 
 def test_a_program_whose_packages_are_missing_does_not_take_part_and_is_named(capsys):
-    jobs = [Job(STEP, Entry(MLAX)), Job(STEP, Entry(MLAX, packages=("json", "no_such_package")))]
+    jobs = [Job(STEP, Entry(MLAX)), Job(DECODING, Entry(MLAX, packages=("json", "no_such_package")))]
     assert command.find_installed(jobs, sys.executable) == jobs[:1]
     printed = capsys.readouterr().out
-    assert "where its programs import json, no_such_package" in printed and "does not have no_such_package;" in printed
+    assert printed.startswith("mlax does not take part in decode-b1: ") and "not have no_such_package;" in printed
 
 
-def test_each_import_of_a_peer_in_pytorch_is_of_the_packages_of_its_entries():
-    source = (ROOT / "benchmarks" / "suite" / "torch_programs.py").read_text()
-    imported = set(re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)) - set(sys.stdlib_module_names)
-    declared = {name for work in WORKS for entry in work.entries if entry.library == TORCH for name in entry.packages}
-    assert imported - {"torch", "numpy", "benchmarks"} == declared
+def test_entries_of_pytorch_name_the_packages_that_their_programs_import():
+    module = ast.parse((ROOT / "benchmarks" / "suite" / "torch_programs.py").read_text())
+    programs = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
+    for job in (Job(work, entry) for work in WORKS for entry in work.entries if entry.library == TORCH):
+        imports = [node for node in ast.walk(programs[job.work.program]) if isinstance(node, ast.ImportFrom)]
+        assert {node.module.partition(".")[0] for node in imports} == set(job.entry.packages), job.name
 
 
-def test_a_python_that_cannot_be_run_is_named():
-    with pytest.raises(SystemExit, match="--torch: /no/such/python cannot be run: No such file"):
-        command.is_installed(TORCH, "/no/such/python")
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
+def test_a_python_that_does_not_run_is_named(python):
+    with pytest.raises(SystemExit, match=f"--torch: {python} is not a Python that runs: "):
+        command.missing_packages(Entry(TORCH), python)
+
+
+@pytest.mark.parametrize("again", [1.0, 1.2])
+def test_new_rounds_alone_decide_whether_a_layer_is_slower(benchmark, monkeypatch, capsys, again):
+    layers = benchmark("layers")
+    calls = collections.Counter()
+
+    def time_steps(library, least):
+        calls[library] += 1
+        is_first = calls[library] <= 2 * (1 + 5)  # of both kinds: one call that compiles, and 5 rounds
+        return [{"mlax": 1.5 if is_first else again}.get(library, 1.0)]
+
+    monkeypatch.setattr(layers, "jax_steps", lambda library, name: dict.fromkeys(layers.KINDS, (library, None)))
+    monkeypatch.setattr(layers, "jax_peers", lambda name: {"Flax": dict.fromkeys(layers.KINDS, ("Flax", None))})
+    monkeypatch.setattr(layers, "time_steps", time_steps)
+    times, programs = layers.measure_layer("Linear", None, 5)
+    assert layers.ratio_to("Flax", "forward", times, programs) == again and calls["mlax"] == 2 * (1 + 5 + 15)
+    assert (
+        "Linear is measured again, since it seems slower than that of Flax (forward), 1.50" in capsys.readouterr().out
+    )
 
 
 def test_claims_about_libraries_that_were_not_selected_are_not_judged():
@@ -128,6 +163,14 @@ def test_the_page_lists_the_layers_that_are_slower_than_those_of_a_jax_peer():
     found = [(title, name, value) for title, each in times.items() for name, value in each.items()]
     rows = [{"title": title, "library": name, "value": value, **about} for title, name, value in found]
     assert failing(rows) == "1 of 2 claims hold; these fail:\n\n- Conv: mlax 1.2 ms, 1.20 x Flax NNX, at most 1.05"
+
+
+def test_the_page_lists_the_exponents_that_exceed_theory():
+    about = {"work": "scaling", "library": MLAX, "title": "length", "unit": "exponent", "theory": 0}
+    rows = [{**about, "metric": "compilation", "value": 0.3, "holds": False}]
+    rows += [{**about, "metric": "time", "value": 0.1, "holds": True}]
+    wanted = "1 of 2 claims hold; these fail:\n\n- compilation by length: exponent 0.30, theory 0"
+    assert failing(rows) == wanted
 
 
 def test_the_page_of_benchmarks_names_every_row_and_every_script():

@@ -58,6 +58,15 @@ def judge_cpu(rows: Iterable[Row]) -> list[Verdict]:
     return verdicts
 
 
+def judge_scaling(rows: Iterable[Row]) -> list[Verdict]:
+    """Whether each exponent is at most that of theory, as benchmarks/scaling.py found when it measured it."""
+    return [
+        (f"{row['metric']} by {row['title']}: exponent {row['value']:.2f}, theory {row['theory']:g}", row["holds"])
+        for row in rows
+        if row["work"] == "scaling"
+    ]
+
+
 def is_selected(claim: Claim, entries: Collection[str]) -> bool:
     """Whether a claim is about these entries of its work: one that is restricted to others says nothing about it."""
     if claim.of == PEERS:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.suite.claims import judge, judge_cpu
+from benchmarks.suite.claims import judge, judge_cpu, judge_scaling
 from benchmarks.suite.rows import Row
 from benchmarks.suite.works import WORKS
 
@@ -61,10 +61,10 @@ def _order(rows: Sequence[Row], key: Callable[[Row], str]) -> Callable[[Row], in
 
 
 def failing(rows: Sequence[Row]) -> str:
-    """The claims that the rows do not bear out."""
+    """How many claims hold, and which fail."""
     measured = {row["work"] for row in rows}
     verdicts = [judge(work, claim, rows) for work in WORKS if work.name in measured for claim in work.claims]
-    verdicts += judge_cpu(rows)
+    verdicts += [*judge_cpu(rows), *judge_scaling(rows)]
     failed = [words for words, holds in verdicts if not holds]
     if not verdicts:
         return ""
