@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks import loss_curves
 from benchmarks.suite.claims import compare, judge
 from benchmarks.suite.rows import merge
 from benchmarks.suite.schedule import Job, Measurement, Pool
@@ -79,6 +80,18 @@ def test_a_library_that_computes_other_losses_fails():
     losses = {MLAX: [10.0, 9.0, 8.0], "Flax NNX": [10.0, 9.0, 8.05], TORCH: [10.0, 9.5, 9.0]}
     (words, holds), (others, same) = compare(STEP, losses)
     assert holds and not same and "Flax NNX" in words and TORCH in others
+
+
+def test_a_loss_curve_may_be_as_far_from_float32_as_the_plain_form_is():
+    noise = np.random.default_rng(0).normal(scale=1e-3, size=(6, 4, 300))
+    shifts = {loss_curves.FLOAT32: 0, loss_curves.PLAIN: -0.01, loss_curves.ROUNDED: -0.008}
+    shifts |= {"closer": -0.002, "mirrored": 0.01, "farther": -0.015}
+    curves = {name: (5 + shift + each).tolist() for (name, shift), each in zip(shifts.items(), noise, strict=True)}
+    errors = dict.fromkeys(shifts, 0.01)
+    claims = {row[0]: row[-1] for row in loss_curves.compare(curves, errors)}
+    assert "holds" in claims["closer"] and "holds" in claims["mirrored"] and "FAILS" in claims["farther"]
+    claims = {row[0]: row[-1] for row in loss_curves.compare(curves, {**errors, "closer": 0.012})}
+    assert "FAILS" in claims["closer"] and "holds" in claims["mirrored"]  # by the error of its gradients
 
 
 @pytest.mark.parametrize("slow", [False, True])
