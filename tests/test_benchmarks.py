@@ -207,22 +207,35 @@ read line
 echo '{{"state": "first"}}'
 echo '{{"state": "ready"}}'
 [ $3 = mlp ] && exit 0
-read line
-echo '{{"state": "done", "times": [0.5]}}'
+while read line; do
+  [ "$line" = end ] && {{ echo '{{"state": "done", "times": [0.5]}}'; exit 0; }}
+  echo $3 $4 >> {tmp_path}/turns
+  [ $3 = decode-b1 ] && exit 0
+  echo '{{"state": "repeated"}}'
+done
 """)
     path.chmod(0o755)
     return str(path)
 
 
 def test_a_program_that_fails_is_reported_with_its_reason_and_others_are_measured(fake_python, tmp_path):
-    names = ("gpt2", "resnet50", "vit", "lstm", "mlp")
+    names = ("gpt2", "resnet50", "vit", "lstm", "mlp", "decode-b1")
     jobs = [Job(work, Entry(TORCH)) for name in names for work in WORKS if work.name == name]
     measured = {each.job.work.name: each for each in Pool(fake_python, tmp_path, limit=1.0, gib=500).measure(jobs)}
     assert measured["gpt2"].report["times"] == [0.5] and measured["gpt2"].seconds_to_first < 5
     assert measured["lstm"].report["times"] == [0.5]  # tried again, alone
-    reasons = {"resnet50": "ValueError: of the program", "vit": "took more than 1 s", "mlp": "it ended without a word"}
+    reasons = {"resnet50": "ValueError: of the program", "vit": "took more than 1 s"}
+    reasons |= dict.fromkeys(("mlp", "decode-b1"), "it ended without a word")  # before and in a repetition
     assert {name: measured[name].reason for name in reasons} == reasons
     assert not any(measured[name].report for name in reasons)
+
+
+def test_libraries_that_do_one_work_run_their_repetitions_in_turn(fake_python, tmp_path):
+    work = next(work for work in WORKS if work.name == "adamw")
+    jobs = [Job(work, Entry(TORCH, name)) for name in ("eager", "fused")]
+    assert all(each.report for each in Pool(fake_python, tmp_path).measure(jobs))
+    turns = (tmp_path / "turns").read_text().splitlines()
+    assert turns == ["adamw PyTorch, eager", "adamw PyTorch, fused"] * (1 + work.repetitions)
 
 
 def test_programs_that_run_side_by_side_fit_the_device_and_starts_run_alone():

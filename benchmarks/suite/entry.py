@@ -2,9 +2,9 @@
 
     python -m benchmarks.suite.entry WORK ENTRY [--tiny]
 
-It prints four lines of JSON: when it has built the program, after the first call, when it has compiled and warmed up,
-and with what it measured. It compiles when it reads a line, and measures when it reads another: nothing else may use
-the device meanwhile, since compilers time kernels to choose among them.
+It prints lines of JSON: when it has built the program, after the first call, when it has compiled and warmed up, after
+each repetition, and with what it measured. It compiles when it reads a line, runs a repetition for each line "repeat",
+and reports at "end": nothing else may use the device meanwhile, since compilers time kernels to choose among them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.suite.rows import about
 from benchmarks.suite.works import MODULES, WORKS, Entry, Work, shrink
 
-WARM_UP, REPETITIONS = 3, 5
+WARM_UP = 3
 
 
 def main(name: str, entry_name: str, tiny: bool) -> None:
@@ -46,9 +46,14 @@ def run(work: Work, entry: Entry, dtype: str, out: Any) -> None:
     say(out, state="first")
     values += [to_list(library.wait(call())) for _ in range(WARM_UP - 1 if not work.alone else 0)]
     say(out, state="ready")
-    if not sys.stdin.readline():
+    times = []
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        times.append(time_calls(library, call, work.calls))
+        say(out, state="repeated")
+    else:
         return
-    times = [] if work.alone else [time_calls(library, call, work.calls) for _ in range(1 + REPETITIONS)]
     say(
         out,
         state="done",
@@ -60,7 +65,10 @@ def run(work: Work, entry: Entry, dtype: str, out: Any) -> None:
 
 
 def time_calls(library: Any, call: Any, number: int) -> float:
-    """The seconds of a call, over `number` of them."""
+    """The seconds of a call, over `number` of them, after some since another process has had its turn."""
+    for _ in range(-(-number // 5)):
+        result = call()
+    library.wait(result)
     start = time.perf_counter()
     for _ in range(number):
         result = call()

@@ -1,7 +1,8 @@
 """Run entries in processes of their own: several start side by side, then each compiles and measures in its turn.
 
 XLA times kernels to choose among them, so that nothing else may use the device meanwhile. PyTorch leaves products to
-cuBLAS, and its programs compile side by side, before the others.
+cuBLAS, and its programs compile side by side, before the others. The libraries that do one work run their repetitions
+in turn, so that the temperature of the device and other work of the host affect all of them.
 
 A process of JAX takes the memory that its entry needs when it starts, and holds it until it has measured: a group is as
 large as the device's memory allows. Entries that measure the start of a process run alone, and so does, once more, what
@@ -90,11 +91,13 @@ class Pool(NamedTuple):
             ready = _compile_together([each for each in workers if each.job.entry.library == TORCH])
             others = [each for each in workers if each.job.name not in ready]
             built = {each.job.name: bool(each.wait_for("built")) for each in others}  # all: then none uses the CPU
-            for worker in workers:
-                is_ready = ready.get(worker.job.name)
-                if is_ready is None:
-                    is_ready = built[worker.job.name] and bool(worker.compile())
-                yield worker.measure() if is_ready else worker.fail()
+            for work in dict.fromkeys(job.work.name for job in group):
+                same = [each for each in workers if each.job.work.name == work]
+                for worker in same:
+                    if worker.job.name not in ready:
+                        ready[worker.job.name] = built[worker.job.name] and bool(worker.compile())
+                yield from _measure_in_turn([each for each in same if ready[each.job.name]])
+                yield from (each.fail() for each in same if not ready[each.job.name])
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Groups that fit, in order; small jobs come earlier, beside large ones that leave room."""
@@ -170,19 +173,24 @@ class _Worker:
 
     def compile(self) -> dict[str, Any]:
         """Its report when it is ready to measure; empty if it fails."""
-        self.go_on()
+        self.tell("compile")
         return self.wait_for("ready")
 
-    def measure(self) -> Measurement:
-        self.go_on()
+    def repeat(self) -> bool:
+        """Run a repetition; returns whether it did not fail."""
+        self.tell("repeat")
+        return bool(self.wait_for("repeated"))
+
+    def end(self) -> Measurement:
+        self.tell("end")
         report = self.wait_for("done")
         self.stop()
         return Measurement(self.job, self.first, report) if report else self.fail()
 
-    def go_on(self) -> None:
+    def tell(self, line: str) -> None:
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it might have died meanwhile
-            print("go", file=self.process.stdin, flush=True)
+            print(line, file=self.process.stdin, flush=True)
 
     def fail(self) -> Measurement:
         self.stop()
@@ -206,8 +214,16 @@ def _compile_together(workers: Sequence[_Worker]) -> dict[str, bool]:
     built = {worker.job.name: bool(worker.wait_for("built")) for worker in workers}
     for worker in workers:
         if built[worker.job.name]:
-            worker.go_on()
+            worker.tell("compile")
     return {name: built[name] and bool(worker.wait_for("ready")) for name, worker in zip(built, workers, strict=True)}
+
+
+def _measure_in_turn(workers: list[_Worker]) -> Iterator[Measurement]:
+    """Measure the libraries that do one work, a repetition of each in turn."""
+    running = workers
+    for _ in range(1 + workers[0].job.work.repetitions if workers and not workers[0].job.work.alone else 0):
+        running = [worker for worker in running if worker.repeat()]
+    yield from (worker.end() if worker in running else worker.fail() for worker in workers)
 
 
 def _find_reason(log: Path) -> str:

@@ -96,6 +96,7 @@ class Work:
     claims: tuple[Claim, ...] = ()
     gib: float = 2.0  # of device memory that an entry may take: much more than it needs, or XLA rematerializes
     calls: int = 10  # in a repetition
+    repetitions: int = 5  # more where the host decides, which varies
     tolerance: float = 0.01  # relative, of the losses of bfloat16 steps
     alone: bool = False  # whether nothing may run beside it: it measures the start of a process
 
@@ -196,6 +197,7 @@ WORKS = (
         (Entry(MLAX), Entry(JAX), Entry(FLAX), Entry(EQUINOX), Entry(TORCH)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 0.13)),
         calls=200,
+        repetitions=15,
     ),
     Work(
         "mlp-20",
@@ -205,6 +207,7 @@ WORKS = (
         (Entry(MLAX), Entry(JAX)),
         (Claim(MLAX, 1.0, PEERS), Claim(MLAX, 0.03)),
         calls=20,
+        repetitions=15,
     ),
     Work(
         "adamw",
@@ -215,6 +218,7 @@ WORKS = (
         (Claim(MLAX, 1.0, "plain JAX, Optax"),),
         gib=5,
         calls=20,
+        repetitions=15,
     ),
     Work(
         "start",
