@@ -45,6 +45,7 @@ from mlax._jax._random import (
     sample,
     wrap_key_data,
 )
+from mlax._jax._recomputable import recomputable
 from mlax._jax._reductions import (
     broadcast_like,
     divide,
@@ -130,6 +131,7 @@ __all__ = [
     "pcast_like",
     "plan_chunks",
     "prefers_layer_scan",
+    "recomputable",
     "reduce_mean",
     "reduce_sum",
     "reduce_sum_by_product",

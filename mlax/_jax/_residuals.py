@@ -8,6 +8,7 @@ from jax import lax
 from jax.extend.core import DropVar, Literal, Var
 
 from mlax._jax._layer_form import LAYER_FORM
+from mlax._jax._recomputable import RECOMPUTABLE, Recomputation
 
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
@@ -55,7 +56,7 @@ class Residuals:
         return _find_copied(self.jaxpr)
 
     @functools.cached_property
-    def recomputed(self) -> "dict[Any, _Recomputation]":
+    def recomputed(self) -> "dict[Any, _Recomputed]":
         """How to compute those variables again that the residuals are views of but that are not stored.
 
         A normalized array that several products read is copied into its stack and out of it. To normalize again what is
@@ -65,17 +66,17 @@ class Residuals:
         given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(atom for atom in sources if atom not in self.copied)}
         found = {}
         for atom in filter(self.copied.__contains__, sources):
-            eqn = self.producers.get(value := self.detached.get(atom, atom))
-            if eqn is not None and eqn.primitive.name == "cond" and not _multiplies(eqn):
-                inputs = [self.find_source(each) for each in eqn.invars]
+            eqn = self.producers.get(self.detached.get(atom, atom))
+            if eqn is not None and eqn.primitive.name == RECOMPUTABLE:
+                inputs = [self.find_source(each) for each in eqn.invars[1:]]
                 if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):
-                    found[atom] = _Recomputation(eqn, inputs, eqn.outvars.index(value))
+                    found[atom] = _Recomputed(eqn.params["recomputation"], inputs)
         return found
 
     @functools.cached_property
     def needed(self) -> list[Any]:
         """The variables that the residuals are computed from."""
-        inputs = [each for recomputation in self.recomputed.values() for each in recomputation.inputs]
+        inputs = [each for recomputed in self.recomputed.values() for each in recomputed.inputs]
         atoms = [source.atom for source in (*self.sources, *inputs) if isinstance(source.atom, Var)]
         return [atom for atom in dict.fromkeys(atoms) if atom not in self.recomputed]
 
@@ -133,16 +134,14 @@ class _Source(NamedTuple):
         return values[0]
 
 
-class _Recomputation(NamedTuple):
-    """An equation that is evaluated again in the backward pass, and which of its results counts."""
+class _Recomputed(NamedTuple):
+    """A variable that is computed again in the backward pass."""
 
-    eqn: Any
+    recomputation: Recomputation
     inputs: list[_Source]
-    place: int
 
     def compute(self, env: dict[Any, Any]) -> Any:
-        values = [each.compute(env) for each in self.inputs]
-        return self.eqn.primitive.bind(*values, **self.eqn.params)[self.place]
+        return self.recomputation.compute(*[each.compute(env) for each in self.inputs])
 
 
 def _find_attached(jaxpr: Any) -> dict[Any, Any]:
@@ -194,6 +193,8 @@ def _find_copied(jaxpr: Any) -> set[Any]:
             if eqn.primitive.name in ("attach", "optimization_barrier"):
                 pairs = zip(_returned_inputs(eqn), eqn.outvars, strict=True)
                 found += [use for given, out in pairs if given is atom for use in find_uses(out)]
+            elif eqn.primitive.name == RECOMPUTABLE:  # which evaluates to its first argument
+                found += find_uses(eqn.outvars[0]) if eqn.invars[0] is atom else []
             else:
                 found += find_uses(eqn.outvars[0]) if eqn.primitive.name in VIEWS else [eqn]
         return found
@@ -211,11 +212,6 @@ def _find_copied(jaxpr: Any) -> set[Any]:
 def _returned_inputs(eqn: Any) -> list[Any]:
     """The last arguments of a barrier, which returns all of them, or of `attach`, which gives them a derivative."""
     return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
-
-
-def _multiplies(eqn: Any) -> bool:
-    """Whether an equation with branches has matrix products in them."""
-    return any("dot" in str(each) for each in eqn.params["branches"])
 
 
 def _calls_library(eqn: Any) -> bool:

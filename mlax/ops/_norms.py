@@ -24,6 +24,7 @@ from mlax._jax import (
     is_narrow,
     mean_product,
     pcast_like,
+    recomputable,
     reduce_mean,
     reduce_sum_by_product,
     with_vjp,
@@ -50,8 +51,10 @@ def layer_norm(
     check_is_dtype("layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("layer_norm", x=x, scale=scale, shift=shift)
     check_floating("layer_norm", x)
-    norm = _layer_norm_rule(_positive(axes, x), eps, jnp.dtype(accum_dtype or x.dtype))
-    return norm(vary_alike(x, scale, shift))
+    dtype, axes = jnp.dtype(accum_dtype or x.dtype), _positive(axes, x)
+    norm, primals = _layer_norm_rule(axes, eps, dtype), vary_alike(x, scale, shift)
+    y = norm(primals)
+    return recomputable(y, norm, primals) if prefers_norm_kernel(x, scale, axes, dtype) else y
 
 
 def rms_norm(
@@ -70,8 +73,10 @@ def rms_norm(
     check_is_dtype("rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("rms_norm", x=x, scale=scale)
     check_floating("rms_norm", x)
-    dtype = jnp.dtype(accum_dtype or x.dtype)
-    return _rms_norm_rule(_positive(axes, x), eps, dtype)(vary_alike(x, _offset(scale, scale_offset, dtype)))
+    dtype, axes = jnp.dtype(accum_dtype or x.dtype), _positive(axes, x)
+    norm, primals = _rms_norm_rule(axes, eps, dtype), vary_alike(x, _offset(scale, scale_offset, dtype))
+    y = norm(primals)
+    return recomputable(y, norm, primals) if prefers_norm_kernel(x, scale, axes, dtype) else y
 
 
 def residual_layer_norm(
@@ -91,9 +96,11 @@ def residual_layer_norm(
     """
     check_is_dtype("residual_layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
-    dtype = jnp.dtype(accum_dtype or x.dtype)
+    dtype, last = jnp.dtype(accum_dtype or x.dtype), (x.ndim - 1,)
     if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
-        return _residual_norm_rule(True, eps, dtype)(vary_alike(x, scale, shift, bias))
+        primals = vary_alike(x, scale, shift, bias)
+        stream, y = _residual_norm_rule(True, eps, dtype)(primals)
+        return stream, recomputable(y, _layer_norm_rule(last, eps, dtype), primals[:3])
     return _add_bias(x, bias), layer_norm(x, scale, shift, axes=axes, eps=eps, accum_dtype=accum_dtype)
 
 
@@ -110,10 +117,11 @@ def residual_rms_norm(
     """RMS normalization before a residual branch: `(x + bias, rms_norm(x, scale))`, as `residual_layer_norm`."""
     check_is_dtype("residual_rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
-    dtype = jnp.dtype(accum_dtype or x.dtype)
+    dtype, last = jnp.dtype(accum_dtype or x.dtype), (x.ndim - 1,)
     if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
-        scale = _offset(scale, scale_offset, dtype)
-        return _residual_norm_rule(False, eps, dtype)(vary_alike(x, scale, None, bias))
+        primals = vary_alike(x, _offset(scale, scale_offset, dtype), None, bias)
+        stream, y = _residual_norm_rule(False, eps, dtype)(primals)
+        return stream, recomputable(y, _rms_norm_rule(last, eps, dtype), primals[:2])
     options: Any = {"axes": axes, "eps": eps, "scale_offset": scale_offset, "accum_dtype": accum_dtype}
     return _add_bias(x, bias), rms_norm(x, scale, **options)
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import mlax
 from mlax import nn
-from mlax._jax import layer_scan, prefers_layer_scan, with_layer_form, with_vjp
+from mlax._jax import layer_scan, prefers_layer_scan, recomputable, with_layer_form, with_vjp
 from tests.arrays import normal
 from tests.layers import Block
 
@@ -180,29 +180,54 @@ def test_outputs_that_are_not_differentiable_are_those_of_a_scan():
     np.testing.assert_array_equal(indices, [0, 2, 4])
 
 
-def test_what_several_products_read_is_computed_again_from_what_is_stored():
-    def normalize(x):
-        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
+def normalize(x):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
 
-    norm = with_vjp(
-        lambda primals, consts=None: normalize(*primals),
-        lambda primals, consts: (lax.platform_dependent(*primals, cuda=normalize, default=normalize), None),
-        lambda residuals, primals, consts, dy: jax.vjp(normalize, *primals)[1](dy),
-    )
+
+norm = with_vjp(
+    lambda primals, consts=None: normalize(*primals),
+    lambda primals, consts: (normalize(*primals), None),
+    lambda residuals, primals, consts, dy: jax.vjp(normalize, *primals)[1](dy),
+)
+
+
+def run_normalized(scan, x, w, v):
+    """A normalized array that two products read, of a sum."""
 
     def step(x, own):
         w, v = own
-        y = norm((x,))
+        x = x + x @ w
+        y = recomputable(norm((x,)), norm, (x,))
         return x + (y @ w) * (y @ v), None
 
-    def loss(scan, x, w, v):
-        return (scan(step, x, (w, v), length=LAYERS)[0] ** 2).sum()
+    return (scan(step, x, (w, v), length=LAYERS)[0] ** 2).sum()
 
-    found = [jax.grad(functools.partial(loss, scan), (0, 1, 2))(X, W, W) for scan in (layer_scan, lax.scan)]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *found)
-    pull_back = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(loss, layer_scan), *args))(X, W, W)
+
+@pytest.mark.parametrize("name", ["gradient", "gradient of a gradient", "vmap of the gradient", "tangent"])
+def test_what_several_products_read_is_computed_again_from_what_is_stored(name):
+    transforms = {
+        "gradient": lambda f: jax.grad(f, (0, 1, 2)),
+        "gradient of a gradient": lambda f: jax.grad(lambda *args: (jax.grad(f, 1)(*args) ** 2).sum(), (0, 1, 2)),
+        "vmap of the gradient": lambda f: (
+            lambda x, *rest: jax.vmap(jax.grad(f, (0, 1)), (0, None, None))(jnp.stack([x, 2 * x]), *rest)
+        ),
+        "tangent": lambda f: lambda *args: jax.jvp(f, args, args),
+    }
+    found, expected = (
+        jax.jit(transforms[name](functools.partial(run_normalized, scan)))(X, 0.3 * W, 0.3 * W)
+        for scan in (layer_scan, lax.scan)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_what_is_computed_again_is_not_stored_and_what_it_is_computed_from_is_written_by_nothing_else():
+    pull_back = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(run_normalized, layer_scan), *args))(X, W, W)
     stacks = [eqn.outvars[0].aval.shape[0] for eqn in pull_back.jaxpr.eqns if eqn.primitive.name == "empty"]
-    assert sorted(stacks) == [LAYERS, LAYERS, LAYERS + 1]  # the two products and the carry, not the normalized one
+    assert sorted(stacks) == [LAYERS] * 3 + [LAYERS + 1]  # the sum, two products and the carry
+    (loop,) = [eqn.params["jaxpr"].jaxpr for eqn in pull_back.jaxpr.eqns if eqn.primitive.name == "scan"]
+    total = next(eqn.outvars[0] for eqn in loop.eqns if eqn.primitive.name == "add" and eqn.outvars[0].aval.ndim == 2)
+    takers = [eqn for eqn in loop.eqns if any(atom is total for atom in eqn.invars)]
+    assert len(takers) == 1 and "update" in str(takers[0].params.get("name", takers[0].primitive.name))
 
 
 def test_a_carry_that_the_step_promotes_is_that_of_a_scan():
