@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,10 @@ from mlax._gpu._records import Record, find_record, hash_files
 
 PLATFORM = "cuda"
 PLAIN = (bool, int, float, str, type(None))  # types of options whose text tells all of them
+CONFIG = ("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_pallas_enable_debug_checks")
 DIGEST_SIZE = 32  # bytes before a program: one with a wrong bit might run, and compute something else
+# of what is imported now: the files may be edited before a kernel is first called
+SOURCES = hash_files(*sorted(Path(__file__).parent.glob("*.py")))
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,8 +31,8 @@ def exported(kernel: F) -> F:
 
     `kernel` is a function of a module, of arrays by position and plain values by keyword. The first process that calls
     it traces and lowers it, and the next one reads its program. Without such a cache, over a mesh, or where
-    `jax.export` refuses, it is traced where it is called. A constant of the module that is changed after the first call
-    has no effect, as under `jax.jit`.
+    `jax.export` refuses, it is traced where it is called. A script that tunes kernels may set the constants of their
+    modules, which the program is kept by, but not replace their functions.
     """
 
     @functools.wraps(kernel)
@@ -54,7 +58,7 @@ class KernelCall(NamedTuple):
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves of the arrays
     tree: Any
     options: tuple[tuple[str, Any], ...]
-    key: tuple[str, ...]  # all of the above and the precision of products, as text
+    key: tuple[str, ...]  # all of the above, JAX's options and the constants of modules with kernels, as text
     context: tuple[Any, ...]  # of tracing
 
     @classmethod
@@ -63,9 +67,9 @@ class KernelCall(NamedTuple):
         types = map(jax.typeof, leaves)
         shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type) for each in types)
         config: Any = jax.config
-        name, precision = f"{kernel.__module__}.{kernel.__qualname__}", str(config.jax_default_matmul_precision)
+        name, chosen = f"{kernel.__module__}.{kernel.__qualname__}", [getattr(config, each, None) for each in CONFIG]
         items = tuple(sorted(options.items()))
-        key = name, repr(shapes), str(tree), repr(items), precision
+        key = name, repr(shapes), str(tree), repr(items), repr(chosen), _describe_constants(kernel.__module__)
         return cls(kernel, shapes, tree, items, key, (config.jax_enable_x64, jax.sharding.get_abstract_mesh()))
 
     def find_record(self) -> Record | None:
@@ -73,7 +77,7 @@ class KernelCall(NamedTuple):
         _, mesh = self.context
         if not mesh.empty or not all(type(value) in PLAIN for _, value in self.options):
             return None
-        return find_record("kernel", *self.key, _hash_sources())
+        return find_record("kernel", *self.key, SOURCES)
 
     def run(self, *leaves: Any) -> Any:
         return self.kernel(*jax.tree.unflatten(self.tree, leaves), **dict(self.options))
@@ -113,6 +117,13 @@ def _write(record: Record, program: Any) -> None:
         record.write(hashlib.sha256(data).digest() + data)
 
 
-@functools.cache
-def _hash_sources() -> str | None:
-    return hash_files(*sorted(Path(__file__).parent.glob("*.py")))
+def _describe_constants(*names: str) -> str:
+    """The constants of these modules, and of those of this package, as text."""
+    package = f"{__name__.rpartition('.')[0]}."
+    modules = sorted(name for name in sys.modules if name in names or name.startswith(package))
+    values = [(module, *item) for module in modules for item in vars(sys.modules[module]).items()]
+    return repr([(module, name, value) for module, name, value in values if name.isupper() and _is_plain(value)])
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in PLAIN

@@ -66,7 +66,7 @@ class Residuals:
         given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(atom for atom in sources if atom not in self.copied)}
         found = {}
         for atom in filter(self.copied.__contains__, sources):
-            eqn = self.producers.get(self.detached.get(atom, atom))
+            eqn = self.producers.get(atom)
             if eqn is not None and eqn.primitive.name == RECOMPUTABLE:
                 inputs = [self.find_source(each) for each in eqn.invars[1:]]
                 if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):
@@ -145,10 +145,18 @@ class _Recomputed(NamedTuple):
 
 
 def _find_attached(jaxpr: Any) -> dict[Any, Any]:
-    """What each `attach` returns for its last arguments: the same values, which have a derivative only there."""
+    """What each `attach` returns for its last arguments: the same values, which have a derivative only there.
+
+    Others use an argument of the jaxpr, or a constant, as it is.
+    """
     attaches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "attach"]
     pairs = [pair for eqn in attaches for pair in zip(_returned_inputs(eqn), eqn.outvars, strict=True)]
-    return {given: out for given, out in pairs if isinstance(given, Var) and not isinstance(out, DropVar)}
+    computed = {out for eqn in jaxpr.eqns for out in eqn.outvars}
+    return {
+        given: out
+        for given, out in pairs
+        if isinstance(given, Var) and given in computed and not isinstance(out, DropVar)
+    }
 
 
 def _find_users(jaxpr: Any) -> dict[Any, list[Any]]:

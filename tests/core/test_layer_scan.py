@@ -191,20 +191,38 @@ norm = with_vjp(
 )
 
 
-def run_normalized(scan, x, w, v):
+def normalize_recomputably(x):
+    return recomputable(norm((x,)), norm, (x,))
+
+
+with_recomputable_forward = with_vjp(
+    lambda primals, consts=None: normalize(*primals),
+    lambda primals, consts: (normalize_recomputably(*primals), None),
+    lambda residuals, primals, consts, dy: jax.vjp(normalize, *primals)[1](dy),
+)
+FORMS = {
+    "a norm": normalize_recomputably,
+    "the norm of a norm": lambda x: normalize_recomputably(2 * normalize_recomputably(x)),
+    "inside of a forward pass": lambda x: with_recomputable_forward((x,)),
+    "behind a stop_gradient": lambda x: normalize_recomputably(lax.stop_gradient(x)),
+}
+
+
+def run_normalized(scan, x, w, v, normalize=normalize_recomputably):
     """A normalized array that two products read, of a sum."""
 
     def step(x, own):
         w, v = own
         x = x + x @ w
-        y = recomputable(norm((x,)), norm, (x,))
+        y = normalize(x)
         return x + (y @ w) * (y @ v), None
 
     return (scan(step, x, (w, v), length=LAYERS)[0] ** 2).sum()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gradient", "gradient of a gradient", "vmap of the gradient", "tangent"])
-def test_what_several_products_read_is_computed_again_from_what_is_stored(name):
+def test_what_several_products_read_is_computed_again_from_what_is_stored(name, form):
     transforms = {
         "gradient": lambda f: jax.grad(f, (0, 1, 2)),
         "gradient of a gradient": lambda f: jax.grad(lambda *args: (jax.grad(f, 1)(*args) ** 2).sum(), (0, 1, 2)),
@@ -214,10 +232,32 @@ def test_what_several_products_read_is_computed_again_from_what_is_stored(name):
         "tangent": lambda f: lambda *args: jax.jvp(f, args, args),
     }
     found, expected = (
-        jax.jit(transforms[name](functools.partial(run_normalized, scan)))(X, 0.3 * W, 0.3 * W)
+        jax.jit(transforms[name](functools.partial(run_normalized, scan, normalize=FORMS[form])))(X, 0.3 * W, 0.3 * W)
         for scan in (layer_scan, lax.scan)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_a_constant_that_a_forward_pass_returns_has_no_derivative_where_others_use_it():
+    constant = np.full((BATCH, WIDTH), 1.5, np.float32)
+    straight_through = with_vjp(  # the derivative of the identity
+        lambda primals, consts=None: constant + primals[0] - lax.stop_gradient(primals[0]),
+        lambda primals, consts: (jnp.asarray(constant), None),
+        lambda residuals, primals, consts, dy: (dy,),
+    )
+
+    def run(scan, x, w):
+        def step(x, w):
+            z = x @ w
+            return x + jnp.sin(z * constant) + straight_through((z,)) @ w, None
+
+        return (scan(step, x, w, length=LAYERS)[0] ** 2).sum()
+
+    def bent(scan):
+        loss = functools.partial(run, scan)
+        return jax.jit(jax.grad(lambda *args: (jax.grad(loss, 1)(*args) ** 2).sum(), (0, 1)))(X, 0.3 * W)
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), bent(layer_scan), bent(lax.scan))
 
 
 def test_what_is_computed_again_is_not_stored_and_what_it_is_computed_from_is_written_by_nothing_else():

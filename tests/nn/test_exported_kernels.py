@@ -39,6 +39,13 @@ def scaled_sum(x, others, shift=None, *, factor):
     return factor * x + sum(others), shift
 
 
+FACTOR = (2.0,)
+
+
+def scaled_by_constant(x):
+    return FACTOR[0] * x
+
+
 def call(*arrays, **options):
     """The results in a new process, and whether it traced the kernel."""
     exports.read_or_export.cache_clear()
@@ -75,9 +82,27 @@ def test_other_shapes_dtypes_trees_options_and_sources_are_other_programs(folder
         (y, _), was_traced = call(*arrays, **options)
         assert was_traced and len(kept(folder)) == number
         np.testing.assert_allclose(y, options["factor"] * arrays[0] + sum(arrays[1]), rtol=1e-2)
-    monkeypatch.setattr(exports, "_hash_sources", lambda: "edited")
+    monkeypatch.setattr(exports, "SOURCES", "edited")
     assert call(x, (x, x), factor=2.0)[1]
     assert len(kept(folder)) == len(calls) + 1
+
+
+def test_a_constant_of_a_module_with_kernels_is_part_of_the_key(folder, monkeypatch):
+    x = normal(3, 4)
+    np.testing.assert_allclose(exports.exported(scaled_by_constant)(x), 2 * x)
+    monkeypatch.setitem(globals(), "FACTOR", (3.0,))
+    np.testing.assert_allclose(exports.exported(scaled_by_constant)(x), 3 * x)  # in the same process, too
+    monkeypatch.setattr(ROWS, "FORWARD_BLOCKS", 8)
+    exports.exported(scaled_by_constant)(x)
+    assert len(kept(folder)) == 3
+
+
+def test_a_program_is_kept_by_the_sources_as_they_were_imported(folder, monkeypatch):
+    x = normal(3, 4)
+    monkeypatch.setattr(exports, "hash_files", lambda *files: "edited since")
+    call(x, (x,), factor=2.0)
+    (file,) = kept(folder)
+    assert exports.SOURCES.encode() in file.read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "text"])
