@@ -47,6 +47,7 @@ OPTIONS = {  # of XLA
     FLOAT32: {"xla_gpu_enable_triton_gemm": False},  # whose autotuning in full precision takes minutes
     ROUNDED: {"xla_allow_excess_precision": False},
 }
+SIZES = {"steps": 300, "depth": 12, "width": 768, "vocabulary": 50_257, "batch": 32, "length": 1024}
 WINDOW = 20  # steps whose mean is compared
 BOUND = 4.0  # standard errors: 15 forms in 15 windows are 225 comparisons
 FLOOR = 0.001  # of the bound, in nats
@@ -56,6 +57,7 @@ OPTIMIZER = optim.AdamW(optim.WarmupCosine(3e-4, warmup=100, total=10_000))
 
 
 def main(options: argparse.Namespace) -> None:
+    found = Found(options.out, {name: getattr(options, name) for name in SIZES})
     forms = {FLOAT32: Form(), PLAIN: Form(), ROUNDED: Form(), CONTROL: Form(), **choose_forms(options)}
     lowered = {name: lower(name, form, options) for name, form in forms.items()}  # one at a time: they patch modules
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -63,7 +65,6 @@ def main(options: argparse.Namespace) -> None:
             name: pool.submit(each.compile, compiler_options=OPTIONS.get(name)) for name, each in lowered.items()
         }
     steps = {name: each.result() for name, each in started.items()}
-    found = Found(options.out)
     for rounding in range(options.roundings):
         weights = initialize(options, rounding)
         for name, step in steps.items():
@@ -86,15 +87,18 @@ def main(options: argparse.Namespace) -> None:
 class Found:
     """What has been measured, in a file if there is one."""
 
-    def __init__(self, path: str | None):
-        self.path = Path(path) if path else None
-        found = json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+    def __init__(self, path: str | None, sizes: dict[str, int]):
+        self.path, self.sizes = Path(path) if path else None, sizes
+        found = json.loads(self.path.read_text()) if self.path and self.path.exists() else {"sizes": sizes}
+        if found.get("sizes") != sizes:
+            raise SystemExit(f"--out: {path} has curves of {found.get('sizes')}, not of {sizes}; choose another file.")
         self.curves: dict[str, list[list[float]]] = found.get("curves", {})  # of each form, from each rounding
         self.gradient_errors: dict[str, dict[str, float]] = found.get("gradient_errors", {})  # of each form, by leaf
 
     def write(self) -> None:
         if self.path:
-            self.path.write_text(json.dumps({"curves": self.curves, "gradient_errors": self.gradient_errors}))
+            found = {"sizes": self.sizes, "curves": self.curves, "gradient_errors": self.gradient_errors}
+            self.path.write_text(json.dumps(found))
 
 
 def compare(curves: dict[str, list[list[float]]], gradient_errors: dict[str, float]) -> list[tuple[str, ...]]:
@@ -251,10 +255,8 @@ def draw_text(number: jax.Array, options: argparse.Namespace) -> jax.Array:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 300, "depth": 12, "width": 768, "vocabulary": 50_257, "batch": 32}
-    for name, default in sizes.items():
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--roundings", type=int, default=4, help="of the initial weights, for each form")
     parser.add_argument("--only", nargs="+", default=[], choices=FORMS, metavar="FORM", help="besides the plain form")
     parser.add_argument("--out", help="a file for the curves, JSON; those that it has are not computed again")
