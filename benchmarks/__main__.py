@@ -108,11 +108,11 @@ def find_installed(jobs: list[Job], torch_python: str) -> list[Job]:
 def missing_packages(entry: Entry, torch_python: str) -> tuple[str, ...]:
     """The packages of an entry's library and program that its Python does not have."""
     own = ("torch",) if entry.library == TORCH else PACKAGES[entry.library]
-    return _missing((*own, *entry.packages), torch_python if entry.library == TORCH else sys.executable)
+    return _find_missing((*own, *entry.packages), torch_python if entry.library == TORCH else sys.executable)
 
 
 @functools.cache
-def _missing(packages: tuple[str, ...], python: str) -> tuple[str, ...]:
+def _find_missing(packages: tuple[str, ...], python: str) -> tuple[str, ...]:
     code = f"import importlib.util as util; print(*[name for name in {packages} if util.find_spec(name) is None])"
     command = [python, "-c", code]
     try:

@@ -69,10 +69,15 @@ FORMS["all, scanned"] = replace(FORMS["all"], mode="scan")
 
 def apply_form(model: mlax.Layer, form: Form) -> mlax.Layer:
     """The model in mixed precision, with the fields that belong to a form."""
+    return dtypes.mixed_bfloat16(override_fields(model, form))
+
+
+def override_fields(model: mlax.Layer, form: Form) -> mlax.Layer:
+    """The model with the fields that belong to a form."""
     model = mlax.override(model, nn.MultiHeadAttention, implementation=form.attention)
     if any(isinstance(layer, nn.CrossEntropyHead) for layer in mlax.layers(model).values()):
         model = mlax.override(model, nn.CrossEntropyHead, chunks=form.chunks)
-    return dtypes.mixed_bfloat16(mlax.override(model, mlax.Repeat, mode=form.mode))
+    return mlax.override(model, mlax.Repeat, mode=form.mode)
 
 
 @contextlib.contextmanager

@@ -4,22 +4,21 @@ Plain is the same model, unrolled, with the gradients that JAX derives, attentio
 Optax's loss of float32 logits. Each hand-written derivative and each kernel is switched in alone, then all of them. All
 learn the same text, a random walk over the vocabulary, compute in bfloat16, and warm the learning rate up.
 
-Rounding to bfloat16 does two things to a curve. It shifts it: how far, the plain form shows beside the same model in
-float32, and beside itself with every result rounded, since inside of a fusion XLA leaves out the rounding of what it
-does not write to memory (`xla_allow_excess_precision`), so that a form with other fusions, or with kernels, has others.
-And it scatters it: each form trains from several roundings of the same initial weights. Compared are means over 20
-steps and over these roundings. A form may be as far from float32 as a plain form is, and farther by four standard
-errors, which follow from the scatter of all forms, or by 0.001 nats. A control, which loses one in 24 tiles of the
-gradients of the first product of each MLP, has to be farther.
+Rounding to bfloat16 has a bias and a variance. The bias is how far the plain form is from the same model in float32.
+There are two plain forms, since inside of a fusion XLA skips the rounding of intermediate results
+(`xla_allow_excess_precision`), so that other fusions, or kernels, round others: in the second, every result is rounded.
+The variance is measured from several roundings of the same initial weights. Compared are means over 20 steps and over
+these roundings. A form may be as far from float32 as a plain form is, plus four standard errors, or 0.001 nats. A
+control, in which one in 24 tiles of the gradients of the first product of each MLP is zero, has to be farther.
 
-Curves amplify what differs between forms, and hide it in their scatter, so gradients are compared, too: at the weights
-where float32 ends, relative to float32's. A form's may have 1.1 times the error of a plain form's.
+Gradients are compared, too, since the curves of equal programs diverge: at the weights after the float32 run, relative
+to its gradients. The error of a form may be 1.1 times that of a plain form.
 
-    python -m benchmarks.loss_curves --batch 4 --out runs/curves.json    # 8 minutes on an H200; again, it goes on
+    python -m benchmarks.loss_curves --batch 4 --out runs/curves.json    # about 8 minutes on an H200; resumes
     python -m benchmarks.loss_curves --batch 4 --only "kernels of MLPs" "kernels of projections"
     python -m benchmarks.loss_curves --depth 1 --width 64 --vocabulary 301 --batch 4 --length 32    # on a CPU
 
-It exits with an error if a form is farther from float32 than that, or if the control is not. What a GPU gave is in
+It exits with 1 if a form is farther from float32 than that, or if the control is not. What a GPU gave is in
 docs/design/gpu-kernels.md.
 """
 
@@ -37,9 +36,9 @@ import numpy as np
 import optax
 
 import mlax
-from benchmarks.forms import FORMS, Form, apply_form, use
+from benchmarks.forms import FORMS, Form, apply_form, override_fields, use
 from benchmarks.harness import FAILED, print_table, verdict
-from mlax import nn, ops, optim, zoo
+from mlax import ops, optim, zoo
 
 FLOAT32, PLAIN, ROUNDED = "float32", "plain", "plain, all rounded"
 CONTROL, ALL = "control, tiles lost", "all leaves"
@@ -57,7 +56,7 @@ OPTIMIZER = optim.AdamW(optim.WarmupCosine(3e-4, warmup=100, total=10_000))
 
 
 def main(options: argparse.Namespace) -> None:
-    found = Found(options.out, {name: getattr(options, name) for name in SIZES})
+    results = Results(options.out, {name: getattr(options, name) for name in SIZES})
     forms = {FLOAT32: Form(), PLAIN: Form(), ROUNDED: Form(), CONTROL: Form(), **choose_forms(options)}
     lowered = {name: lower(name, form, options) for name, form in forms.items()}  # one at a time: they patch modules
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -68,24 +67,24 @@ def main(options: argparse.Namespace) -> None:
     for rounding in range(options.roundings):
         weights = initialize(options, rounding)
         for name, step in steps.items():
-            if len(found.curves.get(name, [])) <= rounding:
-                found.curves.setdefault(name, []).append(train(step, weights, options)[0])
-                found.write()
-    if not forms.keys() <= found.gradient_errors.keys():
+            if len(results.curves.get(name, [])) <= rounding:
+                results.curves.setdefault(name, []).append(train(step, weights, options)[0])
+                results.write()
+    if not forms.keys() <= results.gradient_errors.keys():
         _, weights = train(steps[FLOAT32], initialize(options, 0), options)
         exact = first_gradients(steps[FLOAT32], weights, options)
         for name, step in steps.items():
-            found.gradient_errors[name] = relative_errors(first_gradients(step, weights, options), exact)
-        found.write()
+            results.gradient_errors[name] = relative_errors(first_gradients(step, weights, options), exact)
+        results.write()
     title = f"Loss over {options.steps} steps of GPT-2, {options.depth} x {options.width}, on {jax.devices()[0]}"
     header = ("form", "last 20", "from float32", "farther by", "s. e.", "gradient", "")
-    curves = {name: found.curves[name][: options.roundings] for name in forms}
-    print_table(title, header, compare(curves, {name: found.gradient_errors[name][ALL] for name in forms}))
+    curves = {name: results.curves[name][: options.roundings] for name in forms}
+    print_table(title, header, compare(curves, {name: results.gradient_errors[name][ALL] for name in forms}))
     sys.exit(bool(FAILED))
 
 
-class Found:
-    """What has been measured, in a file if there is one."""
+class Results:
+    """The curves and the errors of gradients that have been measured, in a file if there is one."""
 
     def __init__(self, path: str | None, sizes: dict[str, int]):
         self.path, self.sizes = Path(path) if path else None, sizes
@@ -152,7 +151,7 @@ def choose_forms(options: argparse.Namespace) -> dict[str, Form]:
 
 def lower(name: str, form: Form, options: argparse.Namespace) -> Any:
     """The training step: (trainables, state, number of the step) to these and the loss."""
-    model = make_model(form, options) if name != FLOAT32 else make_float32(options)
+    model = (override_fields if name == FLOAT32 else apply_form)(make_model(options), form)
 
     def step(trainables: Any, state: Any, number: jax.Array) -> Any:
         text = draw_text(number, options)
@@ -211,25 +210,20 @@ def lose_tile(path: Any, gradient: jax.Array) -> jax.Array:
     return gradient.at[..., :lost].set(0) if lost else gradient
 
 
-def make_model(form: Form, options: argparse.Namespace) -> mlax.Layer:
-    return apply_form(make_float32(options), form)
-
-
-def make_float32(options: argparse.Namespace) -> mlax.Layer:
-    model = zoo.GPT2(
+def make_model(options: argparse.Namespace) -> mlax.Layer:
+    return zoo.GPT2(
         vocabulary=options.vocabulary,
         positions=options.length,
         width=options.width,
         depth=options.depth,
         heads=options.width // 64 or 1,
     )
-    return mlax.override(mlax.override(model, nn.MultiHeadAttention, implementation="xla"), mlax.Repeat, mode="unroll")
 
 
 def initialize(options: argparse.Namespace, rounding: int) -> Any:
     """Weights, the same for all forms; other than 0, `rounding` seeds factors that round them to other bfloat16."""
     example = jax.ShapeDtypeStruct((1, options.length), np.int32)
-    trainables, _ = make_model(Form(), options).init(jax.random.key(0), example)
+    trainables, _ = make_model(options).init(jax.random.key(0), example)
     if rounding == 0:
         return trainables
     leaves, tree = jax.tree.flatten(trainables)

@@ -225,7 +225,7 @@ def test_a_program_that_fails_is_reported_with_its_reason_and_others_are_measure
     assert measured["gpt2"].report["times"] == [0.5] and measured["gpt2"].seconds_to_first < 5
     assert measured["lstm"].report["times"] == [0.5]  # tried again, alone
     reasons = {"resnet50": "ValueError: of the program", "vit": "took more than 1 s"}
-    reasons |= dict.fromkeys(("mlp", "decode-b1"), "it ended without a word")  # before and in a repetition
+    reasons |= dict.fromkeys(("mlp", "decode-b1"), "it exited without an error message")  # before and in a repetition
     assert {name: measured[name].reason for name in reasons} == reasons
     assert not any(measured[name].report for name in reasons)
 
@@ -235,7 +235,7 @@ def test_libraries_that_do_one_work_run_their_repetitions_in_turn(fake_python, t
     jobs = [Job(work, Entry(TORCH, name)) for name in ("eager", "fused")]
     assert all(each.report for each in Pool(fake_python, tmp_path).measure(jobs))
     turns = (tmp_path / "turns").read_text().splitlines()
-    assert turns == ["adamw PyTorch, eager", "adamw PyTorch, fused"] * (1 + work.repetitions)
+    assert turns == ["adamw PyTorch, eager", "adamw PyTorch, fused"] * work.turns
 
 
 def test_programs_that_run_side_by_side_fit_the_device_and_starts_run_alone():

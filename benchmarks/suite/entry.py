@@ -58,7 +58,7 @@ def run(work: Work, entry: Entry, dtype: str, out: Any) -> None:
         out,
         state="done",
         values=values,
-        times=times[1:],  # in the first the clock of the device rises again
+        times=times[1:],  # see Work.turns
         memory=library.peak_memory(),
         about=about(entry.library),
     )

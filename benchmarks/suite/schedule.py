@@ -177,7 +177,7 @@ class _Worker:
         return self.wait_for("ready")
 
     def repeat(self) -> bool:
-        """Run a repetition; returns whether it did not fail."""
+        """Run a repetition; returns whether it succeeded."""
         self.tell("repeat")
         return bool(self.wait_for("repeated"))
 
@@ -221,7 +221,7 @@ def _compile_together(workers: Sequence[_Worker]) -> dict[str, bool]:
 def _measure_in_turn(workers: list[_Worker]) -> Iterator[Measurement]:
     """Measure the libraries that do one work, a repetition of each in turn."""
     running = workers
-    for _ in range(1 + workers[0].job.work.repetitions if workers and not workers[0].job.work.alone else 0):
+    for _ in range(max((each.job.work.turns for each in workers), default=0)):
         running = [worker for worker in running if worker.repeat()]
     yield from (worker.end() if worker in running else worker.fail() for worker in workers)
 
@@ -233,7 +233,7 @@ def _find_reason(log: Path) -> str:
         return SHORT_OF_MEMORY
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (errors or lines or ["it ended without a word"])[-1]
+    return (errors or lines or ["it exited without an error message"])[-1]
 
 
 def environment_for(python: str) -> dict[str, str]:

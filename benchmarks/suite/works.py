@@ -100,6 +100,11 @@ class Work:
     tolerance: float = 0.01  # relative, of the losses of bfloat16 steps
     alone: bool = False  # whether nothing may run beside it: it measures the start of a process
 
+    @property
+    def turns(self) -> int:
+        """The repetitions that are run: the first one, in which the clock of the device rises, does not count."""
+        return 0 if self.alone else 1 + self.repetitions
+
 
 SCANNED = Entry(MLAX, "scanned", {"mode": "scan"})
 UNROLLED = Entry(MLAX, "", {"mode": "unroll"})

@@ -20,7 +20,7 @@ PLATFORM = "cuda"
 PLAIN = (bool, int, float, str, type(None))  # types of options whose text tells all of them
 CONFIG = ("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_pallas_enable_debug_checks")
 DIGEST_SIZE = 32  # bytes before a program: one with a wrong bit might run, and compute something else
-# of what is imported now: the files may be edited before a kernel is first called
+# hashed on import: the files may be edited before a kernel is first called
 SOURCES = hash_files(*sorted(Path(__file__).parent.glob("*.py")))
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,8 +31,8 @@ def exported(kernel: F) -> F:
 
     `kernel` is a function of a module, of arrays by position and plain values by keyword. The first process that calls
     it traces and lowers it, and the next one reads its program. Without such a cache, over a mesh, or where
-    `jax.export` refuses, it is traced where it is called. A script that tunes kernels may set the constants of their
-    modules, which the program is kept by, but not replace their functions.
+    `jax.export` refuses, it is traced where it is called. The constants of all modules with kernels are part of the
+    cache key, so that a tuning script may set them; their functions are not, and must not be patched.
     """
 
     @functools.wraps(kernel)
@@ -117,10 +117,10 @@ def _write(record: Record, program: Any) -> None:
         record.write(hashlib.sha256(data).digest() + data)
 
 
-def _describe_constants(*names: str) -> str:
-    """The constants of these modules, and of those of this package, as text."""
+def _describe_constants(module: str) -> str:
+    """The constants of a kernel's module and of those of this package, as text."""
     package = f"{__name__.rpartition('.')[0]}."
-    modules = sorted(name for name in sys.modules if name in names or name.startswith(package))
+    modules = sorted(name for name in sys.modules if name == module or name.startswith(package))
     values = [(module, *item) for module in modules for item in vars(sys.modules[module]).items()]
     return repr([(module, name, value) for module, name, value in values if name.isupper() and _is_plain(value)])
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import DropVar, Literal, Var
 
 from mlax._jax._layer_form import LAYER_FORM
-from mlax._jax._recomputable import RECOMPUTABLE, Recomputation
+from mlax._jax._recomputable import RECOMPUTABLE
 
 # of these the operand is stored, and they are computed again
 VIEWS = frozenset({"reshape", "squeeze", "broadcast_in_dim", "stop_gradient"})
@@ -56,11 +56,11 @@ class Residuals:
         return _find_copied(self.jaxpr)
 
     @functools.cached_property
-    def recomputed(self) -> "dict[Any, _Recomputed]":
-        """How to compute those variables again that the residuals are views of but that are not stored.
+    def recomputed(self) -> "dict[Any, _Recomputation]":
+        """How to recompute those variables that the residuals are views of but that are not stored.
 
-        A normalized array that several products read is copied into its stack and out of it. To normalize again what is
-        stored anyway moves half as many bytes.
+        A normalized array that several products read is copied into its stack and out of it. To recompute it from what
+        is stored anyway moves half as many bytes.
         """
         sources = dict.fromkeys(source.atom for source in self.sources if isinstance(source.atom, Var))
         given = {*self.jaxpr.constvars, *self.jaxpr.invars, *(atom for atom in sources if atom not in self.copied)}
@@ -70,13 +70,13 @@ class Residuals:
             if eqn is not None and eqn.primitive.name == RECOMPUTABLE:
                 inputs = [self.find_source(each) for each in eqn.invars[1:]]
                 if all(each.atom is None or isinstance(each.atom, Literal) or each.atom in given for each in inputs):
-                    found[atom] = _Recomputed(eqn.params["recomputation"], inputs)
+                    found[atom] = _Recomputation(eqn, inputs)
         return found
 
     @functools.cached_property
     def needed(self) -> list[Any]:
         """The variables that the residuals are computed from."""
-        inputs = [each for recomputed in self.recomputed.values() for each in recomputed.inputs]
+        inputs = [each for recomputation in self.recomputed.values() for each in recomputation.inputs]
         atoms = [source.atom for source in (*self.sources, *inputs) if isinstance(source.atom, Var)]
         return [atom for atom in dict.fromkeys(atoms) if atom not in self.recomputed]
 
@@ -134,20 +134,21 @@ class _Source(NamedTuple):
         return values[0]
 
 
-class _Recomputed(NamedTuple):
-    """A variable that is computed again in the backward pass."""
+class _Recomputation(NamedTuple):
+    """How the result of a `recomputable` is recomputed in the backward pass."""
 
-    recomputation: Recomputation
+    eqn: Any
     inputs: list[_Source]
 
     def compute(self, env: dict[Any, Any]) -> Any:
-        return self.recomputation.compute(*[each.compute(env) for each in self.inputs])
+        values = [each.compute(env) for each in self.inputs]
+        return self.eqn.params["compute"](*self.eqn.params["tree"].unflatten(values))
 
 
 def _find_attached(jaxpr: Any) -> dict[Any, Any]:
     """What each `attach` returns for its last arguments: the same values, which have a derivative only there.
 
-    Others use an argument of the jaxpr, or a constant, as it is.
+    Not those of the jaxpr's own arguments and constants, which other equations use without that derivative.
     """
     attaches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "attach"]
     pairs = [pair for eqn in attaches for pair in zip(_returned_inputs(eqn), eqn.outvars, strict=True)]

@@ -96,11 +96,11 @@ def residual_layer_norm(
     """
     check_is_dtype("residual_layer_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_layer_norm", x=x, scale=scale, shift=shift, bias=bias)
-    dtype, last = jnp.dtype(accum_dtype or x.dtype), (x.ndim - 1,)
-    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
+    dtype, axes = jnp.dtype(accum_dtype or x.dtype), _positive(axes, x)
+    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, axes, dtype):
         primals = vary_alike(x, scale, shift, bias)
         stream, y = _residual_norm_rule(True, eps, dtype)(primals)
-        return stream, recomputable(y, _layer_norm_rule(last, eps, dtype), primals[:3])
+        return stream, recomputable(y, _layer_norm_rule(axes, eps, dtype), primals[:3])
     return _add_bias(x, bias), layer_norm(x, scale, shift, axes=axes, eps=eps, accum_dtype=accum_dtype)
 
 
@@ -117,11 +117,11 @@ def residual_rms_norm(
     """RMS normalization before a residual branch: `(x + bias, rms_norm(x, scale))`, as `residual_layer_norm`."""
     check_is_dtype("residual_rms_norm", accum_dtype=accum_dtype)
     check_same_dtype("residual_rms_norm", x=x, scale=scale, bias=bias)
-    dtype, last = jnp.dtype(accum_dtype or x.dtype), (x.ndim - 1,)
-    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, _positive(axes, x), dtype):
+    dtype, axes = jnp.dtype(accum_dtype or x.dtype), _positive(axes, x)
+    if _is_row(bias, x) and prefers_residual_norm_kernel(x, scale, axes, dtype):
         primals = vary_alike(x, _offset(scale, scale_offset, dtype), None, bias)
         stream, y = _residual_norm_rule(False, eps, dtype)(primals)
-        return stream, recomputable(y, _rms_norm_rule(last, eps, dtype), primals[:2])
+        return stream, recomputable(y, _rms_norm_rule(axes, eps, dtype), primals[:2])
     options: Any = {"axes": axes, "eps": eps, "scale_offset": scale_offset, "accum_dtype": accum_dtype}
     return _add_bias(x, bias), rms_norm(x, scale, **options)
 
